@@ -1,8 +1,9 @@
 """The `autocast` transform: which operation of a JAX function runs in which dtype, and why.
 
-A call goes one way: `_trace.py` traces the function, `_decide.py` decides about all of it and returns a
-frozen `CastPlan`, `_explain.py` makes data of that and `_explain_text.py` tables, and `_emit.py` carries it
-out. Code of mpjax that looks at values on their way hands `_emit.execute` a `Tap`, as `mpjax.numerics` does.
+A call passes through these files: `_trace.py` traces the function, `_decide.py` decides about all of it and
+returns a frozen `CastPlan`, and `_emit.py` executes the plan. `_explain.py` turns the plan into data and
+`_explain_text.py` into tables. mpjax code that inspects values, such as `mpjax.numerics`, passes a `Tap` to
+`_emit.execute`.
 """
 
 from mpjax.casting._autocast import autocast, full_precision

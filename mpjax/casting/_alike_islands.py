@@ -1,7 +1,7 @@
-"""Islands that are alike, as in the layers of a deep model: one function for all, which JAX traces once.
+"""One function for equal islands, as in the layers of a deep model, so that JAX traces it once.
 
-So are the bodies of a jitted function that is called several times, where the same is decided about them.
-What JAX knows of a function is kept with the function: its program, its derivative, what of it is saved.
+The bodies of a jitted function that is called several times also share one, if the decisions are the same.
+JAX's caches belong to the function: its program, its derivative, and what that saves.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class AlikeIslands:
     self._bodies: dict[Jaxpr, list[tuple[CastPlan, Sequence[Array], Function]]] = {}
 
   def function(self, island: Island, held: Mapping[Var, Held], depth: int, own: Function) -> Function:
-    """Returns the function of an island that is like this one; `own` if it is the first.
+    """Returns the function of an equal earlier island; `own` if this is the first.
 
     Args:
       island: the island; nothing in it reads side inputs.
       held: how each variable is held.
-      depth: how many scopes the equations have in common, which are left out of the function.
+      depth: how many scopes the equations have in common, which the function leaves out.
       own: the function of the island itself.
     """
     try:
@@ -41,11 +41,11 @@ class AlikeIslands:
       return own
 
   def body(self, plan: CastPlan, constants: Sequence[Array], own: Function) -> Function:
-    """Returns the function of a body that is like this one; `own` if it is the first.
+    """Returns the function of an equal earlier body; `own` if this is the first.
 
     Args:
-      plan: what is decided about the body; nothing in it reads side inputs.
-      constants: that the body is closed over.
+      plan: the plan of the body; nothing in it reads side inputs.
+      constants: the constants that the body is closed over.
       own: the function of the body itself, which holds its constants.
     """
     others = self._bodies.setdefault(plan.jaxpr, [])
@@ -58,7 +58,7 @@ class AlikeIslands:
 
 
 def _key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashable:
-  """Returns what two islands have in common if their functions are the same."""
+  """Returns a key that is equal for two islands if their functions are the same."""
   numbers: dict[Var, int] = {}
 
   def of(atom: Atom) -> Hashable:
@@ -92,7 +92,7 @@ def _node_key(node: Node, of: Callable[[Atom], Hashable], depth: int) -> Hashabl
 
 
 def _decided(node: Node) -> Hashable:
-  """Returns how an equation is carried out, but for its bodies."""
+  """Returns how an equation is executed, without its bodies."""
   return (
     (node.listed, node.mode, node.half, node.outs, node.reads, node.widened, node.own_casts),
     (node.result_dtype, node.stores_gradient, node.fp8, node.kernel),
@@ -100,7 +100,7 @@ def _decided(node: Node) -> Hashable:
 
 
 def _plan_key(plan: CastPlan) -> Hashable:
-  """Returns what the plans of one body have in common if they are carried out alike."""
+  """Returns a key that is equal for two plans of one body if they are executed alike."""
   numbers = {node: i for i, node in enumerate(plan.nodes)}
 
   def of(unit: Node | Island) -> Hashable:
@@ -115,9 +115,9 @@ def _plan_key(plan: CastPlan) -> Hashable:
 
 
 def _call_key(call: Call) -> Hashable:
-  """Returns what two calls have in common if their bodies are carried out alike."""
+  """Returns a key that is equal for two calls if their bodies are executed alike."""
   kind = call_kind(call.equation)
-  if kind is None or not kind.is_plain:  # a rule is decided about where the call stands
+  if kind is None or not kind.is_plain:  # a rule is decided where the call is
     return call
   return call.ins, call.outs, call.carry, tuple(map(_plan_key, call.plans))
 

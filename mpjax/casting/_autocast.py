@@ -1,4 +1,4 @@
-"""`autocast`: any JAX function, each operation in the right dtype; `full_precision`, the way out of it."""
+"""`autocast`: any JAX function, each operation in the right dtype; `full_precision`, an exception to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mpjax.policy._precision_warning import warn_of_auto, warn_of_bare_dtype, wa
 
 
 class _NotGiven(str):
-  """The policy of a call that names none: the same string, told from it by its type."""
+  """The policy of a call that names none: the same string, distinguished by its type."""
 
 
 AUTO = _NotGiven("auto")
@@ -66,16 +66,16 @@ def _marked(policy: Policy) -> contextlib.AbstractContextManager[None]:
 
 
 class _Decorator(functools.partial[Callable[..., Any]]):
-  """What `autocast` without a function is."""
+  """The result of `autocast` without a function."""
 
   def __enter__(self) -> NoReturn:
     raise TypeError(
-      "mpjax.autocast is no context manager: JAX traces functions, so wrap the function, as in "
+      "mpjax.autocast is not a context manager: JAX traces functions, so wrap the function, as in "
       "loss = mpjax.autocast(loss_fn, 'bf16'), or write @mpjax.autocast(policy='bf16') above it"
     )
 
   def __exit__(self, *error: object) -> None:
-    """Is there so that `with` asks for `__enter__`."""
+    """Exists so that `with` calls `__enter__`."""
 
 
 def autocast(
@@ -90,60 +90,61 @@ def autocast(
 ) -> Callable[..., Any]:
   """Returns `fun` with its matrix products in half precision and its range-critical operations in float32.
 
-  A transform at trace time: what is left at run time are the casts. Arguments are never changed: float32
-  master weights go in, their gradients come out in float32. Composes with `jit`, `grad`, `vmap`, `scan` and
-  the other transforms, in any order; keeps the derivative rules of `custom_jvp` and `custom_vjp`. What an
-  `nnx.Module` argument mutates is kept, in its own dtype.
+  A transform at trace time: at run time only the casts remain. It does not change arguments: float32
+  master weights go in, and their gradients come out in float32. It composes with `jit`, `grad`, `vmap`,
+  `scan` and the other transforms, in any order, and keeps the derivative rules of `custom_jvp` and
+  `custom_vjp`. Changes in an `nnx.Module` argument are kept, in their own dtype.
 
   ```python
-  loss = mpjax.autocast(loss_fn, "bf16", overrides={".*/head": "fp32"})
+  loss = mpjax.autocast(loss_fn, "bf16", overrides={"head": "fp32"})
   grads = jax.grad(loss)(params, batch)
   ```
 
   Matrix products and convolutions run in `policy.compute_dtype`, with float32 accumulation where the hardware
   does it. Sums, exponentials, norms and losses are float32 islands: their inputs are half precision, their
-  results are half again where half-precision operations read them, and the backward pass computes the inside
-  again rather than keep it. Parameters, biases and masks follow the activation they meet; their gradients are
-  summed in float32. What the program casts to float32 itself stays float32 until a matrix product reads it.
-  float64, complex, integer and explicitly half-precision values, kernels and callbacks keep their dtypes.
+  results are rounded where half-precision operations read them, and the backward pass recomputes the
+  inside. Parameters, biases and masks take the dtype of the activation that they meet; their gradients are
+  summed in float32. A value that the program itself casts to float32 stays float32 until a matrix product
+  reads it. float64, complex, integer and explicitly half-precision values, kernels and callbacks keep their
+  dtypes.
 
   Args:
     fun: any function of pytrees, a module, or a method of one, also inside a linen module; `None` for use as
       a decorator. NumPy and JAX arrays among its arguments are traced, everything else (Python numbers,
       strings) is static.
-    policy: whatever `mpjax.get_policy` takes; read at each call, so `"auto"` follows the backend.
-    ops: the lists of primitives, if not `mpjax.OpLists.default()`.
+    policy: what `mpjax.get_policy` takes; read at each call, so `"auto"` follows the backend.
+    ops: the lists of primitives; by default `mpjax.OpLists.default()`.
     overrides: policies by regular expression on the module path (`GPT/h0/attn`), tried before the policy's
-      own; the first that matches whole components of the path wins. How the carry of
-      a loop is held can be set, too: `{"GPT/rnn/carry_1": {"loop_carry": "float32"}}`, with the loop's path
-      for all that it carries.
-    fp8_state: histories of FP8 products under `recipe: delayed`, from `mpjax.init_fp8_state`; what is
-      differentiated with respect to it gives its next value. Other recipes leave it as it is.
-    recompute: what the backward pass computes again instead of keeping it in memory: `"islands"`; `"dots"`,
+      own; the first that matches whole components of the path wins. The dtype of a loop's carry can be set,
+      too: `{"GPT/rnn/carry_1": {"loop_carry": "float32"}}`, or with the loop's path for all its carries.
+    fp8_state: histories of FP8 products under `recipe: delayed`, from `mpjax.init_fp8_state`; the
+      derivative with respect to it is its next value. Other recipes ignore it.
+    recompute: what the backward pass recomputes instead of keeping it in memory: `"islands"`; `"dots"`,
       everything but the results of matrix products (less memory, more work); or `"nothing"`. An override
       such as `{".*/attn": {"recompute": "nothing"}}` chooses between islands and nothing for a module.
 
   Returns:
     A function with `fun`'s signature; its float16, bfloat16 and float32 outputs are in `policy.output_dtype`.
-    What `fun` returns with the shape and the half-precision dtype of an argument keeps it: the carry of a
+    An output with the shape and the half-precision dtype of an argument keeps it: the carry of a
     loop, a cache.
 
   Raises:
-    ValueError: for a policy or a list that is not understood, and when called, for an override that matches
-      no module path (it lists the paths there are).
+    ValueError: for an invalid policy or list, and when called, for an override that matches
+      no module path (the error lists the paths).
     TypeError: when called, if `fun` returns something that is neither array nor number, or makes variables
-      of a linen module that it is not given.
+      of a linen module that is not among its arguments.
 
   Warns:
-    PrecisionWarning: for a bare half-precision dtype as a policy, which also has its outputs in that dtype;
-      for a kernel that stays in float32, with the line that changes it;
-      without a policy on a GPU, which makes it `fp16`, whose loss scale autocast cannot apply; and by
-      `mpjax.value_and_grad` of it, if the policy scales the loss and the optimiser's state has no loss scale.
+    PrecisionWarning: for a bare half-precision dtype as a policy, which also makes the outputs half
+      precision; for a kernel that stays in float32, with the line that changes it.
+      Without a policy on a GPU: the choice is `fp16`, whose loss scale autocast cannot apply.
+      From `mpjax.value_and_grad` of the result, if the policy scales the loss and the optimiser's state has
+      no loss scale.
   """
   refuse_keywords(autocast, unknown, _ELSEWHERE)
   if ops is not None and not isinstance(ops, OpLists):
     raise ValueError(f"ops={ops!r}: expected mpjax.OpLists, such as OpLists.default().replace(deny=...)")
-  make_rules(get_policy(policy), ops, overrides, recompute)  # what is wrong with them is said now
+  make_rules(get_policy(policy), ops, overrides, recompute)  # raises early if they are invalid
   if fun is None:
     return _Decorator(
       autocast, policy=policy, ops=ops, overrides=overrides, recompute=recompute, fp8_state=fp8_state
@@ -155,7 +156,7 @@ def autocast(
     )
   if is_linen_module(fun):
     raise TypeError(
-      f"autocast of the linen module {type(fun).__name__}, which has no parameters of its own: write "
+      f"autocast of the linen module {type(fun).__name__}, which holds no parameters: write "
       "mpjax.autocast(model.apply, policy)(variables, x)"
     )
 
@@ -170,7 +171,7 @@ def autocast(
       rules = make_rules(resolved, ops, overrides, recompute)
       warn_of(rules.overrides.recipes, resolved.compute_dtype.name)
       module = bound_module(fun, args, kwargs)
-      # The parameters that a linen module makes at first are those that it makes without autocast.
+      # The parameters that a linen module makes at first are the same as without autocast.
       is_initializing = module is not None and module.is_initializing()
       if (rules.overrides.nothing_to_do and fp8_state is None) or is_initializing:
         with jax.named_scope(FULL_PRECISION), tracing(NO_REGIONS):
@@ -190,19 +191,19 @@ def autocast(
       return transform(fun)(*args, **kwargs)
 
   setattr(wrapped, _OWN, OwnAutocast(wrapped, fun, policy, ops, overrides, recompute))
-  # `value_and_grad` knows the state of the optimiser, and nothing of policies.
+  # `value_and_grad` knows the state of the optimiser, but not the policy.
   setattr(wrapped, WITHOUT_SCALE, functools.partial(warn_without_scale, policy))
   return wrapped
 
 
 def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `fun` as a region that `autocast` leaves in float32, matrix products too.
+  """Returns `fun` as a region that `autocast` leaves in float32, including its matrix products.
 
   ```python
-  scores = mpjax.full_precision(lambda x: jax.nn.softmax(x @ router))(x)
+  scores = mpjax.full_precision(lambda x, w: jax.nn.softmax(x @ w))(x, params["body"]["kernel"])
   ```
 
-  What comes in from half-precision operations is cast to float32. Without an autocast outside it does
+  Values from half-precision operations are cast to float32. Without an outer autocast it does
   nothing. Also a decorator.
 
   Args:

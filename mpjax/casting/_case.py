@@ -1,4 +1,4 @@
-"""An equation that is decided about: what the table of decisions asks of it."""
+"""An equation to decide about: the questions of the table of decisions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OF_POLICY = "its module's policy computes in float32"
 
 
 class Surroundings(Protocol):
-  """The jaxpr that an equation is in, as far as it is decided about; see `_decide.Body`."""
+  """The part of the jaxpr around an equation that is decided so far; see `_decide.Body`."""
 
   rules: CastingRules
   place: Place
@@ -61,28 +61,28 @@ class Surroundings(Protocol):
     """Returns how a variable or literal is held."""
 
   def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
-    """Returns how a variable meets others in an equation."""
+    """Returns how a variable is held when it meets others in an equation."""
 
   def half_at(self, path: str) -> np.dtype | None:
     """Returns the half dtype that a module computes in there; `None` for float32."""
 
   def reads(self, atom: Atom) -> Reads:
-    """Returns who reads this variable."""
+    """Returns the readers of this variable."""
 
   def bodies(self, case: Case) -> DecideBody:
-    """Returns what decides about the bodies of a call."""
+    """Returns the object that decides about the bodies of a call."""
 
 
 class Case:
-  """An equation that is decided about: what the conditions of the table ask, and how its results are held.
+  """An equation to decide about: the conditions of the table, and how its results are held.
 
   Args:
     equation: the equation.
-    body: the jaxpr that it is in, as far as that is decided about.
-    clips: whether results outside of the half dtype's range may be clipped where they are rounded.
+    body: the jaxpr around it, as far as it is decided.
+    clips: whether results outside the half dtype's range may be clipped where they are rounded.
   """
 
-  rule = ""  # the row of the table that holds
+  rule = ""  # the row of the table that applies
 
   def __init__(self, equation: JaxprEqn, body: Surroundings, clips: bool):
     self.equation = equation
@@ -92,12 +92,12 @@ class Case:
     self.half = body.half_at(self.path)
     self.listed = body.rules.list_of(equation.primitive, self.half)
     self.is_cast = equation.primitive is jax.lax.convert_element_type_p
-    self.at_edge = at_region_edge(self.path)  # what is no cast there is a sum of gradients
+    self.at_edge = at_region_edge(self.path)  # anything but a cast there is a sum of gradients
     self.in_region = in_region(self.path) and (self.is_cast or not self.at_edge)
     self.operands = [a for a in equation.invars if castable(a.aval)]
 
   def decided(self, mode: Mode, why: str, outs: tuple[Held, ...], listed: str = "", **more: Any) -> Decision:
-    """Returns a decision about it; without `listed` its own list decided. For all else see `Decision`."""
+    """Returns a decision about it; without `listed` its own list decided. For the rest see `Decision`."""
     if not self._clips:
       outs = tuple(held._replace(wide=False) for held in outs)
     listed = listed or self.listed
@@ -105,28 +105,28 @@ class Case:
 
   @functools.cached_property
   def lists(self) -> set[str]:
-    """The lists of what is in its bodies."""
+    """The lists of the primitives in its bodies."""
     return self.body.rules.inside(self.equation, self.half)
 
   @functools.cached_property
   def kernel(self) -> _kernels.InHalf | None:
-    """How it runs in half precision as a registered kernel, if it is one."""
+    """The way it runs in half precision as a registered kernel, if it is one."""
     return _kernels.in_half(self.equation, self.body.how, self.half)
 
   @property
   def has_product(self) -> bool:
-    """Whether a matrix product, or a region, which stands for one, is in its bodies."""
+    """Whether its bodies hold a matrix product, or a region, which stands for one."""
     runs_in_half = self.body.rules.has_region(self.equation) or _kernels.has_registered(self.equation)
     return "allow" in self.lists or runs_in_half
 
   @property
   def why_whole(self) -> str:
-    """Why it is in float32 where its module is."""
+    """The reason for float32, if its module is in float32."""
     return self.body.place.solver or OF_POLICY
 
   @property
   def is_whole(self) -> bool:
-    """Whether nothing in its bodies runs in half precision, and nobody wants to see them."""
+    """Whether nothing in its bodies runs in half precision, and no caller wants to see them."""
     place, overrides = self.body.place, self.body.rules.overrides
     return self.half is None and not place.enter_all and overrides.uniform_below(self.path)
 
@@ -146,21 +146,21 @@ class Case:
 
   @property
   def follows_as_one(self) -> bool:
-    """Whether it is a call such as relu, with a rule of its own, that follows its operands."""
+    """Whether it is a call with its own rule, such as relu, that follows its operands."""
     kind = call_kind(self.equation)
     known = kind in RULES and kind not in LOOPS and "deny" not in self.lists
     return known and self.half is not None and not self.is_whole and self.reads_half
 
   @property
   def asked(self) -> list[Atom]:
-    """The values whose dtypes are asked for: a product that gives half precision is of its operands alone."""
+    """The values whose dtypes matter: for a product that returns half precision, only its operands."""
     given, results = values_read(self.equation), self.equation.outvars
     gives_half = self.half is not None and all(dtype_of(v) == self.half for v in results)
     return given if self.listed == "allow" and gives_half else [*given, *results]
 
   @property
   def has_own_dtypes(self) -> bool:
-    """Whether the user chose a dtype in it, other than half precision for one operand of a product."""
+    """Whether the user chose one of its dtypes, other than half precision for one operand of a product."""
     return any(of_its_own(a.aval) for a in self.asked) and not self._multiplies_half_input
 
   @property
@@ -179,7 +179,7 @@ class Case:
 
   @functools.cached_property
   def why_float32(self) -> str:
-    """Why it keeps float32 operands as a product whose operands and readers ask for that; or empty."""
+    """The reason why it keeps float32 operands as a product, from its operands and readers; or empty."""
     place = self.body.place
     if (*place.calls, (self.equation, 0)) in place.exact:
       return "the product that it is the derivative of keeps float32 operands"
@@ -190,7 +190,7 @@ class Case:
 
   @property
   def why_float32_result(self) -> str:
-    """Why it has a float32 result as a product in half precision; or empty."""
+    """The reason why it has a float32 result as a product in half precision; or empty."""
     roles = self.body.place.roles
     if roles is None or not self.body.rules.wide_gradients:
       return ""
@@ -198,7 +198,7 @@ class Case:
 
   def _read_as(self) -> Reads:
     reads = self.body.reads(self.equation.outvars[0])
-    return reads if self.body.place.lineages else reads | Reads.HALF  # who reads it outside is not known
+    return reads if self.body.place.lineages else reads | Reads.HALF  # readers outside are unknown
 
   @property
   def adds_gradients(self) -> bool:
@@ -210,15 +210,15 @@ class Case:
     return [self.half if in_half_alone(self.body.reads(v)) else None for v in self.equation.outvars]
 
   def met(self, atom: Atom) -> Held:
-    """Returns how a value meets the others."""
+    """Returns how a value is held when it meets the others."""
     return self.body.met(atom, self.half, self.equation)
 
   def all_held(self, held: Held) -> tuple[Held, ...]:
-    """Returns how the results are held if the float32 ones are held so."""
+    """Returns how the results are held if all float32 ones are held like `held`."""
     return tuple(held if castable(v.aval) else initial(v.aval) for v in self.equation.outvars)
 
   def all_in_half(self, kind: Kind) -> tuple[Held, ...]:
-    """Returns how the results are held if the float32 ones are in the compute dtype."""
+    """Returns how the results are held if all float32 ones are in the compute dtype."""
     return self.all_held(Held(kind, cast(np.dtype, self.half)))
 
   def kept(self) -> tuple[Held, ...]:
@@ -229,7 +229,7 @@ class Case:
     return self.all_held(Held(kind, FLOAT32))
 
   def computed(self) -> tuple[Held, ...]:
-    """Returns how the results are held if the equation runs in float32 whatever its operands."""
+    """Returns how the results are held if the equation runs in float32 for all operands."""
     held = [self.body.met(a, None, self.equation) for a in self.operands] or [Held(Kind.FLEXIBLE, FLOAT32)]
     largest = max(map(size, self.operands), default=0)
     wide = self.half == np.float16 and self._expands()
@@ -250,6 +250,6 @@ class Case:
     return bool(abs(divisor.val) < 1)
 
   def reason(self, otherwise: str) -> str:
-    """Returns why the equation's list decides."""
+    """Returns the reason of the equation's list."""
     row = facts(self.equation)
     return otherwise if row is UNKNOWN else row.reason_in(self.half)

@@ -1,6 +1,6 @@
-"""`CastPlan`: what autocast has decided about a program, frozen, whole before anything is emitted.
+"""`CastPlan`: autocast's decisions about a program, frozen, complete before anything is emitted.
 
-`_decide.py` makes one, `_explain.py` prints it, `_emit.py` carries it out.
+`_decide.py` makes one, `_explain.py` prints it, `_emit.py` executes it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mpjax.products import has_own_gradients
 
 
 class Mode(enum.Enum):
-  """The ways in which an equation is carried out."""
+  """The ways to execute an equation."""
 
   HALF = "half"  # in the compute dtype
   FULL = "full"  # in float32
   KEEP = "keep"  # in the dtypes of the user's program
-  EACH = "each"  # every operand as it is held
+  EACH = "each"  # each operand as it is held
   CAST = "cast"  # the user's own cast
   EDGE = "edge"  # a cast to half precision at the edge of a region, of values that may be outside its range
   ENTER = "enter"  # its bodies are decided, too
@@ -35,22 +35,22 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decision:
-  """An equation with what is decided about it by its operands.
+  """An equation with the decision about it, from its operands.
 
   Attributes:
     equation: the equation of the user's program.
     path: its module path.
     listed: the list that decided: allow, deny, infer, opaque or call.
-    mode: how it is carried out.
+    mode: how to execute it.
     half: the compute dtype of its module; `None` for float32.
     why: the reason, in words.
     rule: the row of the table of decisions.
     outs: how each result is held.
     call: for `Mode.ENTER`, its bodies.
-    fp8: if it is an FP8 product, how.
-    recipe: of a product, the FP8 recipe that decided whether it is one; `None` for none.
+    fp8: the quantised product, if it is an FP8 product.
+    recipe: for a product, the FP8 recipe that decided whether it is one; `None` without a recipe.
     site: under delayed FP8 scaling, the name of its history.
-    kernel: of a registered kernel, what runs it in half precision.
+    kernel: for a registered kernel, its call in half precision.
   """
 
   equation: JaxprEqn
@@ -78,7 +78,7 @@ class Decision:
     return self.listed == "allow" or self.has_product() or in_region(self.path)
 
   def depths(self) -> list[int]:
-    """Returns how deep in backward passes each result was made, in its bodies too."""
+    """Returns how deep in backward passes each result was made, also in its bodies."""
     depths = [backward_depth(self.equation)] * len(self.outs)
     for plan in self.call.plans if self.call else ():
       if len(plan.depths) == len(depths):
@@ -92,15 +92,15 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Node(Decision):
-  """A decision with how the equation is carried out, once it is known how every value of its program is held.
+  """A decision with the way to execute the equation, once it is known how all values of its program are held.
 
   Attributes:
-    reads: the dtype that each operand is read in; `None` for what is not autocast's to cast.
+    reads: the dtype that each operand is read in; `None` for a value that autocast does not cast.
     widened: the operands that are cast to `half` only after their broadcast, so that their gradient is
       summed in float32.
-    own_casts: the operands that are cast to `half` for this use alone, so that the gradients of several uses
-      meet in float32; of a product, those whose gradient it makes in float32 itself.
-    result_dtype: the dtype that a product is asked for; `None` for what the program says.
+    own_casts: the operands that are cast to `half` only for this use, so that the gradients of several uses
+      are added in float32; for a product, those whose gradient it computes in float32 itself.
+    result_dtype: the dtype that a product is asked for; `None` for the program's.
     stores_gradient: whether the gradient of a product's result crosses an optimisation barrier.
   """
 
@@ -111,7 +111,7 @@ class Node(Decision):
   stores_gradient: bool
 
   def originals(self) -> list[Var]:
-    """Returns the variables of which a product makes the gradient in float32 itself."""
+    """Returns the variables whose gradient a product computes in float32 itself."""
     if self.listed != "allow" or self.fp8 is not None or not has_own_gradients(self.equation):
       return []
     return [cast(Var, self.equation.invars[i]) for i in sorted(self.own_casts)]
@@ -133,10 +133,10 @@ class DecideBody(Protocol):
 
   @property
   def why_float32(self) -> str:
-    """Why that is float32, where it is."""
+    """The reason, if that is float32."""
 
   def layers(self) -> list[bool]:
-    """Returns for each carry of a loop whether a product multiplies it by weights of the step's own."""
+    """Returns, for each carry of a loop, whether a product multiplies it by weights of the step's own."""
 
   def __call__(
     self,
@@ -150,11 +150,11 @@ class DecideBody(Protocol):
   ) -> CastPlan:
     """Returns the plan of a body, given how its constants and inputs are held.
 
-    Of a backward rule `gradients` says which outputs are gradients of parameters.
+    `gradients` is for a backward rule: which outputs are gradients of parameters.
     """
 
   def carry_setting(self, i: int) -> str | None:
-    """Returns how the user wants the i-th carry of a loop held: `float32`, `half`, or `None`."""
+    """Returns the user's setting for the i-th carry of a loop: `float32`, `half`, or `None`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -164,11 +164,11 @@ class Call:
   Attributes:
     equation: the equation.
     ins: how its operands are held.
-    plans: of its bodies, in the order in which they stand in the equation's parameters.
+    plans: the plans of its bodies, in the order of the equation's parameters.
     outs: how its results are held.
-    decide_rule: decides about the program of a custom derivative or batching rule. There is none before JAX
-      differentiates or batches; each is decided whole before any of it is emitted.
-    carry: of a loop.
+    decide_rule: decides about the program of a custom derivative or batching rule, which does not exist
+      before JAX differentiates or batches; each is decided whole before any of it is emitted.
+    carry: the carries of a loop.
   """
 
   equation: JaxprEqn
@@ -179,24 +179,24 @@ class Call:
   carry: tuple[LoopCarry, ...] = ()
 
   def body(self, emit: Emit, i: int = 0) -> Callable[..., list[Array]]:
-    """Returns the i-th body as a function of its inputs, its constants put in."""
+    """Returns the i-th body as a function of its inputs, closed over its constants."""
     constants = constants_of(bodies_of(self.equation)[i])
     return lambda *operands: emit(self.plans[i], [*constants, *operands])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Island:
-  """Float32 equations that are emitted as one checkpoint: the backward pass keeps what it reads.
+  """Float32 equations that are emitted as one checkpoint: the backward pass keeps their inputs.
 
   Attributes:
     nodes: a convex set of equations, in the order of the program.
-    inputs: (variable, dtype) of what it reads.
-    outputs: (variable, dtype) of what is used outside.
-    copies: equations before it that it carries out itself, rather than read their results: a one-hot of
-      labels, a mask of positions, whatever is cheap and larger than what it is made of.
-    fenced: whether the backward pass reads through an optimisation barrier: no compiler then finds the inside
+    inputs: (variable, dtype) of its inputs.
+    outputs: (variable, dtype) of the values that are used outside.
+    copies: equations before it that it computes itself instead of reading their results: a one-hot of
+      labels, a mask of positions, every value that is cheap and larger than what it is computed from.
+    fenced: whether the backward pass reads through an optimisation barrier: then no compiler finds the inside
       equal to the forward pass's, and keeps that in memory.
-    saved: the FP8 format in which half-precision inputs are kept for the backward pass; `None`: as they are.
+    saved: the FP8 format in which half-precision inputs are kept for the backward pass; `None`: unchanged.
   """
 
   nodes: tuple[Node, ...]
@@ -213,14 +213,14 @@ class CastPlan:
 
   Attributes:
     jaxpr: the open jaxpr.
-    path: the module path that it is in.
+    path: its module path.
     inputs: its `constvars` and `invars`.
-    nodes: the decisions, for those equations whose results are used.
-    units: the same in the order in which they are emitted, islands as one.
+    nodes: the decisions about the equations whose results are used.
+    units: the nodes in the order of their emission, islands as one.
     held: how each variable is held.
     outs: how each output is held.
     depths: how deep in backward passes each output was made.
-    has_product: whether a matrix product is in it, at any depth.
+    has_product: whether it holds a matrix product, at any depth.
   """
 
   jaxpr: Jaxpr
@@ -234,7 +234,7 @@ class CastPlan:
   has_product: bool
 
   def all_nodes(self) -> Iterator[Node]:
-    """Yields the decisions, those in bodies too."""
+    """Yields the decisions, including those in bodies."""
     for node in self.nodes:
       yield node
       for plan in node.call.plans if node.call else ():
@@ -251,20 +251,20 @@ class CastPlan:
 
 
 class Emit(Protocol):
-  """Carries out plans; see `_emit.Emitter`."""
+  """Executes plans; see `_emit.Emitter`."""
 
   @property
   def side(self) -> SideInputs:
-    """Returns what the program reads beside its inputs."""
+    """Returns what the program reads in addition to its inputs."""
 
   def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
     """Returns the outputs of a program, each held as `plan.outs` says."""
 
   def within(self, plans: Sequence[CastPlan]) -> SideInputs:
-    """Returns the side inputs of what is in some plans."""
+    """Returns the side inputs that some plans read."""
 
   def once(self, call: Call, own: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
-    """Returns the function of the body of a call like this one that was emitted before; `own` for none."""
+    """Returns the function of an equal body that was emitted before; `own` if there is none."""
 
   def replace(self, side: SideInputs) -> Emit:
-    """Returns the same with other side inputs."""
+    """Returns the same object with other side inputs."""

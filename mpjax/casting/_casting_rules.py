@@ -33,15 +33,15 @@ _DEAR = Trait.COSTLY | Trait.READS_STORED | Trait.STORES_RESULT
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CastingRules:
-  """The rules that autocast decides by, and what they have found out about jaxprs.
+  """The rules that autocast decides by, and facts about jaxprs that they have found.
 
   Attributes:
     ops: the user's lists; `None` for the default ones.
     changed: names of primitives that the user has put on another list.
     overrides: the policies by module.
     accum_dtype: dtype that matrix products accumulate in and return, or `None`.
-    wide_gradients: whether gradients of float32 values are float32 from the product on that makes them.
-    recompute: what the backward pass computes again, of `RECOMPUTE`.
+    wide_gradients: whether gradients of float32 values are float32 from their product on.
+    recompute: what the backward pass recomputes, one of `RECOMPUTE`.
   """
 
   ops: OpLists | None
@@ -54,10 +54,10 @@ class CastingRules:
   found_in_loops: dict[tuple[JaxprEqn, str], Any] = dataclasses.field(default_factory=dict)
 
   def list_of(self, primitive: Primitive, half: np.dtype | None = None) -> str:
-    """Returns the list that a primitive is on where `half` is the compute dtype.
+    """Returns the list that a primitive is on if `half` is the compute dtype.
 
-    What the user changes goes by name. All else goes by the primitive itself: another one of its name, which
-    a library defines, is unknown.
+    The user's changes apply by name. Otherwise the primitive itself counts: another library's primitive of
+    the same name is unknown.
     """
     half = half or self.overrides.any_half
     if self.ops is not None and primitive.name in self.changed:
@@ -65,7 +65,7 @@ class CastingRules:
     return facts(primitive).list_in(half)
 
   def computes_again(self, path: str) -> bool:
-    """Returns whether float32 islands of a module are computed again in the backward pass."""
+    """Returns whether the backward pass recomputes float32 islands of a module."""
     return (self.overrides.recompute_at(path) or self.recompute) != "nothing"
 
   def check_all_matched(self, products: Collection[str]) -> None:
@@ -85,7 +85,7 @@ class CastingRules:
             )
 
   def contents(self, jaxpr: AnyJaxpr) -> frozenset[Primitive]:
-    """Returns the primitives in a jaxpr, at any depth; not those inside opaque ones."""
+    """Returns the primitives in a jaxpr, at any depth, without those inside opaque ones."""
     body = open_jaxpr(jaxpr)
     if body not in self._contents:
       is_call = lambda equation: self.list_of(equation.primitive) == "call"
@@ -93,7 +93,7 @@ class CastingRules:
     return self._contents[body]
 
   def primitives(self, equations: Iterable[JaxprEqn]) -> set[Primitive]:
-    """Returns the primitives of equations, those in their bodies too."""
+    """Returns the primitives of equations, including their bodies."""
     found = set()
     for equation in equations:
       found.add(equation.primitive)
@@ -101,11 +101,11 @@ class CastingRules:
     return found
 
   def inside(self, equation: JaxprEqn, half: np.dtype | None) -> set[str]:
-    """Returns the lists of what is in an equation's bodies."""
+    """Returns the lists of the primitives in an equation's bodies."""
     return {self.list_of(p, half) for body in bodies_of(equation) for p in self.contents(body)}
 
   def may_recompute(self, equation: JaxprEqn) -> bool:
-    """Returns whether an equation may be computed again in the backward pass rather than saved."""
+    """Returns whether the backward pass may recompute an equation instead of saving its result."""
     inside = {equation.primitive}
     if self.list_of(equation.primitive) == "call":
       kind = call_kind(equation)
@@ -116,9 +116,9 @@ class CastingRules:
     return all(facts(p).recompute for p in plain) and not equation.effects
 
   def is_cheap(self, equation: JaxprEqn, path: str) -> bool:
-    """Returns whether to compute an equation again costs no more than to read its result.
+    """Returns whether recomputing an equation costs no more than reading its result.
 
-    No custom derivative or batching rule: it need not be linear, and would run once for each copy.
+    False for a custom derivative or batching rule: it need not be linear, and would run once for each copy.
     """
     inside = self.primitives([equation])
     dear = any(facts(p).traits & _DEAR or self.list_of(p) == "deny" for p in inside)
@@ -127,15 +127,15 @@ class CastingRules:
     return again and not dear and not custom
 
   def has_region(self, equation: JaxprEqn) -> bool:
-    """Returns whether a region of `half_precision` is in an equation's bodies."""
+    """Returns whether an equation's bodies hold a region of `half_precision`."""
     return any(has_region(open_jaxpr(body)) for body in bodies_of(equation))
 
 
 class ByRules(Forward[F]):
-  """An analysis of where values come from that enters what autocast enters, whatever its policy.
+  """A forward analysis that enters the calls that autocast enters, for every policy.
 
   Args:
-    rules: what decides.
+    rules: the rules.
   """
 
   def __init__(self, rules: CastingRules):
@@ -149,7 +149,7 @@ def require_recompute(recompute: str) -> str:
   """Returns `recompute`.
 
   Raises:
-    ValueError: unless it is one that `autocast` takes.
+    ValueError: if `autocast` does not take it.
   """
   if recompute not in RECOMPUTE:
     raise ValueError(f"recompute={recompute!r}: expected one of {', '.join(RECOMPUTE)}")
@@ -162,16 +162,16 @@ def make_rules(
   overrides: Mapping[str, PolicyLike] | None,
   recompute: str = "islands",
 ) -> CastingRules:
-  """Returns what decides, from autocast's arguments.
+  """Returns the rules for autocast's arguments.
 
   Raises:
-    ValueError: for what is not understood, for FP8 products that would not run in half precision, and for a
-      `grad_dtype` that products do not give.
+    ValueError: for an invalid argument, for FP8 products that would not run in half precision, and for a
+      `grad_dtype` that products cannot return.
   """
   if policy.fp8 and policy.compute_dtype.itemsize != 2:
     raise ValueError(
-      f"fp8={brief(policy.fp8)!r} with compute_dtype={policy.compute_dtype.name!r}: FP8 products are those "
-      "that would run in half precision, and give that; use compute_dtype bfloat16, as base: fp8 does"
+      f"fp8={brief(policy.fp8)!r} with compute_dtype={policy.compute_dtype.name!r}: FP8 products replace "
+      "half-precision products, and return half precision; use compute_dtype bfloat16, as base: fp8 does"
     )
   wide_gradients = policy.grad_dtype is None or policy.grad_dtype.itemsize == 4
   if policy.grad_dtype is not None and not wide_gradients and policy.grad_dtype != policy.compute_dtype:

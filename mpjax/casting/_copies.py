@@ -1,8 +1,8 @@
-"""What an island makes itself rather than read: a mask of positions, a one-hot of labels.
+"""Values that an island computes itself instead of reading them: a mask of positions, a one-hot of labels.
 
-What an island reads is kept for the backward pass. A value that is cheap to make, and larger than what it is
-made of, is not worth its memory: a compiler fuses the making into the reading. Nor is a half-precision copy
-of an argument, which is there anyway: an equation that reads one is an island (`making_operands_again`).
+The inputs of an island are kept for the backward pass. A value that is cheap, and larger than what it is
+computed from, is not worth its memory: a compiler fuses its computation into the reader. The same holds for a
+half-precision copy of an argument, which exists anyway (`making_operands_again`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, size
 from mpjax.jaxpr import Trait, bodies_of, dtype_of, has, variables_of
 
 _KEEPS_NONE = Trait.NO_RESIDUAL | Trait.CHOICE
-_MOST = 8  # sources of one value: a value of more is taken to be as large as they are
+_MOST = 8  # sources of one value: a value with more is considered as large as they are
 
 
 class Copies:
-  """The cheap equations of a program, which any island may carry out itself.
+  """The cheap equations of a program, which any island may compute itself.
 
   Args:
     nodes: the decisions, in the order of the program.
@@ -42,12 +42,12 @@ class Copies:
         self._sources.update(dict.fromkeys(node.equation.outvars, sources))
 
   def instead_of(self, inputs: Sequence[Var], free: Collection[Var] = ()) -> tuple[Node, ...]:
-    """Returns the equations that make those of an island's inputs that had better be made than read.
+    """Returns the equations for those inputs of an island that it should compute instead of reading.
 
-    They take at least twice the memory of what they are made of, beside what is read anyway.
+    These inputs take at least twice the memory of their sources, without those that are read anyway.
 
     Args:
-      inputs: what the island reads.
+      inputs: the island's inputs.
       free: variables that cost nothing to keep.
     """
     read: dict[Var, None] = dict.fromkeys(v for v in inputs if v not in self._makers)
@@ -66,7 +66,7 @@ class Copies:
     return size(v) * getattr(held_dtype(v, self._held), "itemsize", 4)
 
   def _back_to(self, made: Sequence[Var], read: Mapping[Var, None]) -> tuple[Node, ...]:
-    """Returns the equations that make some variables of those that are read."""
+    """Returns the equations from the variables that are read to some others."""
     found: set[int] = set()
     waiting = list(made)
     while waiting:
@@ -83,17 +83,17 @@ def making_operands_again(
 ) -> Island | None:
   """Returns an equation as an island whose backward pass makes copies of parameters again, if it reads any.
 
-  A copy is what it casts or broadcasts, or what is cheaply made of arguments alone. In one program a compiler
+  A copy is a cast or broadcast, or another cheap value from arguments only. In one program a compiler
   shares it between the two passes; from one loop to another it is not kept.
 
   Args:
     node: a decision about an equation that is in no island.
     copies: the cheap equations of its program.
-    arguments: variables that are there anyway.
+    arguments: variables that exist anyway.
     held: how each variable is held.
 
   Returns:
-    The island; `None` where there is no copy, or the backward pass reads none.
+    The island; `None` without a copy, or if the backward pass reads none.
   """
   equation = node.equation
   if node.half is None or node.fp8 is not None or not (node.mode is Mode.HALF or is_exact_product(node)):
@@ -115,13 +115,13 @@ def making_operands_again(
       inputs.setdefault(v, dtype if castable(v.aval) and v not in wide else held_dtype(v, held))
   outputs = tuple((v, held_dtype(v, held)) for v in equation.outvars)
   pairs = list(inputs.items())
-  # A product's gradient goes to the float32 value, which is not kept for that.
+  # A product's gradient goes to the float32 value, which is not kept for it.
   pairs += [(v, FLOAT32) for v in node.originals() if inputs.get(v, FLOAT32) != FLOAT32]
   return Island((node,), tuple(pairs), outputs, copies=made, fenced=False)
 
 
 def is_exact_product(node: Node) -> bool:
-  """Returns whether a node is a product that keeps float32 operands, of positions or constants say."""
+  """Returns whether a node is a product that keeps float32 operands, such as positions or constants."""
   return node.listed == "allow" and node.rule == "exact product"
 
 

@@ -1,7 +1,7 @@
-"""Decides about a program: the dtype that each equation runs in, the dtype each value is held in, and why.
+"""Decides about a program: the dtype of each equation and of each value, with the reason.
 
 `decide` reads a jaxpr and returns a frozen `CastPlan`. Only custom derivative and batching rules
-are decided after it: they are no programs before JAX differentiates or batches (`Call.decide_rule`).
+are decided later: they are not programs until JAX differentiates or batches (`Call.decide_rule`).
 """
 
 from __future__ import annotations
@@ -56,26 +56,26 @@ def decide(
   full_outputs: bool = False,
   tangents: int = 0,
 ) -> CastPlan:
-  """Returns what autocast does to a program.
+  """Returns autocast's decisions about a program.
 
   Args:
     jaxpr: the program.
     held: how its constants and inputs are held.
-    rules: what decides.
-    place: where it stands, if it is a body.
-    wanted: for each output, the half dtype that its only readers want, or `None`.
-    full_outputs: whether what it returns is read in float32.
-    tangents: how many of its last inputs are tangents, in which it has to stay linear.
+    rules: the rules.
+    place: its place, if it is a body.
+    wanted: for each output, the half dtype that all its readers want, or `None`.
+    full_outputs: whether its outputs are read in float32.
+    tangents: how many of its last inputs are tangents, in which it must stay linear.
   """
   return Body(open_jaxpr(jaxpr), held, rules, place, tangents).plan(wanted, full_outputs)
 
 
 class Body:
-  """One jaxpr while it is decided about.
+  """One jaxpr during the decisions.
 
   Attributes:
-    rules: what decides.
-    place: where it stands.
+    rules: the rules.
+    place: its place in the program.
     held: how each variable is held, as far as it is decided.
     widened: variables that the user's program widens from float16.
   """
@@ -93,7 +93,7 @@ class Body:
     self._linear = set(self._inputs[len(self._inputs) - tangents :])
 
   def plan(self, wanted: Sequence[np.dtype | None], full_outputs: bool) -> CastPlan:
-    """Decides about every equation in order, then what only float32 reads, then about islands."""
+    """Decides about every equation in order, then about values that only float32 reads, then islands."""
     jaxpr, rules, place = self._jaxpr, self.rules, self.place
     decisions = [self._decide(equation) for equation in live(jaxpr).equations]
     decisions = pull_in(decisions, self.held, set(variables_of(jaxpr.outvars)), full_outputs)
@@ -124,14 +124,14 @@ class Body:
     return None if self.place.solver and not overrides.is_set(path) else overrides.half_at(path)
 
   def reads(self, atom: Atom) -> Reads:
-    """Returns who reads this variable."""
+    """Returns the readers of this variable."""
     return self._readers[atom]
 
   def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
-    """Returns how a variable meets others in an equation.
+    """Returns how a variable is held when it meets others in an equation.
 
-    An island's result that is read in half precision alone is half from here on. A gradient that leaves the
-    backward pass is float32, as it is where parameters are cast by hand: an optimiser's sums would stall.
+    An island's result that is only read in half precision is half from here on. A gradient that leaves the
+    backward pass is float32, as with parameters cast by hand: otherwise an optimiser's sums would stall.
     """
     held = self.how(atom, half)
     depth = self._depth.get(atom, 0) if is_variable(atom) else 0
@@ -142,10 +142,10 @@ class Body:
     return held
 
   def bodies(self, case: Case) -> Bodies:
-    """Returns what decides about the bodies of a call."""
+    """Returns the object that decides about the bodies of a call."""
     solver = self.place.solver or why_in_solver(((case.equation, 0),), self.rules, self.place.path)
     if not solver and (*self.place.calls, (case.equation, 0)) in self.place.exact:
-      solver = "the loop takes the steps of a solver again"
+      solver = "the loop repeats the steps of a solver"
     half = None if solver and not self.rules.overrides.is_set(case.path) else case.half
     return Bodies(self, case.equation, case.path, half, solver)
 
@@ -159,7 +159,7 @@ class Body:
     linear = any(is_variable(a) and a in self._linear for a in equation.invars)
     roles = self.place.roles
     gradient = roles is not None and any(roles.lineage(v).gradient for v in equation.outvars)
-    # To clip what is wide would not be linear, and would hide the overflow of a gradient.
+    # A clip of a wide value would not be linear, and would hide the overflow of a gradient.
     decision = decision_of(Case(equation, self, clips=not (linear or gradient)))
     self._linear.update(equation.outvars if linear else ())
     if decision.rule == "cast to float32" and dtype_of(equation.invars[0]) == np.float16:
@@ -169,7 +169,7 @@ class Body:
     return decision
 
   def _node(self, made: Decision, stores: bool) -> Node:
-    """Returns how an equation is carried out, once it is known how every variable is held."""
+    """Returns how to execute an equation, once it is known how all variables are held."""
     equation = made.equation
     reads = tuple(
       _read_dtype(made, i, self.how(atom)) if castable(atom.aval) else _own_read_dtype(made, atom)
@@ -200,7 +200,7 @@ class Body:
     )
 
   def _parameters(self, made: Decision) -> frozenset[int]:
-    """Returns the operands that are float32 parameters, or made of those alone: no layer came before."""
+    """Returns the operands that are float32 parameters, or computed only from those: no layer came before."""
     roles = self.place.roles
 
     def is_parameter(a: Atom) -> bool:
@@ -261,7 +261,7 @@ class Bodies:
   def _of_rule(
     self, jaxpr: AnyJaxpr, outside: Facts[Lineage], readers: Facts[Reads]
   ) -> tuple[Facts[Lineage], Facts[Reads]]:
-    """Returns where the values of a rule come from, and who reads them: first it gives the call's results."""
+    """Returns the sources and the readers of the values of a rule, which first returns the call's results."""
     rules, body = self.outside.rules, open_jaxpr(jaxpr)
     calls = (*self.outside.place.calls, (self.equation, -1))
     operands = [outside[a] for a in self.equation.invars][: len(body.invars)]
@@ -279,20 +279,20 @@ class Bodies:
 
   @property
   def why_float32(self) -> str:
-    """Why the bodies are in float32, where they are."""
+    """The reason, if the bodies are in float32."""
     return self.solver or OF_POLICY
 
   def layers(self) -> list[bool]:
-    """Returns for each carry of a loop whether a product multiplies it by weights of the step's own."""
+    """Returns, for each carry of a loop, whether a product multiplies it by weights of the step's own."""
     return list(layers_of_steps(self.equation, self.outside.rules))
 
   def carry_setting(self, i: int) -> str | None:
-    """Returns how the user wants the i-th carry of a loop held: `float32`, `half`, or `None`."""
+    """Returns the user's setting for the i-th carry of a loop: `float32`, `half`, or `None`."""
     return self.outside.rules.overrides.loop_carry_at(inside(self.path, f"carry_{i}"))
 
 
 def _number(jaxpr: AnyJaxpr, equation: JaxprEqn) -> int:
-  """Returns which body of a call a jaxpr is; -1 for the program of a derivative rule."""
+  """Returns the index of a jaxpr among the bodies of a call; -1 for the program of a derivative rule."""
   bodies = list(map(open_jaxpr, bodies_of(equation)))
   return bodies.index(open_jaxpr(jaxpr)) if open_jaxpr(jaxpr) in bodies else -1
 
@@ -310,7 +310,7 @@ def _read_dtype(made: Decision, i: int, held: Held) -> np.dtype | None:
 
 
 def _own_read_dtype(made: Decision, atom: Atom) -> np.dtype | None:
-  """Returns the dtype in which an operand of the user's own dtype is read; `None` for its own."""
+  """Returns the dtype in which an operand in the user's dtype is read; `None` for its own."""
   multiplies = made.listed == "allow" and made.mode is Mode.HALF and is_half(atom.aval)
   return made.half if multiplies else None
 

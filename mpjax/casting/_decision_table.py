@@ -1,4 +1,4 @@
-"""The table of decisions: what autocast does with an equation, by the first row whose condition holds."""
+"""The table of decisions: autocast's treatment of an equation, by the first row whose condition holds."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _cast_from_floats(case: Case) -> Decision:
 
 
 def _cast_from_integers(case: Case) -> Decision:
-  # Counts and token numbers have more digits than float16 has.
+  # Counts and token numbers have more digits than float16.
   wide = case.half == np.float16 and dtype_of(case.equation.invars[0]).itemsize > 1
   return case.decided(Mode.CAST, "from integers", (Held(Kind.FLEXIBLE, FLOAT32, wide),), "infer")
 
@@ -112,7 +112,7 @@ def _product(case: Case) -> Decision:
 
 
 def _quantised(case: Case, mode: Mode, why: str, outs: tuple[Held, ...]) -> Decision:
-  """Returns what becomes of a product in half precision, which may be an FP8 one."""
+  """Returns the decision about a product in half precision, which may be an FP8 product."""
   recipe = case.body.rules.overrides.recipe_at(case.path)
   if recipe is None:
     return case.decided(mode, why, outs)
@@ -157,8 +157,8 @@ class Row(NamedTuple):
   Attributes:
     rule: its name, as `explain` prints it.
     means: the condition, in words.
-    holds: whether it is the row of an equation that no row before it holds for.
-    outcome: what is decided then.
+    holds: whether the condition holds for an equation that no earlier row applies to.
+    outcome: makes the decision.
   """
 
   rule: str
@@ -299,7 +299,7 @@ ROWS = (
     "comparison",
     "no result is float32: exact whatever the operands",
     lambda c: not any(castable(v.aval) for v in c.equation.outvars),
-    lambda c: c.decided(Mode.FULL, "its result is no floating number", c.all_held(Held(Kind.FIXED, FLOAT32))),
+    lambda c: c.decided(Mode.FULL, "its result is not floating-point", c.all_held(Held(Kind.FIXED, FLOAT32))),
   ),
   Row(
     "sum of gradients",
@@ -314,7 +314,7 @@ ROWS = (
 
 
 def decision_of(case: Case) -> Decision:
-  """Returns what the table says about an equation."""
+  """Returns the table's decision about an equation."""
   row = next(row for row in ROWS if row.holds(case))
   case.rule = row.rule
   return row.outcome(case)

@@ -1,7 +1,7 @@
 """Custom derivative and batching rules under autocast: kept, and run under the same lists.
 
-A rule is a program that exists only once JAX differentiates or batches. It is traced in the dtypes that it
-was written for, decided about as a whole, and emitted with the casts that belong there.
+A rule is a program that exists only once JAX differentiates or batches. It is traced in its own dtypes,
+decided about as a whole, and emitted with its casts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mpjax.jaxpr import (
 
 
 def emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
-  """Emits a `custom_jvp_call` whose rule is the user's."""
+  """Emits a `custom_jvp_call` with the user's rule."""
   body = call.body(emit)
   rule = custom_jvp_rule(call.equation)
   inputs = call.equation.invars
@@ -62,14 +62,14 @@ def emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
 
 
 def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
-  """Emits a `custom_vjp_call` whose rules are the user's."""
+  """Emits a `custom_vjp_call` with the user's rules."""
   body = call.body(emit)
   forward, backward = custom_vjp_rules(call.equation)
   avals = [a.aval for a in call.equation.invars]
-  # Of the residuals, left by the forward rule for the backward rule. Those that are no tracers (a Python
-  # bool, an array of constants) are handed on as they are: the backward rule may branch on them.
+  # Facts about the residuals, from the forward rule for the backward rule. Those that are not tracers (a
+  # Python bool, an array of constants) are passed on unchanged: the backward rule may branch on them.
   is_traced: list[bool] = []
-  kept_types: list[AbstractValue] = []  # of those that are
+  kept_types: list[AbstractValue] = []  # the types of the tracers
   kept_held: list[Held] = []
 
   @jax.custom_vjp
@@ -120,14 +120,14 @@ def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
     out = iter(_emit_rule(call, emit, flat, like, held, [*kept, *moving], gradients=gradients))
     return tuple(as_held(next(out), h) if here else None for h, here in zip(call.ins, given, strict=True))
 
-  # With these the rule is told truly which operands are differentiated: its constants are not.
+  # Symbolic zeros tell the rule which operands are differentiated: its constants are not.
   f.defvjp(f_forward, f_backward, symbolic_zeros=True)
   with as_traced(call.equation):
     return list(f(*operands))
 
 
 def emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
-  """Emits a `custom_vmap_call` whose rule is the user's."""
+  """Emits a `custom_vmap_call` with the user's rule."""
   body = call.body(emit)
   f = jax.custom_batching.custom_vmap(lambda *xs: tuple(body(*xs)))
   parameters = call.equation.params
@@ -163,11 +163,11 @@ def _decide_rule(
   tangents: int = 0,
   gradients: Callable[[], list[bool]] | None = None,
 ) -> tuple[ClosedJaxpr, CastPlan]:
-  """Returns a rule, traced in the dtypes that it was written for, and what is decided about it.
+  """Returns a rule, traced in its own dtypes, and the decisions about it.
 
-  `gradients` is called once it is traced.
+  `gradients` is called after the trace.
   """
-  # It is traced long after the function.
+  # The rule is traced long after the function.
   with tracing(Regions(InRegion(call.decide_rule.half), instead=tracing.value.instead)):
     closed = jax.make_jaxpr(flat)(*like)
   constants = [initial(v.aval) for v in open_jaxpr(closed).constvars]
@@ -185,10 +185,10 @@ def _emit_rule(
   tangents: int = 0,
   gradients: Callable[[], list[bool]] | None = None,
 ) -> list[Array]:
-  """Returns what a rule gives for operands that are held so.
+  """Returns the results of a rule for operands, which are held as `held` says.
 
-  The last `tangents` of them are tangents, in which the rule has to stay linear. Of a backward rule
-  `gradients` tells which results are gradients of parameters.
+  The last `tangents` of them are tangents, in which the rule must stay linear. For a backward rule
+  `gradients` returns which results are gradients of parameters.
   """
   closed, plan = _decide_rule(call, flat, like, held, tangents, gradients)
   return emit(plan, [*constants_of(closed), *operands])
@@ -201,7 +201,7 @@ def _parted(flags: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], li
 
 
 def _merged(flags: Sequence[bool], flagged: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-  """Returns what `_parted` took apart."""
+  """Inverts `_parted`."""
   parts = iter(flagged), iter(others)
   return [next(parts[0] if flag else parts[1]) for flag in flags]
 
@@ -215,7 +215,7 @@ def _instantiated(x: Array | SymbolicZero) -> Array:
 
 
 def _zero_like(zero: SymbolicZero, aval: AbstractValue) -> SymbolicZero:
-  """Returns a zero in the dtype of the program's result; that of an integer result has one of its own."""
+  """Returns a zero in the dtype of the program's result; the zero of an integer result has its own dtype."""
   dtype = cast(jax.core.ShapedArray, aval).dtype
   return SymbolicZero(zero.aval.update(dtype=dtype)) if jnp.issubdtype(dtype, jnp.inexact) else zero
 

@@ -1,10 +1,10 @@
 """Losses that are computed element by element: a squared error, a cross entropy of independent logits.
 
-A product's fused ending can compute such a loss and its gradient at once, and the result of the product need
-not be stored. Compilers store it all the same, and both products of the backward pass make the gradient of it
-again, and read the targets again. So the gradient crosses an optimisation barrier: it is made and stored
-once. A softmax needs its rows first: there the result is stored anyway, and a barrier would store another
-array. Nor does it pay where the result is small beside what the product reads.
+A product's fused epilogue can compute such a loss and its gradient at once, without storing the result of the
+product. Compilers store it anyway, and both products of the backward pass recompute the gradient from it,
+and read the targets again. So the gradient crosses an optimisation barrier: it is computed and stored
+once. A softmax first needs its whole rows: its result is stored anyway, and a barrier would store another
+array. A barrier does not pay either if the result is small compared with the product's operands.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def stores_gradient(
   rules: CastingRules,
   place: Place,
 ) -> bool:
-  """Returns whether an equation is the last product before a loss by element, which stores its gradient.
+  """Returns whether an equation is the last product before an elementwise loss, which stores its gradient.
 
   Args:
-    i: which equation.
+    i: the index of the equation.
     decisions: in the order of the program.
     jaxpr: the program.
     held: how each variable is held.
-    rules: what decides.
-    place: of the program.
+    rules: the rules.
+    place: the place of the program.
   """
   made, roles = decisions[i], place.roles
   if roles is None or place.in_loop or not place.islands:
@@ -81,7 +81,7 @@ def _activations(made: Decision, held: Mapping[Var, Held]) -> list[Var]:
 def _is_by_element(
   result: Var, decisions: Sequence[Decision], jaxpr: Jaxpr, held: Mapping[Var, Held], rules: CastingRules
 ) -> bool:
-  """Returns whether a result is compared with targets by element, summed, and nothing else is made of it."""
+  """Returns whether a result is only used in an elementwise comparison with targets, and then summed."""
   full, reduced = {result}, set[Var]()
   compared = False  # with targets, which would be read again
   for made in decisions:

@@ -1,6 +1,6 @@
-"""Carries out a `CastPlan`: binds each equation again, in its dtype, with the casts that belong there.
+"""Executes a `CastPlan`: binds each equation again, in its dtype, with its casts.
 
-`execute` is the entry, also for code that wants to see values on their way (`Tap`).
+`execute` is the entry point, also for code that inspects values (`Tap`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from mpjax.products import as_product, bind_product
 
 @dataclasses.dataclass(frozen=True)
 class Tap:
-  """A look at some values of a program while it is emitted.
+  """An inspection of some values of a program while it is emitted.
 
   Attributes:
     numbers: for a decision and the position of one of its results, the number of its probe.
-    probes: an array (or a tree of them) for each number; inside a loop whose steps are kept apart, with a row
-      for each step.
-    look: (value, probe) -> the value that the program goes on with. It has to keep shape and dtype.
+    probes: an array (or a tree of arrays) for each number; inside a loop whose steps are kept apart, with a
+      row for each step.
+    look: (value, probe) -> the value with which the program continues. It must keep shape and dtype.
   """
 
   numbers: Mapping[tuple[Node, int], int]
@@ -65,17 +65,17 @@ def execute(
   only_dots: bool = False,
   tap: Tap | None = None,
 ) -> list[Array]:
-  """Returns the results of a program, as decided.
+  """Returns the results of a program, executed by its plan.
 
   Args:
-    plan: what is decided about it.
+    plan: the decisions.
     operands: its constants and arguments.
     fp8_state: the histories of its products under delayed FP8 scaling.
-    only_dots: whether the backward pass keeps the results of matrix products alone.
-    tap: what is looked at, if anything is. It changes nothing else.
+    only_dots: whether the backward pass keeps only the results of matrix products.
+    tap: the inspection, if any. It changes nothing else.
 
   Raises:
-    ValueError: for an `fp8_state` that is missing, or of another function.
+    ValueError: for an `fp8_state` that is missing, or belongs to another function.
   """
   products = [node.fp8 for node in plan.all_nodes() if node.fp8]
   opened = _fp8_products.open_state_for(fp8_state, plan.fp8_sites(), products)
@@ -91,11 +91,11 @@ def execute(
 
 @dataclasses.dataclass(frozen=True)
 class Emitter:
-  """Carries out plans (`_cast_plan.Emit`).
+  """Executes plans (`_cast_plan.Emit`).
 
   Attributes:
-    side: what the program reads beside its inputs.
-    tap: what is looked at.
+    side: what the program reads in addition to its inputs.
+    tap: the inspection.
     alike: the functions of islands.
   """
 
@@ -123,7 +123,7 @@ class Emitter:
     return [values.output(atom, held) for atom, held in zip(plan.jaxpr.outvars, plan.outs, strict=True)]
 
   def within(self, plans: Sequence[CastPlan]) -> SideInputs:
-    """Returns the side inputs of what is in some plans."""
+    """Returns the side inputs that some plans read."""
     nodes = [node for plan in plans for node in plan.all_nodes()]
     fp8 = [node.fp8 for node in nodes if node.fp8 is not None and node.fp8.site is not None]
     numbers = self.tap.numbers if self.tap else {}
@@ -131,13 +131,13 @@ class Emitter:
     return self.side.select({x.site for x in fp8 if x.site}, {x.number for x in fp8}, taps)
 
   def once(self, call: Call, own: Function) -> Function:
-    """Returns the function of the body of a call like this one that was emitted before; `own` for none."""
+    """Returns the function of an equal body that was emitted before; `own` if there is none."""
     if self.tap is not None or self.side.arrays:
       return own
     return self.alike.body(call.plans[0], constants_of(bodies_of(call.equation)[0]), own)
 
   def replace(self, side: SideInputs) -> Emitter:
-    """Returns the same with other side inputs."""
+    """Returns the same object with other side inputs."""
     return dataclasses.replace(self, side=side)
 
   def _emit(self, node: Node, values: _Environment, leave_out: int = 0) -> None:
@@ -173,7 +173,7 @@ class Emitter:
     if node.mode is Mode.EACH and node.equation.primitive is jax.lax.convert_element_type_p:
       return [as_held(x, h) for x, h in zip(operands, node.outs, strict=True)]
     if node.mode is Mode.EDGE:
-      # In the backward pass an infinity is what the loss scale has to see.
+      # In the backward pass the loss scale must see an infinity.
       forward = not backward_depth(node.equation)
       return [_narrow(x, cast(np.dtype, node.half), forward and x.dtype == FLOAT32) for x in operands]
     changes = {} if node.result_dtype is None else {"preferred_element_type": node.result_dtype}
@@ -190,8 +190,8 @@ class Emitter:
         jax.lax.dot_general_p if n.fp8 else n.equation.primitive for n in island.nodes if n.listed == "allow"
       )
       depth = common_scopes(island)
-      if self.tap is None and not any(n.fp8 for n in island.nodes):  # nothing but arrays goes in
-        alone = Emitter(SideInputs({}, {}, {}), None)  # or the function would keep tracers of this trace
+      if self.tap is None and not any(n.fp8 for n in island.nodes):  # only arrays go in
+        alone = Emitter(SideInputs({}, {}, {}), None)  # or the function would keep this trace's tracers
         own = alone._function(island, values.held, depth)
         inside = self.alike.function(island, values.held, depth, own)
       else:
@@ -217,11 +217,11 @@ class Emitter:
     return keep_in_fp8(inside, [*narrow, *(False,) * len(arrays)], dtype)(*operands, *arrays)
 
   def _function(self, island: Island, held: Mapping[Var, Held], leave_out: int) -> Function:
-    """Returns an island as a function of what it reads."""
+    """Returns an island as a function of its inputs."""
     return lambda *arrays: self._inside(island, held, leave_out, *arrays)
 
   def _inside(self, island: Island, held: Mapping[Var, Held], leave_out: int, *arrays: Array) -> list[Array]:
-    """Returns the results of an island, from what it reads; without the scopes that its caller entered."""
+    """Returns the results of an island from its inputs, without the scopes that its caller entered."""
     local = _Environment(held)
     for (variable, _), array in zip(island.inputs, arrays, strict=True):
       local.write(variable, array)
@@ -231,21 +231,21 @@ class Emitter:
 
 
 class _Environment:
-  """The arrays of a program that is being emitted; each in the dtypes it has been asked for."""
+  """The arrays of a program that is being emitted; each in every dtype requested so far."""
 
   def __init__(self, held: Mapping[Var, Held]):
     self.held = held
     self._arrays: dict[Var, dict[np.dtype | None, Array]] = {}
 
   def write(self, variable: Var, value: Array) -> None:
-    """Keeps a value in the dtype it comes in, beside other copies of it."""
+    """Stores a value in its dtype, next to other copies of it."""
     if not isinstance(variable, DropVar):
       self._arrays.setdefault(variable, {})[getattr(value, "dtype", None)] = value
 
   def read(self, atom: Atom, dtype: np.dtype | None, *, apart: bool = False) -> Array:
-    """Returns a value in a dtype; what is not float32 in the user's program comes as it is, for no dtype.
+    """Returns a value in a dtype; `None`, for values that are not float32 in the user's program: unchanged.
 
-    `apart` gives this reader a cast of its own.
+    `apart` makes a separate cast for this reader.
     """
     if not is_variable(atom):
       keep = not castable(atom.aval) or dtype == FLOAT32
@@ -267,14 +267,14 @@ class _Environment:
     return copies[dtype]
 
   def output(self, atom: Atom, held: Held) -> Array:
-    """Returns a result, which is an array also where the program returns a constant."""
+    """Returns a result as an array, also if the program returns a constant."""
     if is_variable(atom):
       return self.read(atom, held.dtype)
     array = array_of(atom)
     return array if array.dtype == held.dtype else array.astype(held.dtype)
 
   def free(self, variables: Sequence[Var]) -> None:
-    """Forgets all copies of values that nothing reads any more."""
+    """Drops all copies of values that nothing reads any more."""
     for variable in variables:
       self._arrays.pop(variable, None)
 
@@ -287,7 +287,7 @@ def array_of(literal: Literal) -> Array:
 
 @functools.cache
 def _saved(products: frozenset[Primitive]) -> Callable[..., bool]:
-  """Returns the policy of an island's checkpoint: statistics are saved, and products of these primitives."""
+  """Returns the policy of an island's checkpoint: it saves statistics, and products of these primitives."""
 
   def is_saved(primitive: Primitive, *operands: AbstractValue, **parameters: Any) -> bool:
     return primitive in products or is_statistic(primitive, operands, parameters)
@@ -314,7 +314,7 @@ def _before_cast(values: _Environment, atom: Atom, node: Node) -> Array:
 def _narrow(x: Array, dtype: np.dtype, wide: bool) -> Array:
   with in_mesh_of(jax.typeof(x)):
     if wide and dtype.itemsize < 4:
-      # A mask of -1e9 is as good at -65504, and -inf minus -inf is not a number.
+      # A mask of -1e9 works as well at -65504, and -inf minus -inf is NaN.
       largest = float(jnp.finfo(dtype).max)
       x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
     return jax.lax.convert_element_type(x, dtype)

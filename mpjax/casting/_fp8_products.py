@@ -39,7 +39,8 @@ from mpjax.products import (
   windows_of,
 )
 
-# A warning with these names the user's line, and before Python 3.12, where that takes the stack, its own.
+# Warnings with these names show the user's line. Before Python 3.12, which counts frames, they show their
+# own.
 AT_THE_USER: dict[str, Any] = (
   {
     "skip_file_prefixes": tuple(
@@ -52,7 +53,7 @@ AT_THE_USER: dict[str, Any] = (
 
 
 _PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p, half_dot_general_p)
-NOT_FP8 = "not FP8: "  # how the reason of such a product begins
+NOT_FP8 = "not FP8: "  # the beginning of the reason of such a product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +63,11 @@ class Fp8Product:
   Attributes:
     recipe: the formats and the scaling.
     gradients: which of its operands are gradients.
-    windows: the convolution that it is, if it is one.
-    native: as of `fp8_dot_general`.
-    roots: what identifies its operands in the program.
+    windows: the windows of its convolution, if it is one.
+    native: see `fp8_dot_general`.
+    roots: the identities of its operands in the program.
     site: under delayed scaling, the name of its history.
-    number: under delayed scaling, its own among the products of a program.
+    number: under delayed scaling, its number among the products of a program.
   """
 
   recipe: Recipe
@@ -84,8 +85,8 @@ class Fp8Decision(NamedTuple):
   Attributes:
     why: the reason, in words.
     fp8: the quantised product; `None` if it stays in half precision.
-    site: under delayed scaling, the name of its history, which it has in half precision, too.
-    recipe: that decided.
+    site: under delayed scaling, the name of its history, which it also has in half precision.
+    recipe: the recipe that decided.
   """
 
   why: str
@@ -95,7 +96,7 @@ class Fp8Decision(NamedTuple):
 
 
 class Sites:
-  """Names for histories of delayed scaling: the module path, and a number where it has several weights."""
+  """Names for histories of delayed scaling: the module path, and a number if it has several weights."""
 
   def __init__(self) -> None:
     self._numbers = itertools.count()
@@ -103,7 +104,7 @@ class Sites:
     self._weights: dict[str, int] = {}
 
   def name(self, path: str, weight: Hashable) -> str:
-    """Returns the name for a product with a weight (what identifies it), in a module."""
+    """Returns the name for a product with a weight (given by its identity), in a module."""
     if (path, weight) not in self._names:
       i = self._weights.get(path, 0)
       self._weights[path] = i + 1
@@ -111,16 +112,16 @@ class Sites:
     return self._names[path, weight]
 
   def next_number(self) -> int:
-    """Returns a number for a product, in the order in which they are decided about."""
+    """Returns a number for a product, in the order of the decisions."""
     return next(self._numbers)
 
 
 class Support(NamedTuple):
-  """The support of this machine for a recipe: whether its products are quantised, and in which units.
+  """This machine's support for a recipe: whether its products are quantised, and in which units.
 
   Attributes:
     why_not: the reason why they are not; `None` if they are.
-    native: as of `fp8_dot_general`.
+    native: see `fp8_dot_general`.
   """
 
   why_not: str | None
@@ -128,13 +129,13 @@ class Support(NamedTuple):
 
 
 def support(recipe: Recipe) -> Support:
-  """Returns what the default backend's device does with a recipe."""
+  """Returns the support of the default backend's device for a recipe."""
   has_units, lack = fp8_units(recipe)
   platform = jax.default_backend()
   if has_units:
     return Support(None, True)
   if recipe.emulate:
-    # On a machine without a GPU this may be compiled for one: the platform decides.
+    # A machine without a GPU may compile for one: the platform decides.
     return Support(None, None if platform in ("cpu", "tpu") else False)
   return Support(lack, None)
 
@@ -145,12 +146,12 @@ def works(recipe: Recipe) -> bool:
 
 
 def warn_of(recipes: set[Recipe], compute_dtype: str) -> None:
-  """Warns where a policy asks for FP8 that the device does not have."""
+  """Warns if a policy asks for FP8 that the device does not have."""
   for recipe in recipes:
     lack = support(recipe).why_not
     if lack is not None:
       warnings.warn(
-        f"the policy asks for FP8 products and {lack}: they run in {compute_dtype} instead. For the numbers "
+        f"the policy asks for FP8 products, but {lack}: they run in {compute_dtype} instead. For the numbers "
         "of FP8 without its speed, put emulate: true into the policy's fp8 mapping",
         UserWarning,
         **AT_THE_USER,
@@ -165,19 +166,19 @@ def decide(
   Args:
     equation: the product.
     path: its module path.
-    recipe: of its module.
-    role: in its program; `None` inside a custom derivative rule.
-    sites: where delayed scaling's histories have their names from.
+    recipe: the recipe of its module.
+    role: its role in the program; `None` inside a custom derivative rule.
+    sites: the names of delayed scaling's histories.
   """
   why_not = _ineligible_reason(equation, path, recipe, role)
   if why_not is not None or role is None:
     return Fp8Decision(f"{NOT_FP8}{why_not}", None, None, recipe)
   site = None
-  # Nothing remembers the gradients of a backward pass inside the program: they have their own scale.
+  # Gradients of a backward pass inside the program have no history: they have their own scale.
   if recipe.recipe == "delayed" and not any(role.gradients):
-    side = int(not role.active[1])  # which operand the weight is
+    side = int(not role.active[1])  # the position of the weight
     weight = id(equation) if all(role.active) else (role.roots[side], side)
-    # Also where the sizes are unfit: those of another batch may not be.
+    # Also if the sizes are unfit: another batch may have sizes that fit.
     site = sites.name(path, weight)
   number = sites.next_number()
   lhs, rhs = map(shape_of, equation.invars[:2])
@@ -194,10 +195,10 @@ def decide(
 
 
 def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | None) -> str | None:
-  """Returns why a product is not FP8, whatever its sizes; `None` if it may be."""
+  """Returns why a product is not FP8, for any sizes; `None` if it may be."""
   lack, excluded = support(recipe).why_not, recipe.excludes(path)
   if lack is not None:
-    return f"{lack} (emulate: true quantises all the same)"
+    return f"{lack} (emulate: true quantises anyway)"
   if excluded is not None:
     return excluded
   if equation.primitive not in _PRODUCTS:
@@ -211,7 +212,7 @@ def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: Prod
   if role.last and not recipe.last_layer:
     return "it is in the last layer (fp8.last_layer)"
   if equation.primitive is jax.lax.conv_general_dilated_p and windows_of(equation) is None:
-    return "a convolution whose windows overlap is no matrix product"
+    return "a convolution whose windows overlap is not a matrix product"
   return None
 
 
@@ -227,7 +228,7 @@ def emit(
     side: under delayed scaling, its scales and its probe.
     out_dtype: dtype of the result.
   """
-  lhs, rhs = operands[:2]  # behind them originals, of a product of an inner autocast
+  lhs, rhs = operands[:2]  # originals may follow, in a product of an inner autocast
   dimension_numbers = equation.params["dimension_numbers"]
   if fp8.windows is not None:
     lhs, rhs = conv_operands(lhs, rhs, fp8.windows)
@@ -257,11 +258,11 @@ def emit(
 
 
 def tie_to_state(tie: Array | None, results: list[Array]) -> list[Array]:
-  """Returns a program's results, such that a state of delayed scaling always has a next value.
+  """Returns a program's results, tied so that a state of delayed scaling always has a next value.
 
   Args:
     tie: the probe that `open_state` gives for this; `None` without a state.
-    results: of any dtypes.
+    results: arrays of any dtypes.
   """
   if tie is None:
     return results
@@ -285,16 +286,16 @@ class Opened(NamedTuple):
 def open_state_for(
   state: Fp8State | None, recipes: Mapping[str, Recipe], products: Iterable[Fp8Product]
 ) -> Opened:
-  """Returns what a program's products under delayed scaling read at a step.
+  """Returns what a program's products under delayed scaling read in a step.
 
   Args:
-    state: of `mpjax.init_fp8_state`, or `None`.
+    state: the state from `mpjax.init_fp8_state`, or `None`.
     recipes: the recipe of each site.
     products: the FP8 products of the program.
 
   Raises:
-    ValueError: if the program has products under delayed scaling and there is no state, or one of another
-      function. A product that the state does not have is scaled by its own amax.
+    ValueError: if the program has products under delayed scaling but there is no state, or one of another
+      function. A product without a history in the state is scaled by its own amax.
   """
   uses: dict[str, list[int]] = {}
   for fp8 in products:
@@ -311,7 +312,7 @@ def open_state_for(
   known = {site: numbers for site, numbers in uses.items() if site in state["amax"]}
   scales, probes, tie = open_state(state, {site: recipes[site] for site in known})
   by_number: dict[int, Array] = {}
-  for site, numbers in known.items():  # the amaxes of products that share a history are merged by the larger
+  for site, numbers in known.items():  # of products that share a history, the larger amax counts
     several = spread(probes[site], len(numbers)) if len(numbers) > 1 else probes[site][None]
     by_number |= {number: several[i] for i, number in enumerate(numbers)}
   return Opened(scales, by_number, tie)

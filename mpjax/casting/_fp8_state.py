@@ -1,4 +1,4 @@
-"""The state of delayed FP8 scaling for a function, and which of its arguments are weights of FP8 products."""
+"""The state of delayed FP8 scaling for a function, and the arguments that are weights of FP8 products."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ def init_fp8_state(
   """Makes the first state of delayed FP8 scaling, for `mpjax.autocast(fun, policy, fp8_state=...)`.
 
   ```python
-  state = mpjax.init_fp8_state(loss_fn, policy)(params, batch)
+  policy = mpjax.get_policy({"base": "fp8", "fp8": {"recipe": "delayed", "emulate": True}})
+  fp8_state = mpjax.init_fp8_state(loss_fn, policy)(params, batch)
   loss = lambda params, state, batch: mpjax.autocast(loss_fn, policy, fp8_state=state)(params, batch)
-  grads, state = jax.grad(loss, argnums=(0, 1))(params, state, batch)  # what comes back is the next state
+  grads, fp8_state = jax.grad(loss, argnums=(0, 1))(params, fp8_state, batch)  # the next state
   ```
 
-  One tree, whatever the model is written in; checkpoint, shard (it is small: replicate) and donate it as any
-  other. Each differentiated call takes the state once: where a loss calls a model twice, put the autocast
+  The state is one tree for every kind of model; checkpoint, shard (it is small: replicate) and donate it as
+  any other. Each differentiated call takes the state once: if a loss calls a model twice, put the autocast
   around the loss. On a step whose gradients are not finite, keep the old state; in a tree of parameters under
   `_overwrite_with_gradient`, mpjax's loss scaling does that.
 
   Args:
     fun: the function.
-    policy: with `recipe: delayed` in its `fp8` mapping.
-    ops: as for `autocast`.
-    overrides: as for `autocast`.
+    policy: a policy with `recipe: delayed` in its `fp8` mapping.
+    ops: see `autocast`.
+    overrides: see `autocast`.
 
   Returns:
-    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns the state. It has for each
-    FP8 product, by module path, float32[amax_history_len] for `lhs`, `rhs` and `gradient`. Nothing is
-    computed. Without products under delayed scaling it has no histories.
+    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns the state, without
+    computing `fun`. For each FP8 product, by module path, it has float32[amax_history_len] for `lhs`, `rhs`
+    and `gradient`. Without products under delayed scaling it has no histories.
 
   Raises:
-    ValueError: for a policy that is not understood, or a pattern in it that matches no module path.
+    ValueError: for an invalid policy, or a pattern in it that matches no module path.
   """
 
   def init(*args: Any, **kwargs: Any) -> Fp8State:
@@ -63,15 +64,15 @@ def init_fp8_state(
 
 
 def fp8_weights(fun: Callable[..., Any], policy: PolicyLike) -> Callable[..., set[str]]:
-  """Finds which arrays among the arguments of a function are the weights of FP8 products under autocast.
+  """Finds the array arguments of a function that are weights of FP8 products under autocast.
 
   Args:
     fun: the function.
-    policy: with an `fp8` mapping.
+    policy: a policy with an `fp8` mapping.
 
   Returns:
-    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns tree paths, the number or
-    name of the argument first, as in `0/params/Dense_0/kernel`; of modules, first their number among those.
+    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns tree paths. A path begins
+    with the number or name of the argument, as in `0/params/Dense_0/kernel`; for modules, with their number.
   """
 
   def weights(*args: Any, **kwargs: Any) -> set[str]:

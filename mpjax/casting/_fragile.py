@@ -1,4 +1,4 @@
-"""What stays fragile in half precision whatever a policy says: differences, angles, orders, ends of loops."""
+"""Operations that stay fragile in half precision under every policy: differences, angles, orders, loops."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from mpjax.jaxpr import (
 )
 
 REASONS = {
-  "difference": "a difference of half-precision products: where they are nearly equal, its digits cancel",
-  "angle": "an angle that a half-precision product makes: a large one keeps no fraction of a period",
-  "order": "an order of half-precision values with noise: rounding makes some of them equal",
-  "small": "a sum of few products, as of coordinates, which are rounded: no matrix unit gains by that",
-  "loop": "the loop ends by what half-precision products make: it may end late, or never",
+  "difference": "a difference of half-precision products: if they are nearly equal, its digits cancel",
+  "angle": "an angle from a half-precision product: a large one keeps no fraction of a period",
+  "order": "an order of noisy half-precision values: rounding makes some of them equal",
+  "small": "a sum of few rounded products, such as coordinates: no matrix unit makes it faster",
+  "loop": "half-precision products decide when the loop ends: it may end late, or never",
 }
 
 _MATRIX_UNIT = 8  # elements that a GPU's matrix unit contracts at least
@@ -47,7 +47,7 @@ _SQUARES = frozenset({jax.lax.square_p, jax.lax.integer_pow_p, jax.lax.mul_p})
 
 
 class Fragile(NamedTuple):
-  """An operation whose result half precision may take away.
+  """An operation whose result half precision may destroy.
 
   Attributes:
     node: the decision about it.
@@ -91,14 +91,14 @@ def _multiplies_in_half(node: Node) -> bool:
 
 
 def fragile_equations(jaxpr: AnyJaxpr, rules: CastingRules) -> dict[JaxprEqn, str]:
-  """Returns the kind of each equation of a program that is fragile where its products are half precision."""
+  """Returns the kind of each equation of a program that is fragile if its products are half precision."""
   analysis = _MadeOf(rules)
   analysis.solve(jaxpr, [_Made.NONE] * len(open_jaxpr(jaxpr).invars))
   return analysis.fragile
 
 
 def _is_small(equation: JaxprEqn) -> bool:
-  """Returns whether a product of the forward pass contracts fewer elements than fill a matrix unit."""
+  """Returns whether a product of the forward pass contracts too few elements to fill a matrix unit."""
   if equation.primitive is not jax.lax.dot_general_p or is_outer(equation) or backward_depth(equation):
     return False
   (contracted, _), _ = equation.params["dimension_numbers"]
@@ -107,17 +107,17 @@ def _is_small(equation: JaxprEqn) -> bool:
 
 
 class _Made(enum.Flag):
-  """What a value is made of."""
+  """What a value is computed from."""
 
   NONE = 0
   PRODUCT = enum.auto()  # a product, times numbers
-  SCALED = enum.auto()  # products, by element-wise operations
+  SCALED = enum.auto()  # products, by elementwise operations
   SQUARES = enum.auto()  # sums of squares
   NOISE = enum.auto()  # random bits
 
 
 class _MadeOf(ByRules[_Made]):
-  """What values are made of, up to the next product; `fragile` is what is found on the way."""
+  """What values are computed from, up to the next product; `fragile` collects the findings."""
 
   nothing = _Made.NONE
 

@@ -1,9 +1,9 @@
-"""`half_precision`: a region of a function that autocast traces in the compute dtype as it stands.
+"""`half_precision`: a region of a function that autocast traces in the compute dtype and leaves as it is.
 
-Autocast decides about a program after it was traced; but a kernel, and a custom derivative rule, is made for
-the dtypes that it is traced with. So autocast says while it traces, by a context that is part of the key of
-JAX's caches, in which dtype regions run, and a region casts what it is given. The scopes of `mpjax.jaxpr`
-mark what is inside, which is left alone, and the casts at its edges, whose values are half precision to all.
+Autocast decides about a program after its trace; but a kernel, and a custom derivative rule, is made for
+the dtypes that it is traced with. So, during the trace, autocast sets the dtype of regions in a
+context that is part of the key of JAX's caches, and a region casts its arguments. Scopes of `mpjax.jaxpr`
+mark the inside, which autocast leaves alone, and the casts at the edges, whose values are half precision.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _FLOAT32 = InRegion(None)
 
 
 class Regions:
-  """What each region of one trace computes in.
+  """The dtype of each region of one trace.
 
-  Where all regions are in modules of one policy, all traces share it, and so JAX's caches. Elsewhere the
-  module of a region is known only after the trace: regions are numbered in the order in which they are come
-  to, which is the same at the next trace.
+  If all regions are in modules of one policy, all traces share this object, and so JAX's caches. Otherwise
+  the module of a region is known only after the trace: regions are numbered in the order of the trace,
+  which is the same at the next trace.
 
   Args:
-    usual: what most compute in.
-    others: by number, what regions in other modules compute in; `None`: not numbered.
-    instead: for regions that take no float32 where `usual` is float32, the dtype in which they run instead of
-      raising their error.
+    usual: the usual dtype of regions.
+    others: by number, the dtype of regions in other modules; `None`: not numbered.
+    instead: for regions that do not take float32 where `usual` is float32, the dtype in which they run
+      instead of raising their error.
   """
 
   def __init__(
@@ -74,7 +74,7 @@ class Regions:
     return isinstance(other, Regions) and self._key == other._key
 
   def enter(self) -> tuple[InRegion, str]:
-    """Returns what the region that is come to computes in, and its scope."""
+    """Returns the dtype and the scope of the next region."""
     if self.others is None:
       return self.usual, region_scope()
     number = next(self._numbers)
@@ -82,7 +82,7 @@ class Regions:
 
 
 NO_REGIONS = Regions(_FLOAT32)
-# While autocast traces, what regions compute in.
+# The dtypes of regions, while autocast traces.
 tracing = jax.make_user_context(default_value=NO_REGIONS)
 
 
@@ -90,40 +90,39 @@ tracing = jax.make_user_context(default_value=NO_REGIONS)
 explaining = jax.make_user_context(default_value=False)
 
 
-# In a region, the recipe of FP8 products that no other follows; `None`: they are not FP8.
+# In a region, the recipe of FP8 products that no other product follows; `None`: they are not FP8.
 last_layer = jax.make_user_context(default_value=None)
 
 
 def float32_where_there_is_one() -> contextlib.AbstractContextManager[object]:
-  """Has regions run in float32 inside, and in bfloat16 those that raise an error for it."""
+  """Makes regions inside run in float32, and those that raise an error for it in bfloat16."""
   return tracing(Regions(_FLOAT32, instead=np.dtype(jnp.bfloat16)))
 
 
 def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `fun` as a region that `autocast` runs wholly in the compute dtype, as it stands.
+  """Returns `fun` as a region that `autocast` runs wholly in the compute dtype and leaves as it is.
 
-  For kernels, which autocast leaves in the dtypes that they are given, and for what takes no float32:
+  For kernels, which autocast leaves in their dtypes, and for code that does not take float32:
 
   ```python
-  attention = mpjax.half_precision(flash_attention)  # bfloat16 under "bf16", with its own derivative rule
-  loss = mpjax.autocast(lambda params, x: loss_of(attention(*heads(params, x))), "bf16")
+  attention = mpjax.half_precision(jax.nn.dot_product_attention)  # bfloat16 under "bf16"
+  loss = mpjax.autocast(lambda q, k, v: jnp.mean(attention(q, k, v) ** 2), "bf16")
   ```
 
   Its float32 arguments are cast to the compute dtype (values outside float16's range to its largest ones);
-  of an `nnx.Module`, its parameters. Nothing inside is decided by autocast, and what it returns is half
-  precision, to be read as the result of a matrix product is. Arrays that `fun` holds itself, and does not get
-  as arguments, keep their dtype. It does nothing without an autocast outside, in a module that computes in
-  float32, in `mpjax.full_precision`, or where no argument is float32. Under an FP8 policy it runs in the
-  compute dtype. Also a decorator.
+  in an `nnx.Module` the parameters are. Autocast decides nothing inside, and the results are half
+  precision, like the results of a matrix product. Arrays that `fun` closes over keep their dtype. The region
+  does nothing without an outer autocast, in a module that computes in float32, in `mpjax.full_precision`, or
+  if no argument is float32. Under an FP8 policy it runs in the compute dtype. Also a decorator.
 
   Args:
     fun: any function of pytrees.
 
   Returns:
-    A function with `fun`'s signature, float32 outside where `fun` is.
+    A function with `fun`'s signature, whose results are float32 outside if `fun`'s are.
 
   Raises:
-    TypeError: for what is no function.
+    TypeError: if `fun` is not a function.
   """
   if not callable(fun):
     raise TypeError(f"half_precision of {fun!r}: expected a function")
@@ -165,7 +164,7 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _halves_of_its_own(call: Callable[[list[Any]], PyTree], leaves: list[Any], half: np.dtype) -> set[int]:
-  """Returns the results that are half precision without autocast, too: a cache, say, that is an argument."""
+  """Returns the results that are half precision also without autocast, such as a cache in the arguments."""
   if not any(_is(leaf, half) for leaf in leaves):
     return set()
   # A type such as `jnp.float32` has a dtype, too.
@@ -177,12 +176,12 @@ def _halves_of_its_own(call: Callable[[list[Any]], PyTree], leaves: list[Any], h
   try:
     with tracing(NO_REGIONS):
       return {i for i, x in enumerate(jax.eval_shape(results, arrays)) if x.dtype == half}
-  except Exception:  # it takes no float32
+  except Exception:  # it does not take float32
     return set()
 
 
 def _is(x: object, dtype: Any) -> bool:
-  """Returns whether `x` is an array of a floating dtype, and no reference to one."""
+  """Returns whether `x` is an array of a floating dtype, and not a reference to one."""
   is_array = isinstance(x, (jax.Array, np.ndarray)) and x.dtype == dtype
   return is_array and (dtype != np.float32 or castable(jax.typeof(x)))
 
@@ -193,9 +192,9 @@ def _cast(x: Array, dtype: Any) -> Array:
 
 
 def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> ClosedJaxpr:
-  """Returns what `make` traces, each region in the dtype of its module; in float32 without overrides.
+  """Returns the trace from `make`, with each region in the dtype of its module; float32 without overrides.
 
-  A function that JAX traces once for modules of several dtypes has its regions in the widest.
+  If JAX traces a function once for modules of several dtypes, its regions have the widest.
   """
   known = overrides.of_regions if overrides is not None else [_FLOAT32]
   if overrides is None or known == [_FLOAT32]:
@@ -209,14 +208,14 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
   if all(found == usual for _, found in _regions(closed, overrides, "")):
     return closed
   others: dict[int, InRegion] = {}
-  for _ in range(_MOST_TRACES):  # a derivative rule has other regions in another dtype
+  for _ in range(_MOST_TRACES):  # a derivative rule may have other regions in another dtype
     regions = Regions(usual, others)
     with tracing(regions):
       closed = make()
     found: dict[int, InRegion] = {}
     for mark, own in _regions(closed, overrides, ""):
       of_trace, _, number = mark.partition(".")
-      if of_trace == str(regions.trace):  # and not of an autocast inside
+      if of_trace == str(regions.trace):  # not of an inner autocast
         found[int(number)] = _widest(own, found.get(int(number), own))
     if all(others.get(n, usual) == own for n, own in found.items()):
       break
@@ -231,7 +230,7 @@ def _widest(a: InRegion, b: InRegion) -> InRegion:
 
 
 def _regions(jaxpr: AnyJaxpr, overrides: Overrides, path: str) -> Iterator[tuple[str, InRegion]]:
-  """Yields (mark, what its module computes in) for the equations in regions."""
+  """Yields (mark, dtype of its module) for the equations in regions."""
   for equation in open_jaxpr(jaxpr).eqns:
     own = inside(path, marked_path(equation))
     if in_region(own):

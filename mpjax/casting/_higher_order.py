@@ -1,6 +1,6 @@
-"""Higher-order primitives under autocast: how each one's bodies are decided about and emitted again.
+"""Higher-order primitives under autocast: the decisions about their bodies, and their emission.
 
-A rule keeps what the primitive promises: the name, shardings and donation of a `jit`, the policy of a
+A rule keeps the primitive's promises: the name, shardings and donation of a `jit`, the policy of a
 `checkpoint`, one stable dtype for a loop's carry, the user's derivative rule of a `custom_vjp`.
 """
 
@@ -20,17 +20,17 @@ from mpjax.casting._kinds import Held, Where, as_held, initial, meet
 from mpjax.jaxpr import CallKind, as_traced, bodies_of, joined_branches, open_jaxpr, scan_parts, while_loop
 from mpjax.products import as_product, spread
 
-# Entered when what they are given is half precision, even without a product inside.
+# Entered if their operands are half precision, even without a product inside.
 LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
 _ScanRow = tuple[Sequence[Array], dict[int, Array], dict[int, Array]]  # xs, probes of amaxes and of taps
-Wanted = Sequence[np.dtype | None]  # for each result, the half dtype that its only readers want, or None
+Wanted = Sequence[np.dtype | None]  # for each result, the half dtype that all its readers want, or None
 
 
 class Rule(NamedTuple):
-  """The rule for a kind of call: how it is decided and emitted.
+  """The rule for a kind of call: its decision and its emission.
 
   Attributes:
-    decide: (equation, how its operands are held, wanted, what decides about its bodies) -> Call.
+    decide: (equation, how its operands are held, wanted, decider for its bodies) -> Call.
     emit: (call, operands, emit) -> results, as `call.outs` says.
   """
 
@@ -39,7 +39,7 @@ class Rule(NamedTuple):
 
 
 def by_step(probe: PyTree) -> bool:
-  """Returns whether a probe of a tapped value, of two axes, has a row for each step of the loop at hand."""
+  """Returns whether a probe of a tapped value, with two axes, has a row for each step of the present loop."""
   return jax.tree.leaves(probe)[0].ndim > 2
 
 
@@ -72,7 +72,7 @@ def _emit_inline(call: Call, operands: Sequence[Array], emit: Emit) -> list[Arra
 
 def _decide_remat(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
   (body,) = bodies_of(equation)[:1]
-  # Islands would be recomputed twice: once by this checkpoint and once by their own.
+  # Islands would be recomputed twice: by this checkpoint and by their own.
   plan = bodies(body, [*_constants(body), *held], wanted, islands=False)
   return Call(equation, tuple(held), (plan,), plan.outs, bodies)
 
@@ -101,7 +101,7 @@ def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodie
 def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   k, n, options = scan_parts(call.equation)
   side = emit.within(call.plans)
-  # A probe for each step: what they see is merged by the largest, where a constant's would be added.
+  # A probe for each step: their cotangents are merged by the largest; a constant's would be added.
   probes = {number: spread(probe, options["length"]) for number, probe in side.amax_probes.items()}
   apart = {number: probe for number, probe in side.tap_probes.items() if by_step(probe)}
 
@@ -129,7 +129,7 @@ def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodi
   plan, carry = _loop_carry.settle(entering, decide_with, len(consts) + second, bodies.layers(), bodies)
   kept = [one.held for one in carry]
   condition = bodies(p["cond_jaxpr"], [*_constants(p["cond_jaxpr"]), *in_condition, *kept])
-  # In the order in which the bodies stand in the parameters.
+  # In the order of the bodies in the parameters.
   order = {"cond_jaxpr": condition, "body_jaxpr": plan}
   plans = tuple(order[key] for key in p if key in order)
   ins = (*in_condition, *in_body, *kept)
@@ -184,7 +184,7 @@ def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
 
   with as_traced(call.equation):
     mapped, devices = _compat.shard_map_like(call.equation, inside, len(scales), len(probes))
-    # A probe for each device: what they see is merged by the largest.
+    # A probe for each device: their cotangents are merged by the largest.
     return list(mapped(*operands, *scales, *(spread(probe, devices) for probe in probes)))
 
 

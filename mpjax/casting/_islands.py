@@ -1,7 +1,7 @@
-"""Islands: which float32 equations are computed together, from half-precision inputs to outputs.
+"""Islands: float32 equations that are computed together, from half-precision inputs to outputs.
 
-An island is emitted as one `jax.checkpoint`, so that what is kept for the backward pass is what went in, in
-half precision, and not what is inside, in float32.
+An island is emitted as one `jax.checkpoint`, so that the backward pass keeps its inputs, in
+half precision, and not its inside, in float32.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from mpjax.jaxpr import (
 def pull_in(
   decisions: Sequence[Decision], held: dict[Var, Held], results: set[Var], full_outputs: bool
 ) -> list[Decision]:
-  """Moves into float32 what only float32 reads: the scale and the mask before a softmax, say.
+  """Moves into float32 what only float32 reads, such as the scale and the mask before a softmax.
 
-  The island then takes what comes before it. Not so for a sum of two values of full size: the sum is the
-  smaller thing to save.
+  The island then reads the values before it. A sum of two values of full size is an exception: the sum is
+  smaller to save.
 
   Args:
     decisions: in the order of the program.
@@ -85,17 +85,17 @@ def _only_float32_reads(
 
 
 def _better_saved(made: Decision, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> bool:
-  """Returns whether a result is the smaller thing to save, or costs a pass over memory to compute again."""
+  """Returns whether a result is smaller to save than its inputs, or costs a memory pass to recompute."""
   return has(made.equation, Trait.MOVES) or _sums(made, held, makers) or _shrinks(made, held)
 
 
 def _shrinks(made: Decision, held: Mapping[Var, Held]) -> bool:
-  """Returns whether less comes out than goes in."""
+  """Returns whether its outputs are smaller than its inputs."""
   return max(map(size, _halves(made, held)), default=0) > max(map(size, made.equation.outvars))
 
 
 def _sums(made: Decision, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> bool:
-  """Returns whether a made adds, or chooses between, two values of full size."""
+  """Returns whether an equation adds, or chooses between, two values of full size."""
   if not has(made.equation, Trait.CHOICE):
     return False
   largest = max(map(size, made.equation.invars))
@@ -103,7 +103,7 @@ def _sums(made: Decision, held: Mapping[Var, Held], makers: Mapping[Var, Decisio
 
 
 def _source(variable: Var, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> Var:
-  """Returns the half value that this one is made of, element by element; itself, if it is made of several."""
+  """Returns the half value that this one is an elementwise function of; itself, if there are several."""
   made = makers.get(variable)
   if made is None or made.mode is not Mode.HALF or made.listed != "infer" or has(made.equation, Trait.MOVES):
     return variable
@@ -123,15 +123,15 @@ def in_units(
   rules: CastingRules,
   place: Place,
 ) -> tuple[Node | Island, ...]:
-  """Returns a program's decisions in an order in which they can be carried out, islands as one.
+  """Returns a program's decisions in an order in which they can be executed, islands as one.
 
   Args:
     nodes: the decisions, in the order of the program.
     jaxpr: the program.
     held: how each variable is held.
     outs: how each output is held.
-    rules: what decides.
-    place: of the program.
+    rules: the rules.
+    place: the place of the program.
   """
   if not place.islands:
     return tuple(nodes)
@@ -143,7 +143,7 @@ def in_units(
 
 
 def _in_float32(node: Node) -> bool:
-  if node.mode is Mode.EACH:  # a change of weak type, say
+  if node.mode is Mode.EACH:  # a change of weak type, for example
     return len(node.outs) == 1 and node.outs[0].kind is not Kind.FIXED and node.outs[0].dtype == FLOAT32
   return node.mode is Mode.FULL and node.listed != "allow"
 
@@ -153,7 +153,7 @@ def _is_product(node: Node) -> bool:
 
 
 class _Grouping:
-  """The nodes of one program while they are put into islands; `inside` says which may be in one."""
+  """Groups the nodes of one program into islands; `inside` says which may be in one."""
 
   def __init__(
     self,
@@ -204,7 +204,7 @@ class _Grouping:
     return self._ordered(islands)
 
   def _alone(self, node: Node, copies: Copies) -> Island | None:
-    """Returns a half-precision equation as an island of its own, if it would keep a copy of a parameter."""
+    """Returns a half-precision equation as its own island, if it would keep a copy of a parameter."""
     # A product's result is saved.
     again = _is_product(node) or is_exact_product(node) or self.rules.may_recompute(node.equation)
     if not again or not self.rules.computes_again(node.path):
@@ -212,18 +212,18 @@ class _Grouping:
     return making_operands_again(node, copies, self.arguments, self.held)
 
   def _finished(self, island: Island, copies: Copies) -> Island:
-    """Returns an island with what is copied into it, fenced off and saved in FP8."""
+    """Returns an island with its copies, its barrier and its FP8 format."""
     copied = copies.instead_of([v for v, _ in island.inputs])
     inputs = self._inputs((*copied, *island.nodes))
     island = dataclasses.replace(island, copies=copied, inputs=inputs)
-    # Where the backward pass follows at once, a compiler that keeps the inside keeps it for no time; from one
-    # loop to another it keeps nothing but what it is told to.
+    # If the backward pass follows at once, a compiler that keeps the inside keeps it only briefly; from one
+    # loop to another it keeps only what it is told to.
     fenced = not self.place.in_loop and self._followed(v for v, _ in island.outputs)
     saved = _saved_dtype(island, self.rules) if self._before_the_last_product(island) else None
     return dataclasses.replace(island, fenced=fenced, saved=saved)
 
   def _before_the_last_product(self, island: Island) -> bool:
-    """Returns whether a product comes after that which reads what leaves an island."""
+    """Returns whether a product follows the one that reads an island's outputs."""
     if self.roles is None:
       return False
     made = [v for v, _ in island.outputs]
@@ -234,16 +234,17 @@ class _Grouping:
     return any(map(self.roles.reaches_product, made))
 
   def _followed(self, variables: Iterable[Var]) -> bool:
-    """Returns whether a matrix product comes after some variables, anywhere in the whole program, or may."""
+    """Returns whether a matrix product comes after some variables in the whole program, or may."""
     return self.roles is None or any(map(self.roles.is_followed, variables))
 
   def _groups(self) -> list[list[int]]:
     """Returns connected equations of one level, and the products that read them.
 
-    Not the last product: it is the largest array of a language model, and the gradient of an island's result
-    crosses a barrier, where it has to exist in memory.
+    The last product is left out: it is the largest array of a language model, and the gradient of an island's
+    result crosses a barrier, where it must exist in memory.
 
-    Whatever leaves an island raises the level, a product's result too, so that no path returns to one.
+    Every value that leaves an island raises the level, also a product's result, so that no path returns to
+    one.
     """
     inside, reads = self.inside, self.reads
     ends = [
@@ -274,7 +275,7 @@ class _Grouping:
     return list(groups.values())
 
   def _inputs(self, nodes: Sequence[Node]) -> tuple[tuple[Var, np.dtype], ...]:
-    """Returns what some nodes together read, with its dtype."""
+    """Returns the inputs of some nodes together, with their dtypes."""
     own = {v for node in nodes for v in node.equation.outvars}
     read = dict.fromkeys(a for node in nodes for a in variables_of(node.equation.invars) if a not in own)
     return tuple((a, held_dtype(a, self.held)) for a in read)
@@ -295,7 +296,8 @@ class _Grouping:
   def _read_as(self, v: Var, outside: Sequence[np.dtype | None]) -> list[np.dtype]:
     """Returns the dtypes in which a result is read outside."""
     held = self.held[v]
-    # A product's result: who reads it in float32 widens it there. What no product made is exact for them.
+    # A float32 reader widens a product's result itself. For a value from no product the rounding would be an
+    # error.
     halves = [] if held.kind is Kind.HALF else [dtype for dtype in outside if dtype != held.dtype]
     wanted = dict.fromkeys(halves)
     if len(halves) < len(outside):
@@ -306,15 +308,15 @@ class _Grouping:
     return [dtype for dtype in wanted if dtype is not None]
 
   def _pays(self, island: Island) -> bool:
-    """Returns whether more is saved by an island than it keeps."""
+    """Returns whether an island saves more than it keeps."""
     nodes = [node for node in island.nodes if node.mode is Mode.FULL]
     own = {v for node in island.nodes for v in node.equation.outvars}
-    # What the products at its end read besides is saved with or without the island.
+    # Other operands of the products at its end are saved with or without the island.
     read = {a for node in nodes for a in variables_of(node.equation.invars)}
     half = max((size(v) for v in read - own if self._follows_product(v)), default=0)
     if not half and all(self.rules.is_cheap(node.equation, node.path) for node in nodes):
-      return False  # one-hots and their products: whoever reads them may make them
-    # Before the first product nothing is half yet: an embedding and the norm after it.
+      return False  # one-hots and their products: their readers may compute them
+      # Before the first product nothing is half yet: an embedding and the norm after it.
     narrow = any(size(v) > 1 for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval))
     if half <= 1 and not narrow:
       return False
@@ -326,7 +328,7 @@ class _Grouping:
     return self.held[v].kind is Kind.HALF or v in self.products
 
   def _ordered(self, islands: Sequence[tuple[list[int], Island]]) -> tuple[Node | Island, ...]:
-    """Returns nodes and islands in an order as near to the program's as can be; effects stay in theirs."""
+    """Returns nodes and islands in an order as close to the program's as possible; effects keep theirs."""
     unit_of: dict[int, int] = {}
     units: list[Node | Island] = []
     for members, island in islands:
@@ -366,9 +368,9 @@ class _Grouping:
 def is_statistic(
   primitive: Primitive, operands: Sequence[AbstractValue], parameters: Mapping[str, Any]
 ) -> bool:
-  """Returns whether an equation makes one number of each row, of at least 32: an island saves those numbers.
+  """Returns whether an equation reduces each row, of at least 32, to one number, which an island saves.
 
-  The backward pass reads the rows once then, as a fused norm or attention does, and not once for each.
+  The backward pass then reads the rows once, as a fused norm or attention does, instead of once per number.
   """
   if not facts(primitive).traits & Trait.STORES_RESULT or "axes" not in parameters:
     return False
@@ -377,16 +379,16 @@ def is_statistic(
 
 
 def statistics_bytes(equation: JaxprEqn) -> int:
-  """Returns the bytes of the statistics that an island saves of an equation, and of its bodies'."""
+  """Returns the bytes of the statistics that an island saves of an equation and its bodies."""
   if is_statistic(equation.primitive, [a.aval for a in equation.invars], equation.params):
     return sum(4 * size(v) for v in equation.outvars)
   return sum(statistics_bytes(inner) for body in bodies_of(equation) for inner in open_jaxpr(body).eqns)
 
 
 def _saved_dtype(island: Island, rules: CastingRules) -> np.dtype | None:
-  """Returns the FP8 format in which what an island reads may be kept; `None`: in half precision.
+  """Returns the FP8 format in which an island's inputs may be kept; `None`: half precision.
 
-  Not where there is an exponential: a rounding error there is one of the exponent.
+  `None` if there is an exponential: a rounding error there is an error of the exponent.
   """
   recipe = rules.overrides.recipe_at(island.nodes[0].path)
   if recipe is None or recipe.saved_activations != "fp8" or not _fp8_products.works(recipe):

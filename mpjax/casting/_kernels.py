@@ -1,4 +1,4 @@
-"""Kernels: how those run in half precision that are registered, and which ones stay in float32."""
+"""Kernels: how registered ones run in half precision, and which ones stay in float32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mpjax.policy import PrecisionWarning
 Run = Callable[..., Any]
 _runs: dict[str | Primitive, Run] = {}
 
-# How the kernels begin that JAX ships, and the function that calls them, which is made for one dtype as well.
+# The beginnings of the names of JAX's own kernels, and the functions that call them, made for one dtype too.
 _SHIPPED = {
   "flash_attention": "flash_attention",
   "splash_mha": "splash_attention",
@@ -49,11 +49,11 @@ _SHIPPED = {
 
 
 def register_kernel(kernel: str | Primitive, run: Run) -> None:
-  """Says how `autocast` runs a kernel in half precision, wherever a program has it.
+  """Registers how `autocast` runs a kernel in half precision, everywhere in a program.
 
-  A kernel stays in the dtypes that it was traced with; `run` makes it again from operands in the compute
-  dtype. So it runs in half precision in `grad(autocast(f))` and in `autocast(grad(f))`, in code of others,
-  too. Register the kernels of a derivative rule as well, each by its name:
+  A kernel stays in the dtypes that it was traced with; `run` calls it again with operands in the compute
+  dtype. So it runs in half precision in `grad(autocast(f))` and in `autocast(grad(f))`, also in other
+  people's code. Register the kernels of a derivative rule as well, each by its name:
 
   ```python
   def scale(x, w):  # float32 or half precision
@@ -63,20 +63,20 @@ def register_kernel(kernel: str | Primitive, run: Run) -> None:
   mpjax.casting.register_kernel("scale", scale)
   ```
 
-  Where a kernel has static arguments that differ from call to call, wrap the function that calls it instead:
-  `flash_attention = mpjax.half_precision(flash_attention)`. The kernels that JAX ships are of that kind.
+  If a kernel's static arguments differ from call to call, wrap the function that calls it instead:
+  `flash_attention = mpjax.half_precision(flash_attention)`. JAX's own kernels are of that kind.
 
   Args:
     kernel: the kernel's name in the program, which is the `name` of a `pallas_call` (by default that of its
       function), the target of an FFI call, or the name of a jitted function; or its primitive.
     run: takes the operands of the call in the program, and returns its results as an array, a tuple or a
-      list. Float32 operands come in the compute dtype, but for those that another registered kernel has
-      returned in float32. By a name it has to make this very call where it is given the program's dtypes. A
-      call that it does not make (a batch or a derivative of the kernel, another function of the name), and
-      one for which it raises an error, stay as they are.
+      list. Float32 operands come in the compute dtype, except those that another registered kernel
+      returned in float32. If the kernel is given by name, `run` with the program's dtypes must make the same
+      call. A call that it does not make (a batch or a derivative of the kernel, another function of the
+      name), and one for which it raises an error, stay unchanged.
 
   Raises:
-    TypeError: if `kernel` is neither a name nor a primitive, or `run` is no function.
+    TypeError: if `kernel` is neither a name nor a primitive, or `run` is not a function.
   """
   if not isinstance(kernel, (str, Primitive)) or not callable(run):
     raise TypeError(
@@ -86,7 +86,7 @@ def register_kernel(kernel: str | Primitive, run: Run) -> None:
 
 
 def registered_kernels() -> tuple[tuple[str | Primitive, Run], ...]:
-  """Returns the kernels that are registered, and how each runs in half precision."""
+  """Returns the registered kernels, with their functions."""
   return tuple(_runs.items())
 
 
@@ -103,11 +103,11 @@ class InHalf(NamedTuple):
 
 
 def in_half(equation: JaxprEqn, how: Callable[[Atom], Held], half: np.dtype | None) -> InHalf | None:
-  """Returns how a call runs in half precision, if it is of a registered kernel.
+  """Returns how a call runs in half precision, if it calls a registered kernel.
 
   Args:
-    equation: any.
-    how: how an operand is held.
+    equation: any equation.
+    how: returns how an operand is held.
     half: the compute dtype; `None` for float32.
   """
   run = _registered(equation)
@@ -121,7 +121,7 @@ def in_half(equation: JaxprEqn, how: Callable[[Atom], Held], half: np.dtype | No
     return None
   try:
     results = _flat(jax.eval_shape(run, *like))
-  except Exception:  # made for float32 alone
+  except Exception:  # made only for float32
     return None
   if len(results) != len(equation.outvars) or not all(hasattr(x, "shape") for x in results):
     return None
@@ -137,16 +137,16 @@ def _flat(results: Any) -> list[Any]:
 
 
 def _why_not(run: Run, equation: JaxprEqn) -> str:
-  """Returns why a call is none of a registered kernel, although it has the name; empty if it is one.
+  """Returns why a call does not call a registered kernel, although it has the name; empty if it does.
 
-  In the dtypes of the program `run` has to make the very call. So a derivative or a batch of it, which JAX
-  gives the same name, is left alone, and so is what another library calls so.
+  With the dtypes of the program `run` must make the same call. So a derivative or a batch of it, which JAX
+  gives the same name, stays unchanged, as does another library's function of that name.
   """
   own = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in equation.invars]
   try:
     made = jax.make_jaxpr(run)(*own).jaxpr
   except Exception as error:
-    return f"what is registered raises {type(error).__name__}: {error}"
+    return f"the registered function raises {type(error).__name__}: {error}"
   bodies = [open_jaxpr(body) for body in bodies_of(equation)]
   while not made.constvars:
     if call_kind(equation) is CallKind.JIT and str(made) == str(bodies[0]):
@@ -159,7 +159,7 @@ def _why_not(run: Run, equation: JaxprEqn) -> str:
     if call_kind(call) is not CallKind.JIT:
       break
     made = open_jaxpr(bodies_of(call)[0])
-  return "what is registered makes another call"
+  return "the registered function makes another call"
 
 
 def _text(equation: JaxprEqn) -> str:
@@ -190,7 +190,7 @@ def _registered(equation: JaxprEqn, by_name: bool = True) -> Run | None:
 
 
 def kernel_name(equation: JaxprEqn) -> str:
-  """Returns the name of a kernel or a jitted function; empty for what has none."""
+  """Returns the name of a kernel or a jitted function; empty without one."""
   p = equation.params
   name = p.get("name") or p.get("target_name")
   if not name and has(equation, Trait.KERNEL) and "jaxpr" in p:
@@ -205,8 +205,8 @@ def way_out(equation: JaxprEqn) -> str:
   """Returns what to write for a kernel that runs in float32."""
   name, run = kernel_name(equation), _registered(equation)
   if run is not None:
-    why = _why_not(run, equation) or "what is registered does not take half precision"
-    return f"{why}; register what makes this call, or wrap its function in mpjax.half_precision"
+    why = _why_not(run, equation) or "the registered function does not take half precision"
+    return f"{why}; register a function that makes this call, or wrap it in mpjax.half_precision"
   shipped = next((of for start, of in _SHIPPED.items() if name.lstrip("_").startswith(start)), None)
   if shipped is not None:
     return f"write {shipped} = mpjax.half_precision({shipped})"
@@ -214,7 +214,7 @@ def way_out(equation: JaxprEqn) -> str:
 
 
 def runs_in_float32(equation: JaxprEqn, path: str) -> bool:
-  """Returns whether an equation at a path is a kernel of float32 alone, in no region, and not of codes."""
+  """Returns whether an equation at a path is a kernel only for float32, in no region, and not for codes."""
   dtypes = [dtype_of(a) for a in equation.invars if hasattr(a.aval, "dtype")]
   floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
   wide = floats == {FLOAT32} and not any(dtype in (jnp.int8, jnp.uint8, jnp.int4) for dtype in dtypes)
@@ -222,7 +222,7 @@ def runs_in_float32(equation: JaxprEqn, path: str) -> bool:
 
 
 def kernels_in_float32(plan: CastPlan) -> dict[str, JaxprEqn]:
-  """Returns the kernels that a half-precision policy leaves in float32, one of each name."""
+  """Returns the kernels that a half-precision policy leaves in float32, one for each name."""
   nodes = (node for node in plan.all_nodes() if node.half is not None and node.kernel is None)
   return {kernel_name(e): e for node in nodes for e in _in_float32(node, node.equation, node.path)}
 
@@ -232,7 +232,7 @@ def warn_of_kernels(kernels: Mapping[str, JaxprEqn]) -> None:
   for name, equation in sorted(kernels.items()):
     warnings.warn(
       f"the kernel {name or equation.primitive.name} runs in float32 under autocast: {way_out(equation)}; "
-      "if it is meant to, put it into mpjax.full_precision",
+      "if that is intended, put it into mpjax.full_precision",
       PrecisionWarning,
       **AT_THE_USER,
     )

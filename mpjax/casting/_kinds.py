@@ -1,4 +1,4 @@
-"""The kinds of float32 value that autocast knows, and the table of what becomes of them where they meet."""
+"""The kinds of float32 value that autocast distinguishes, and the table of the results where they meet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT32 = np.dtype("float32")
 
 
 class Kind(enum.Enum):
-  """The kinds of value that autocast tells apart; `KIND_RULES` says what each means."""
+  """The kinds of value that autocast distinguishes; `KIND_RULES` explains each."""
 
   FIXED = "fixed"
   PINNED = "pinned"
@@ -37,7 +37,7 @@ class Held(NamedTuple):
   Attributes:
     kind: see `Kind`.
     dtype: the dtype it is held in.
-    wide: True if it is known to hold values that the half dtype cannot (a mask of -1e9, an epsilon of 1e-8).
+    wide: whether it is known to hold values that the half dtype cannot (a mask of -1e9, an epsilon of 1e-8).
   """
 
   kind: Kind
@@ -55,7 +55,7 @@ class Where(enum.Enum):
 
 
 class Condition(enum.Enum):
-  """A further condition where values meet, if their kinds alone do not decide."""
+  """An additional condition where values meet, if their kinds alone do not decide."""
 
   WIDE = "one of them may be outside the range of half precision"
   SMALL = "they are statistics and parameters alone, and the result is no larger than the statistics"
@@ -64,7 +64,7 @@ class Condition(enum.Enum):
 
 
 class Result(NamedTuple):
-  """The result of values that meet: `kind`, or `other` where the condition holds."""
+  """The result of values that meet: `kind`, or `other` if the condition holds."""
 
   kind: Kind
   condition: Condition | None = None
@@ -77,12 +77,12 @@ class Result(NamedTuple):
 
 
 class KindRule(NamedTuple):
-  """A row of the table: what becomes of values that meet, where this is the strongest kind among them.
+  """A row of the table: the result of values that meet, if this is the strongest kind among them.
 
   Attributes:
     kind: the kind.
-    means: what such a value is.
-    results: the kind of what comes out, for each place where values meet.
+    means: the meaning of the kind.
+    results: the kind of the result, for each place where values meet.
     why: the reason, as `explain` prints it for an operation that follows its operands.
   """
 
@@ -185,8 +185,8 @@ def meet(
   Args:
     held: how they are held; at least one.
     where: where they meet.
-    true: what else is true of them; `Condition.WIDE` is found out here.
-    half: the dtype of a result in half precision; that of the first among them, if not given.
+    true: other conditions that hold; this function determines `Condition.WIDE` itself.
+    half: the dtype of a result in half precision; by default that of the first among them.
   """
   kinds = {h.kind for h in held}
   wide = any(h.wide for h in held)
@@ -203,7 +203,7 @@ def meet(
 
 
 def table_of_kinds() -> list[tuple[str, ...]]:
-  """Returns the table as text, the heading first: a kind, what it means, and the result of each meeting."""
+  """Returns the table as text, the heading first: a kind, its meaning, and the result of each meeting."""
   head = ("kind", "what it is", *(where.value for where in Where))
   rows = [
     (rule.kind.value, rule.means, *(str(rule.results[where]) for where in Where)) for rule in KIND_RULES
@@ -217,7 +217,7 @@ def castable(aval: AbstractValue) -> bool:
 
 
 def size(atom: Atom) -> int:
-  """Number of elements of a jaxpr's variable or literal; a symbolic dimension counts as a large one."""
+  """Returns the number of elements of a variable or literal; a symbolic dimension counts as a large one."""
   return math.prod(d if isinstance(d, int) else 1024 for d in shape_of(atom))
 
 
@@ -235,18 +235,18 @@ def is_half(aval: AbstractValue) -> bool:
 def followed(
   equation: JaxprEqn, operands: list[Atom], results: list[Var], met: list[Held], half: np.dtype | None
 ) -> Held:
-  """Returns how the results of an equation are held that follows its operands."""
+  """Returns how the results of an equation that follows its operands are held."""
   largest = max((size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0)
   is_small = small(met) and max(map(size, results)) <= largest
   out = meet(met, Where.FOLLOW, [Condition.SMALL] if is_small else [], half)
   if out.kind is Kind.HALF and has(equation, Trait.SCALES):
-    # The half value may be what brings an island's result back into half precision's range.
+    # The half value may bring an island's result back into half precision's range.
     out = Held(Kind.ISLAND, FLOAT32) if any(h.kind is Kind.ISLAND for h in met) else out
   return out
 
 
 def small(held: Sequence[Held]) -> bool:
-  """Returns whether values are statistics and parameters alone."""
+  """Returns whether values are only statistics and parameters."""
   return {h.kind for h in held} <= {Kind.STATISTIC, Kind.FLEXIBLE}
 
 
@@ -257,14 +257,14 @@ def of_its_own(aval: AbstractValue) -> bool:
 
 
 def initial(aval: AbstractValue, value: ArrayLike | None = None, half: np.dtype | None = None) -> Held:
-  """Returns how an input of a program is held, or a constant or literal whose value is known."""
+  """Returns how an input of a program is held, or a constant or literal with a known value."""
   if not castable(aval):
     return Held(Kind.FIXED, cast(np.dtype, getattr(aval, "dtype", None)))
   return Held(Kind.FLEXIBLE, FLOAT32, value is not None and half is not None and not fits(value, half))
 
 
 def fits(value: ArrayLike, half: np.dtype) -> bool:
-  """Returns whether numbers that are finite, or not zero, stay so in `half`."""
+  """Returns whether finite numbers stay finite, and non-zero ones non-zero, in `half`."""
   value = np.asarray(value)
   with np.errstate(over="ignore", under="ignore"):
     rounded = value.astype(half).astype(np.float32)
@@ -280,7 +280,7 @@ def as_held(x: Array, held: Held) -> Array:
 
 
 def in_mesh_of(aval: AbstractValue) -> contextlib.AbstractContextManager[object]:
-  """Enters the mesh of an array's type, where another is set: `auto_axes` gives its own.
+  """Enters the mesh of an array's type, if another is set: `auto_axes` has its own.
 
   Args:
     aval: the type of an array, as `jax.typeof` gives it.

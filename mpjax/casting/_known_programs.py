@@ -1,9 +1,9 @@
-"""Programs that autocast has decided about, kept for when their functions are traced again.
+"""Programs that autocast has decided about, kept for the next trace of their functions.
 
-A function is traced again for each `jit` around it, and then JAX finds the inner `jit`s of the function as it
-has left them. So does autocast: what it decided and emitted is kept by what it was made of, the structure of
-the program, the rules, and what is known of its constants. Nothing is taken for the same because the function
-is: that only says how long it is kept.
+A function is traced again for each `jit` around it, and then JAX reuses the inner `jit`s of the unchanged
+function. Autocast also reuses its decisions and emitted programs. The key is what they depend on: the
+structure of the program, the rules, and the known values of its constants. The function itself is not part of
+the key: it only determines how long a program is kept.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mpjax.casting._trace import Traced
 from mpjax.jaxpr import as_function, is_variable, known_primitives, open_jaxpr
 from mpjax.policy import Policy
 
-_MOST_PROGRAMS = 8  # of one owner
+_MOST_PROGRAMS = 8  # per owner
 _MOST_OWNERS = 64
 
 
 class Program:
-  """A program of a user's function, decided.
+  """A program of a user's function, with autocast's decisions.
 
   Attributes:
-    plan: what is decided about it.
+    plan: the decisions.
     kernels: the kernels that stay in float32, by name.
   """
 
@@ -42,12 +42,12 @@ class Program:
     self.plan = plan
     self.kernels = kernels_in_float32(plan)
     self._execute = functools.partial(execute, plan, only_dots=only_dots)
-    # JAX keeps its jaxprs, by the types of the operands and by JAX's own settings, as long as this function.
+    # JAX keeps its jaxprs, by the types of the operands and JAX's own settings, as long as this function.
     self._emit = lambda *operands: self._execute(operands)
 
   def __call__(self, operands: Sequence[Array], fp8_state: Fp8State | None) -> list[Array]:
     """Returns the program's results; for the arguments see `execute`."""
-    if fp8_state is not None or self.plan.fp8_sites():  # it reads arrays that are no operands
+    if fp8_state is not None or self.plan.fp8_sites():  # it reads arrays that are not operands
       return self._execute(operands, fp8_state=fp8_state)
     emitted = jax.make_jaxpr(self._emit)(*operands)
     results = zip(open_jaxpr(emitted).outvars, as_function(emitted)(*operands), strict=True)
@@ -55,13 +55,13 @@ class Program:
 
 
 class _Owners:
-  """The programs of owners: each one's as long as it lives, and of a limited number of owners."""
+  """The programs of owners: each kept as long as its owner lives, for a limited number of owners."""
 
   def __init__(self) -> None:
     self._programs: dict[int, tuple[weakref.ref[Any], dict[Hashable, Program]]] = {}
 
   def programs_of(self, owner: object) -> dict[Hashable, Program]:
-    """Returns where the programs of an owner are kept; nowhere, if it takes no weak reference."""
+    """Returns the store for an owner's programs; a temporary one if the owner takes no weak reference."""
     number = id(owner)
     ref, programs = self._programs.pop(number, (None, {}))
     if ref is None:
@@ -79,13 +79,13 @@ _owners = _Owners()
 
 
 def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, policy: Policy) -> Program:
-  """Returns a traced program as it is decided, now or when the function was last traced to the same one.
+  """Returns a decided program: a new one, or the one from the last equal trace of the function.
 
   Args:
     fun: the user's function.
     traced: a call of it.
-    rules: what decides.
-    policy: whose settings they are.
+    rules: the rules.
+    policy: the policy of the rules.
 
   Raises:
     ValueError: for a pattern of an override or a recipe that matches nothing.
@@ -105,14 +105,14 @@ def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, pol
 
 
 def _owner(fun: Any) -> object:
-  """Returns what lives as long as calls of a function are to be expected: a method is made for each call."""
+  """Returns an object that lives as long as a function may be called: a method is made for each call."""
   while isinstance(fun, functools.partial):
     fun = fun.func
   return fun.__self__ if isinstance(fun, types.MethodType) else fun
 
 
 def _key(rules: CastingRules) -> Hashable:
-  """Returns what is equal for rules only if they decide alike, here and now."""
+  """Returns a key that is equal for rules only if they decide alike in the present context."""
   settings = (rules.ops, rules.overrides.key, rules.accum_dtype, rules.wide_gradients, rules.recompute)
   support = tuple((recipe, _fp8_products.support(recipe)) for recipe in rules.overrides.recipes)
   precision = str(jax.config.jax_default_matmul_precision)  # see `states_precision`

@@ -1,9 +1,9 @@
-"""linen modules that a function under autocast is a method of, or is given: their variables go in and out.
+"""Variables of linen modules go in and out of a function under autocast, its module or its arguments.
 
-A linen module keeps its variables in a scope, which is a side effect to a trace. So a function with a module
-that is bound to one is lifted, as `flax.linen.jit` lifts: inside the trace the module is a copy with a scope
-of its own, whose variables are arguments, and results, of the function that is traced. flax is imported by
-those alone who have such a module.
+A linen module keeps its variables in a scope, which is a side effect for a trace. So a function with a
+bound module is lifted, as `flax.linen.jit` lifts. Inside the trace the module is a copy with its own
+scope, whose variables are arguments and results of the traced function. flax is imported only
+for users of such a module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpjax._types import PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InOwnDtypes:
-  """Variables among what a function under autocast returns, which no policy's output dtype is for."""
+  """Variables in the output of a function under autocast; the policy's output dtype does not apply."""
 
   tree: PyTree
 
@@ -33,9 +33,9 @@ def bound_module(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
   """Returns the first linen module of a call that is bound to a scope; `None` without one.
 
   Args:
-    fun: the function: a module, a method of one, or another that may be given some.
-    args: of the call.
-    kwargs: of the call.
+    fun: the function: a module, a method of one, or a function that takes modules.
+    args: the positional arguments of the call.
+    kwargs: the keyword arguments of the call.
   """
   if "flax.linen" not in sys.modules:
     return None
@@ -51,14 +51,14 @@ def with_variables(
   args: tuple[Any, ...],
   kwargs: dict[str, Any],
 ) -> Any:
-  """Returns what a function with a bound module gives under a transform, and keeps the variables it makes.
+  """Returns the result of a function with a bound module under a transform, and keeps its new variables.
 
   Args:
-    transform: of a function of arrays that returns a value, and variables as `InOwnDtypes`.
-    module: as of `bound_module`.
+    transform: takes a function of arrays that returns a value, and variables as `InOwnDtypes`.
+    module: the module from `bound_module`.
     fun: the function.
-    args: of the call.
-    kwargs: of the call.
+    args: the positional arguments of the call.
+    kwargs: the keyword arguments of the call.
   """
   from flax.core import lift
   from flax.linen import transforms
@@ -81,9 +81,9 @@ def with_variables(
 
 @contextlib.contextmanager
 def leaks_refused() -> Iterator[None]:
-  """Raises `TypeError` if a function that is traced inside leaves tracers among a linen module's variables.
+  """Raises `TypeError` if a function traced inside leaves tracers among a linen module's variables.
 
-  That is what happens where it closes over the module, or makes one in the `compact` method around it.
+  That happens if it closes over the module, or makes one in the `compact` method around it.
   """
   linen = sys.modules.get("flax.linen")
   if linen is None:
@@ -92,7 +92,7 @@ def leaks_refused() -> Iterator[None]:
   from flax.core import Scope
 
   outside = Scope({}).trace_level
-  before: dict[int, tuple[Any, list[Any], str]] = {}  # by the root of a scope that was there before
+  before: dict[int, tuple[Any, list[Any], str]] = {}  # by the root of a scope that existed before
 
   def look(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
     scope = context.module.scope
@@ -108,15 +108,15 @@ def leaks_refused() -> Iterator[None]:
     for x in jax.tree.leaves(root.mutable_variables()):
       if isinstance(x, jax.core.Tracer) and id(x) not in known:
         raise TypeError(
-          f"a function under mpjax.autocast makes variables of the linen module {name}, which is none of its "
-          "arguments, so that they would not leave the trace: decorate the method with "
-          "@mpjax.autocast(policy=...), call mpjax.autocast(self.method, policy)(x), or pass the module, as "
-          "in mpjax.autocast(fun, policy)(self, x)"
+          f"a function under mpjax.autocast makes variables of the linen module {name}, which is not one of "
+          "its arguments, so they could not leave the trace: decorate the method with "
+          "@mpjax.autocast(policy=...). Or call mpjax.autocast(self.method, policy)(x), or pass the module, "
+          "as in mpjax.autocast(fun, policy)(self, x)"
         )
 
 
 def _owner(fun: object) -> Any:
-  """Returns the object whose method, of its own class, a function is; of linen's own methods none."""
+  """Returns the object whose method, of its own class, a function is; `None` for linen's own methods."""
   if not isinstance(fun, types.MethodType):
     return None
   is_linens_own = getattr(sys.modules["flax.linen"].Module, fun.__name__, None) is fun.__func__

@@ -1,4 +1,4 @@
-"""The carry of a loop: the one dtype that it has at every step, and why."""
+"""The carry of a loop: its one dtype for every step, and the reason."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def settle(
   Args:
     entering: how the carry is held before the loop.
     decide_with: decides about the body, given how the carry enters it.
-    offset: how many inputs of the body are before the carry.
-    layers: for each carry, whether a product in the body is of it and weights of the step's own.
-    bodies: what decides about the loop's bodies.
+    offset: how many inputs of the body come before the carry.
+    layers: for each carry, whether a product in the body multiplies it by weights of the step's own.
+    bodies: decides about the loop's bodies.
 
   Returns:
     The body's plan, and how each carry is held.
@@ -56,20 +56,20 @@ def settle(
 
 
 def after_loop(outs: Sequence[Held]) -> tuple[Held, ...]:
-  """Returns how what a loop leaves is held, seen from outside: a memory is only one inside."""
+  """Returns how the final carry is held outside the loop: a memory exists only inside."""
   return tuple(h._replace(kind=Kind.ISLAND) if h.kind is Kind.RUNNING else h for h in outs)
 
 
 class _Flow(NamedTuple):
-  """A carry's way through a loop's body: the half dtype that it may be held in, or `None`, and the reason."""
+  """A carry's path through a loop's body: the half dtype that may hold it, or `None`, and the reason."""
 
   half: np.dtype | None
   why: str
 
 
 def _merged(first: Held, last: Held, flow: _Flow) -> LoopCarry:
-  """Returns the one way in which a carry is held, from how it enters and how it leaves the body."""
-  both = after_loop([first, last])  # what earlier rounds took for a memory, this one finds out again
+  """Returns the one way to hold a carry, from how it enters and how it leaves the body."""
+  both = after_loop([first, last])  # this round decides itself whether a carry is a memory
   wide = any(held.wide for held in both)
   remembers = flow.half is None or wide
   held = meet(both, Where.CARRY, [Condition.REMEMBERS] if remembers else [], flow.half)
@@ -88,12 +88,12 @@ def _as_set(held: Held, setting: str | None, half: np.dtype | None) -> Held:
 
 
 class _Way(enum.Flag):
-  """What becomes of a carry on its way to the next step."""
+  """What happens to a carry on its way to the next step."""
 
   NONE = 0  # it is moved
   ADDED = enum.auto()
   SCALED = enum.auto()
-  LOGARITHM = enum.auto()  # of what products make of it
+  LOGARITHM = enum.auto()  # of a value from products with it
 
 
 _LOGARITHMS = frozenset({jax.lax.log_p, jax.lax.log1p_p})
@@ -110,19 +110,19 @@ def _way(equation: JaxprEqn) -> _Way:
 
 
 def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: DecideBody) -> _Flow:
-  """Returns how a carry comes through the body of its loop.
+  """Returns the path of a carry through the body of its loop.
 
-  One that comes to a matrix product in the body is an activation that passes through layers, or a cache that
-  is written in. One that is only added to is a sum; one that is multiplied on its way to the next step
-  decays; one to which the same network adds at each step is a simulation's or a sampler's. These three
-  remember many steps.
+  A carry that reaches a matrix product in the body is an activation that passes through layers, or a cache
+  that is updated. A carry that is only added to is a sum. A carry that is multiplied on its way to the next
+  step decays. A carry to which the same network adds at each step belongs to a simulation or a sampler. The
+  last three remember many steps.
 
   Args:
-    plan: of the body.
+    plan: the plan of the body.
     before: the carry as it enters the body.
     after: the carry as it leaves.
-    layers: whether a product of the carry and weights of the step's own makes the next.
-    bodies: what decides about the loop's bodies.
+    layers: whether a product of the carry and weights of the step's own makes the next one.
+    bodies: decides about the loop's bodies.
   """
   reached, ways = {before}, {before: _Way.NONE}
   product, half = False, bodies.half
@@ -152,7 +152,7 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Decide
   if _Way.SCALED in ways[after]:
     return _Flow(None, "it is multiplied on its way to the next step: a memory that decays")
   if not ways[after]:
-    return _Flow(half, "each step moves it or writes in it: a cache")
+    return _Flow(half, "each step moves it or writes to it: a cache")
   if not layers:
-    return _Flow(None, "each step adds what the same weights make of it: a memory of many steps")
+    return _Flow(None, "each step adds a result of the same weights: a memory of many steps")
   return _Flow(half, "each step adds a layer with weights of its own: activations that pass through layers")

@@ -1,4 +1,4 @@
-"""What a loop does with its carry: whether products decide its end, and which products are a recurrence."""
+"""How a loop uses its carry: whether products decide its end, and which products are a recurrence."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ _LONG = 32  # steps: a network has about as many layers
 
 
 def why_solver(equation: JaxprEqn, rules: CastingRules) -> str:
-  """Returns why the bodies of a call run in float32 whatever their policy; empty for others.
+  """Returns why the bodies of a call run in float32 under every policy; empty for others.
 
-  A fixed point or an adaptive step ends where an error is small: an error of roundings never is. What passes
-  through an arg-max or another integer, such as the next token, does not count. A filter solves a linear
-  system for its state at each step, as exactly as it knows the state. The derivative rule of a solver is one.
+  A fixed point or an adaptive step ends where an error is small, which a rounding error never is. A value
+  that passes through an arg-max or another integer, such as the next token, does not count. A filter solves a
+  linear system for its state at each step, as exactly as it knows the state. A solver's derivative rule is
+  one.
   """
   kind, found = call_kind(equation), rules.found_in_loops
   if kind is None:
@@ -58,12 +59,12 @@ def why_solver(equation: JaxprEqn, rules: CastingRules) -> str:
 
 
 def why_in_solver(calls: Calls, rules: CastingRules, path: str = "") -> str:
-  """Returns why what is in some calls runs in float32 whatever its policy; empty if it does not.
+  """Returns why equations inside some calls run in float32 under every policy; empty if they do not.
 
   Args:
-    calls: outermost first.
-    rules: what decides; an override of the carry of a loop is the last word.
-    path: the module path that the outermost is in.
+    calls: the calls, outermost first.
+    rules: the rules; an override of the carry of a loop has the last word.
+    path: the module path of the outermost.
   """
   for call, _ in calls:
     path = inside(path, marked_path(call))
@@ -75,7 +76,7 @@ def why_in_solver(calls: Calls, rules: CastingRules, path: str = "") -> str:
 
 
 def _of_one_solver(equation: JaxprEqn, rules: CastingRules) -> str:
-  """Returns why the bodies of a call are in float32, where all their products are in such loops."""
+  """Returns why the bodies of a call are in float32, if all their products are in such loops."""
   why = ""
   for body in bodies_of(equation):
     for inner in open_jaxpr(body).eqns:
@@ -110,7 +111,7 @@ def _solves_for_its_state(equation: JaxprEqn, rules: CastingRules) -> bool:
 
 
 class _Through(enum.Flag):
-  """Whether a value is made of the state of a loop, and whether linear algebra lies between."""
+  """Whether a value depends on the state of a loop, and whether linear algebra lies between."""
 
   NONE = 0
   STATE = enum.auto()
@@ -119,7 +120,7 @@ class _Through(enum.Flag):
 
 
 class _ThroughAlgebra(ByRules[_Through]):
-  """What the state of a loop goes through; `has_layers` if products come to an activation function."""
+  """What the state of a loop goes through; `has_layers` if products reach an activation function."""
 
   nothing = _Through.NONE
 
@@ -139,7 +140,7 @@ class _ThroughAlgebra(ByRules[_Through]):
 
 
 class _MadeByProducts(ByRules[bool]):
-  """Whether a float, or what is found by comparing it, is made by products in half precision."""
+  """Whether a float, or the result of comparing it, comes from products in half precision."""
 
   nothing = False
 
@@ -173,9 +174,9 @@ def _is_index(equation: JaxprEqn, result: Atom) -> bool:
 def is_recurrent(product: JaxprEqn, loop: JaxprEqn, rules: CastingRules) -> bool:
   """Returns whether a product is part of a long linear recurrence of a `scan`.
 
-  The state of the loop comes to it and on to the next step by linear operations alone, and what it is
-  multiplied by is the same at each step. After n steps that matrix has its n-th power, with n times the
-  relative error of a rounding.
+  The state of the loop reaches the product and the next step only by linear operations, and the matrix that
+  multiplies it is the same at each step. After n steps the state is multiplied by the n-th power of the
+  matrix, with n times the relative error of a rounding.
   """
   if call_kind(loop) is not CallKind.SCAN or loop.params["length"] < _LONG:
     return False
@@ -186,10 +187,10 @@ def is_recurrent(product: JaxprEqn, loop: JaxprEqn, rules: CastingRules) -> bool
 
 
 def layers_of_steps(loop: JaxprEqn, rules: CastingRules) -> Sequence[bool]:
-  """Returns for each carry of a loop whether a product of it and weights of the step's own makes a later one.
+  """Returns, for each carry of a loop, whether its product with weights of the step's own makes a later one.
 
-  Such are the weights of stacked layers, which a `scan` reads row by row, and those that are taken from an
-  array by the number of the step.
+  Weights of the step's own are those of stacked layers, which a `scan` reads row by row, and those that are
+  taken from an array by the number of the step.
   """
   found = rules.found_in_loops
   if (loop, "layers") not in found:
@@ -213,12 +214,12 @@ def layers_of_steps(loop: JaxprEqn, rules: CastingRules) -> Sequence[bool]:
 
 
 class _Step(NamedTuple):
-  """What a value in a loop is made of.
+  """What a value in a loop is computed from.
 
   Attributes:
     states: the states, by their operands.
-    own: whether of something else that differs from step to step.
-    layered: the states of which a product with weights of the step's own has been taken on the way to it.
+    own: whether it also depends on other values that differ from step to step.
+    layered: the states that a product with weights of the step's own multiplied on the way.
   """
 
   states: frozenset[int]
@@ -227,7 +228,7 @@ class _Step(NamedTuple):
 
 
 class _Steps(ByRules[_Step]):
-  """What values in a loop are made of."""
+  """What values in a loop are computed from."""
 
   nothing = _Step(frozenset(), False)
 
@@ -257,7 +258,7 @@ def _recurrent_products(loop: JaxprEqn, rules: CastingRules) -> frozenset[JaxprE
   body = next(body for body in layout.bodies if not body.decides)
   facts = _LinearIn(rules).solve(body.jaxpr, [entering[k] for k in body.operands])
   leaving = dict(zip(layout.carry, facts.outputs, strict=False))
-  follows = {k: {i for i, _ in leaving[k].paths} for k in layout.carry}  # of which states a state is made
+  follows = {k: {i for i, _ in leaving[k].paths} for k in layout.carry}  # the states behind each state
   found = set()
   for k, fact in leaving.items():
     found |= {product for i, product in fact.paths if product is not None and k in _closure(i, follows)}
@@ -265,7 +266,7 @@ def _recurrent_products(loop: JaxprEqn, rules: CastingRules) -> frozenset[JaxprE
 
 
 def _closure(state: int, follows: dict[int, set[int]]) -> set[int]:
-  """Returns the states that a state is made of, over any number of steps, and itself."""
+  """Returns the states that a state depends on, over any number of steps, and itself."""
   found, waiting = {state}, [state]
   while waiting:
     new = follows.get(waiting.pop(), set()) - found
@@ -278,7 +279,7 @@ class _Linear(NamedTuple):
   """How a value depends on the state of a loop.
 
   Attributes:
-    paths: each state that it is linear in, with each product by a constant that is passed on the way to it.
+    paths: each state that it is linear in, with each product by a constant on the way.
     constant: whether it is the same at each step.
     depends: whether it depends on a state in any way.
   """
@@ -311,7 +312,7 @@ class _LinearIn(ByRules[_Linear]):
 
 
 def _scales(equation: JaxprEqn, operands: list[_Linear], moving: list[_Linear]) -> bool:
-  """Returns whether an equation is linear in its one moving operand, and what scales it is constant."""
+  """Returns whether an equation is linear in its one moving operand, and scales it by a constant."""
   if len(moving) != 1 or not has(equation, _BILINEAR):
     return False
   divides = equation.primitive in (jax.lax.div_p, jax.lax.rem_p) and operands[1] is moving[0]

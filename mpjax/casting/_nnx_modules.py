@@ -1,8 +1,8 @@
 """`nnx.Module` arguments: their state goes in and out of a trace, and their calls get module paths.
 
-linen and Haiku put the module path into every equation, nnx puts nothing. Inside a trace the modules are
-copies of ours, so each can be given a subclass of its class whose calls enter `jax.named_scope`; the caller's
-own modules and their classes are left alone.
+linen and Haiku put the module path into every equation; nnx does not. Inside a trace the modules are
+our copies, so each can get a subclass of its class whose calls enter `jax.named_scope`. The caller's
+own modules and their classes do not change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def with_module_argument(
 
 
 class Modules:
-  """The nnx objects among the leaves of a call's arguments, taken out and put back.
+  """The nnx objects among the leaves of a call's arguments, extracted and put back.
 
   Attributes:
     leaves: the other leaves, and the arrays of the objects' state.
@@ -75,12 +75,12 @@ class Modules:
   def call(
     self, fun: Callable[..., Any], leaves: list[Any], scopes: bool = True
   ) -> tuple[Any, dict[Any, Any]]:
-    """Calls `fun` on copies of the objects; returns its result, and what it changed of their state.
+    """Calls `fun` on copies of the objects; returns its result, and its changes of their state.
 
     Args:
       fun: the function.
-      leaves: in place of `self.leaves`.
-      scopes: whether the objects get names by their paths; those in a trace have them.
+      leaves: replacement for `self.leaves`.
+      scopes: whether the objects get names by their paths; in a trace they do.
     """
     n = len(self._others)
     if not self._objects:
@@ -102,7 +102,7 @@ class Modules:
     return out, changed
 
   def update(self, changed: dict[Any, Any]) -> None:
-    """Gives the caller's objects the state that a call changed."""
+    """Puts the state that a call changed into the caller's objects."""
     if changed:
       nnx.update(self._objects, nnx.from_flat_state(changed))
 
@@ -133,7 +133,7 @@ def _is_called(cls: type) -> bool:
 
 @functools.cache
 def _scoped_class(cls: type, name: str) -> type:
-  # The name is the class's, not the object's: copies that nnx makes for its transforms keep it.
+  # The name belongs to the class, not the object: the copies for nnx's transforms keep it.
   methods: dict[str, Any] = {}
   for key, method in inspect.getmembers(cls, inspect.isfunction):
     own = getattr(nnx.Module, key, None) is not method and getattr(object, key, None) is not method

@@ -1,4 +1,4 @@
-"""`OpLists`: which primitive runs in half precision, which in float32, which follows its inputs."""
+"""`OpLists`: the primitives that run in half precision, in float32, or in the dtype of their inputs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ from mpjax.jaxpr import rows
 class OpLists:
   """The lists that autocast decides by: sets of primitive names, as `jax.make_jaxpr` prints them.
 
+  ```python
+  ops = mpjax.OpLists.default()
+  ops = ops.replace(deny=ops.deny | {"tanh"})
+  loss = mpjax.autocast(loss_fn, "bf16", ops=ops)
+  ```
+
   Attributes:
     allow: run in the policy's compute dtype (matrix products, convolutions).
     deny: run in float32.
-    deny_float16: run in float32 where the compute dtype is float16, and follow their inputs in bfloat16,
+    deny_float16: run in float32 if the compute dtype is float16, and follow their inputs in bfloat16,
       which has float32's range.
     infer: follow their inputs.
-    opaque: left in the dtypes of the user's program; so is a primitive on no list.
+    opaque: left in the dtypes of the user's program, like a primitive on no list.
     call: higher-order primitives, whose bodies are entered.
   """
 
@@ -54,13 +60,13 @@ class OpLists:
     return cls(**{field: frozenset(names) for field, names in lists.items()})
 
   def replace(self, **lists: Iterable[str]) -> OpLists:
-    """Returns a copy with some lists replaced; a name that is put on one list leaves the one where it was.
+    """Returns a copy with some lists replaced; a name moves from its old list to the new one.
 
-    `ops.replace(deny=ops.deny | {"tanh"})` adds to a list. A name that is taken off its list goes to
+    `ops.replace(deny=ops.deny | {"tanh"})` adds to a list. A name that is removed from its list goes to
     `infer`.
 
     Raises:
-      ValueError: if a list or a name does not exist, or a name is given to two lists.
+      ValueError: for an unknown list or name, or a name on two lists.
     """
     for field in lists:
       if field not in _FIELDS:
@@ -94,7 +100,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(OpLists))
 
 
 def changed(ops: OpLists) -> frozenset[str]:
-  """Returns the names of primitives that are not where the default lists have them."""
+  """Returns the names of primitives that are on another list than by default."""
   default = OpLists.default()
   return frozenset().union(*(getattr(ops, field) ^ getattr(default, field) for field in _FIELDS))
 

@@ -1,4 +1,4 @@
-"""Module paths, and the per-module settings that are chosen by them."""
+"""Module paths, and the per-module settings that they select."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpjax.policy import Override, Policy, parse_overrides
 
 
 class InRegion(NamedTuple):
-  """What a region computes in.
+  """The dtype and FP8 recipe of a region.
 
   Attributes:
     half: the half dtype; `None` for float32.
-    last_layer: the recipe of a product in it that no other follows; `None` where that is not FP8.
+    last_layer: the recipe of a product in it that no other product follows; `None` if that is not FP8.
   """
 
   half: np.dtype | None
@@ -29,14 +29,14 @@ class InRegion(NamedTuple):
 
 
 class Overrides:
-  """The settings of each module: those of the policy, changed by the first override that matches.
+  """The settings of each module: the policy's, changed by the first override that matches.
 
-  A regex has to match whole components of the path, anywhere in it: `head` matches `GPT/head` and what lies
-  under it, not `GPT/header`.
+  A regex must match whole components of the path, anywhere in it: `head` matches `GPT/head` and the paths
+  below it, not `GPT/header`.
 
   Args:
-    policy: whose settings hold where nothing matches, and whose own overrides come last.
-    overrides: further ones, tried first; whatever `mpjax.policy.parse_overrides` takes, or `None`.
+    policy: its settings apply if no override matches, and its own overrides come last.
+    overrides: more overrides, tried first; what `mpjax.policy.parse_overrides` takes, or `None`.
   """
 
   def __init__(self, policy: Policy, overrides: Mapping[str, Any] | None):
@@ -52,12 +52,12 @@ class Overrides:
 
   @property
   def key(self) -> Hashable:
-    """What is equal for overrides that choose alike."""
+    """A key that is equal for overrides with the same choices."""
     return self._default, self._recipe, tuple((pattern, settings) for pattern, _, settings in self._rules)
 
   @property
   def nothing_to_do(self) -> bool:
-    """True if everything computes in float32, without a look at its paths."""
+    """Whether everything computes in float32, whatever the paths."""
     return _half(self._default) is None and not self._rules
 
   @functools.cached_property
@@ -67,7 +67,7 @@ class Overrides:
 
   @property
   def of_regions(self) -> list[InRegion]:
-    """What regions may compute in, wherever they are; each once, in the order of the settings."""
+    """The possible dtypes and recipes of regions, each once, in the order of the settings."""
     return list(dict.fromkeys(map(self._in_region, self._settings)))
 
   @property
@@ -84,7 +84,7 @@ class Overrides:
     return self._at(path) is not self._default
 
   def in_region_at(self, path: str) -> InRegion:
-    """Returns what a region in a module computes in."""
+    """Returns the dtype and recipe of a region in a module."""
     found = self._in_region(self._at(path))
     excluded = found.last_layer is not None and found.last_layer.excludes(without_marks(path))
     return found._replace(last_layer=None) if excluded else found
@@ -94,25 +94,25 @@ class Overrides:
     return self._recipe if self._at(path).fp8 else None
 
   def loop_carry_at(self, path: str) -> str | None:
-    """Returns how the carries of a module's loops are to be held, as `Override.loop_carry`."""
+    """Returns the dtype setting for the carries of a module's loops, as `Override.loop_carry`."""
     return self._at(path).loop_carry
 
   def recompute_at(self, path: str) -> str | None:
-    """Returns what of a module the backward pass is to compute again, as `Override.recompute`."""
+    """Returns what the backward pass recomputes of a module, as `Override.recompute`."""
     return self._at(path).recompute
 
   def uniform_below(self, path: str) -> bool:
-    """Returns whether a path in float32 can have nothing in half precision under it."""
+    """Returns whether everything below a path in float32 is float32, too."""
     return FULL_PRECISION in path.split("/") or all(_half(settings) is None for _, _, settings in self._rules)
 
   def check_all_matched(self) -> None:
-    """Raises `ValueError` for a regex that matched no path, naming the paths there are."""
+    """Raises `ValueError` for a regex that matched no path, and lists the paths."""
     for pattern, *_ in self._rules:
       if pattern not in self._matched:
         paths = sorted({without_marks(path) for path in self._resolved} - {""})
         shown = ", ".join(paths[:40]) + (f", and {len(paths) - 40} more" if len(paths) > 40 else "")
         raise ValueError(
-          f"policy override {pattern!r} matches no module path; the paths are "
+          f"policy override {pattern!r} matches no module path; paths: "
           + (shown or "none: name regions with jax.named_scope, or pass an nnx.Module as an argument")
         )
 
@@ -125,7 +125,7 @@ class Overrides:
     return [self._default, *(settings for _, _, settings in self._rules)]
 
   def _completed(self, override: Override) -> Override:
-    """The override with the policy's own settings where it says nothing."""
+    """Returns the override, with the policy's settings for the fields that it leaves out."""
     changes = {key: value for key, value in vars(override).items() if value is not None}
     return dataclasses.replace(self._default, **changes)
 

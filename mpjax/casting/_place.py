@@ -13,23 +13,23 @@ from mpjax.jaxpr import Calls, Facts
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-  """What is known of a jaxpr from where it stands.
+  """Facts about a jaxpr from its place in the program.
 
   Attributes:
-    gradients: of parameters, in it.
-    roles: of its products; `None` where they are not known, as in a derivative rule.
-    lineages: where its values come from; `None` where that is not known, as in a backward rule.
-    readers: who reads its values; `None` where that is not known outside of it.
-    followed: whether further products are made of what it returns, if `roles` do not say.
+    gradients: the gradients of parameters in it.
+    roles: the roles of its products; `None` if unknown, as in a derivative rule.
+    lineages: the sources of its values; `None` if unknown, as in a backward rule.
+    readers: the readers of its values; `None` if those outside are unknown.
+    followed: whether more products follow its outputs, if `roles` do not say.
     exact: see `backward_of_exact`.
-    calls: those that it is in, outermost first.
-    path: the module path that it is in.
-    sites: the names that products under delayed FP8 scaling have taken.
-    islands: whether there are islands: not inside a checkpoint of the user's.
-    in_loop: whether it is a step of a `scan`, whose backward pass is a loop of its own.
-    copies: whether islands make cheap inputs themselves: not where values are looked at, each in one place.
-    solver: why it is in float32 whatever its policy, as the body of a solver is; empty where it is not.
-    enter_all: whether the bodies of calls that run whole in float32 are decided about, too, for `explain`.
+    calls: the calls around it, outermost first.
+    path: its module path.
+    sites: the names of products under delayed FP8 scaling so far.
+    islands: whether to make islands: not inside a checkpoint of the user's.
+    in_loop: whether it is a step of a `scan`, whose backward pass is another loop.
+    copies: whether islands compute cheap inputs themselves: not if values are inspected, each in one place.
+    solver: why it is in float32 under every policy, such as the body of a solver; otherwise empty.
+    enter_all: whether to decide about the bodies of calls that run whole in float32, too, for `explain`.
   """
 
   gradients: WeightGradients

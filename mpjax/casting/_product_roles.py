@@ -1,7 +1,7 @@
-"""Roles of a program's matrix products: the first, the last, of a weight, of two activations.
+"""Roles of a program's matrix products: the first, the last, with a weight, with two activations.
 
-A forward analysis finds what comes after a layer (a product, or a lookup in a table), and a backward one what
-comes before a product or what the program returns.
+A forward analysis finds the values after a layer (a product, or a lookup in a table), and a backward one the
+values before a product or before the program's outputs.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from mpjax.jaxpr import (
 )
 
 F = TypeVar("F")
-Root: TypeAlias = tuple[Hashable, Hashable]  # what identifies a value behind reshapes and calls
+Root: TypeAlias = tuple[Hashable, Hashable]  # the identity of a value behind reshapes and calls
 
-_STACKED = "stacked"  # what a scan collects of a value
+_STACKED = "stacked"  # the array that a scan stacks from a value
 
 
 class Lineage(NamedTuple):
-  """The facts about a value that the role of a product follows from.
+  """The facts about a value that determine the role of a product.
 
   Attributes:
     active: whether a layer came before it.
     varies: whether it depends on an input or an array that the program closes over.
-    root: what identifies it behind reshapes and calls; `None` for what is made of literals.
-    gradient: whether it was computed in a backward pass, from what flows there.
+    root: its identity behind reshapes and calls; `None` for a value from literals.
+    gradient: whether it was computed in a backward pass, from the cotangents there.
     argument: whether it is an argument of the whole program or an array that it closes over, or a row of one.
-    real: whether it is computed of a float input or of an array that the program closes over: not of
-      positions, indices and constants alone.
-    solved: whether linear algebra made it, or it is computed of what linear algebra made; not by layers.
-    pure: whether it is computed of gradients alone, beside positions and constants.
+    real: whether it depends on a float input or an array that the program closes over, not only on
+      positions, indices and constants.
+    solved: whether it comes from linear algebra, without layers in between.
+    pure: whether it depends only on gradients, positions and constants.
   """
 
   active: bool
@@ -62,7 +62,7 @@ class Lineage(NamedTuple):
 
 
 class Lineages(ByRules[Lineage]):
-  """Where values come from."""
+  """The sources of values."""
 
   def start(self, atom: Atom) -> Lineage:
     if is_variable(atom):
@@ -114,21 +114,21 @@ class Lineages(ByRules[Lineage]):
 
 
 def _of_gradients(facts: Sequence[Lineage]) -> bool:
-  """Returns whether a value of which these are the facts is computed of gradients alone."""
+  """Returns whether a value with these facts is computed only from gradients."""
   return any(f.pure for f in facts) and all(f.pure for f in facts if f.real)
 
 
 class Ends(enum.Flag):
-  """What is made of a value. Nothing is taken to come after a scalar; after an array it is not known."""
+  """What follows a value. Nothing is assumed to follow a scalar output; after an array it is unknown."""
 
   NONE = 0
   PRODUCT = enum.auto()
-  SCALAR = enum.auto()  # that the program returns
+  SCALAR = enum.auto()  # a scalar that the program returns
   ARRAY = enum.auto()
 
 
 class EndsOfValues(Backward[Ends]):
-  """What is made of values: up to the next product, and not in a backward pass."""
+  """What follows values: up to the next product, and not in a backward pass."""
 
   nothing = Ends.NONE
 
@@ -141,7 +141,7 @@ class EndsOfValues(Backward[Ends]):
   def transfer(self, equation: JaxprEqn, results: list[Ends], calls: Calls) -> list[Ends]:
     found = Ends.NONE
     if not backward_depth(equation):
-      # What becomes an integer (argmax) carries no value on.
+      # A value that becomes an integer (argmax) is not carried on.
       carried = [end for end, v in zip(results, equation.outvars, strict=True) if is_float(v.aval)]
       found = functools.reduce(operator.or_, carried, Ends.NONE)
       if is_product(equation, self._rules) and is_layer(equation, self._rules, of_matrices=True):
@@ -158,8 +158,8 @@ class ProductRole(NamedTuple):
   Attributes:
     active: which of its operands come after a layer.
     gradients: which of its operands are gradients, in a backward pass inside the program.
-    roots: what identifies its operands.
-    size: elements of its result; of the gradient operand, in a backward pass.
+    roots: the identities of its operands.
+    size: elements of its result; in a backward pass, elements of the gradient operand.
     last: whether no product follows it.
   """
 
@@ -171,14 +171,14 @@ class ProductRole(NamedTuple):
 
   @property
   def first(self) -> bool:
-    """True if no layer came before it."""
+    """Whether no layer came before it."""
     return not any(self.active)
 
 
 class ProductRoles:
-  """What is known of the values and products of a program, or of a body as it is called there.
+  """Facts about the values and products of a program, or of a body as it is called there.
 
-  Products of a backward pass inside the program are what the forward ones are that they come from.
+  A backward product has the role of the forward product that it differentiates.
   """
 
   def __init__(
@@ -204,29 +204,29 @@ class ProductRoles:
     return cls(lineages, ends, _products(lineages, ends, rules))
 
   def inside(self, equation: JaxprEqn, i: int) -> ProductRoles | None:
-    """Returns those of the i-th body of a call; `None` where they are not known."""
+    """Returns the roles in the i-th body of a call; `None` if unknown."""
     lineages = self.lineages.inside(equation, i)
     ends = self.ends.inside(equation, i) if self.ends else None
     return ProductRoles(lineages, ends, self._products) if lineages else None
 
   def product(self, equation: JaxprEqn) -> ProductRole | None:
-    """Returns the role of a product; `None` where it is not known."""
+    """Returns the role of a product; `None` if unknown."""
     return self._products.get((*self.lineages.calls, (equation, 0)))
 
   def lineage(self, atom: Atom) -> Lineage:
-    """Returns where a value comes from."""
+    """Returns the sources of a value."""
     return self.lineages[atom]
 
   def reaches_product(self, atom: Atom) -> bool:
-    """Returns whether a product comes after a value."""
+    """Returns whether a product follows a value."""
     return bool(self._end(atom) & Ends.PRODUCT)
 
   def is_followed(self, atom: Atom) -> bool:
-    """Returns whether a product comes after a value, or may: after an array that the program returns."""
+    """Returns whether a product follows a value, or may: after an array that the program returns."""
     return bool(self._end(atom) & (Ends.PRODUCT | Ends.ARRAY))
 
   def is_head(self, atom: Atom) -> bool:
-    """Returns whether a scalar result, a loss, is made of a value with no product between."""
+    """Returns whether a scalar result, a loss, is computed from a value without a product in between."""
     return self._end(atom) & (Ends.PRODUCT | Ends.SCALAR) == Ends.SCALAR
 
   def _end(self, atom: Atom) -> Ends:
@@ -234,12 +234,12 @@ class ProductRoles:
 
 
 def by_calls(facts: Facts[F]) -> dict[Calls, Facts[F]]:
-  """Returns the facts about a program and its bodies, by the calls that each is in."""
+  """Returns the facts about a program and its bodies, by the calls around each."""
   return {own.calls: own for own in facts.everywhere()}
 
 
 def _products(lineages: Facts[Lineage], ends: Facts[Ends], rules: CastingRules) -> dict[Calls, ProductRole]:
-  """Returns the products of a program by equation, with the calls that it is in."""
+  """Returns the products of a program by equation, with the calls around it."""
   known = {}
   after = by_calls(ends)
   for facts in lineages.everywhere():
@@ -268,11 +268,11 @@ def _products(lineages: Facts[Lineage], ends: Facts[Ends], rules: CastingRules) 
 def _inherited(
   products: Mapping[Calls, ProductRole], forward: Mapping[Calls, ProductRole]
 ) -> dict[Calls, ProductRole]:
-  """Returns products of a backward pass with what is known of the forward ones that they come from.
+  """Returns products of a backward pass with the roles of the forward products that they differentiate.
 
   Args:
-    products: of gradients, or computed again. Those are left out that come from no forward product.
-    forward: the others.
+    products: products of gradients, or recomputed ones; those without a forward product are left out.
+    forward: the other products.
   """
   readers: dict[Root | None, list[ProductRole]] = {}
   for role in forward.values():
@@ -285,7 +285,7 @@ def _inherited(
     sources = [p for p in sources if p.size == role.size] or sources
     if not sources or all(role.gradients):
       continue
-    active = role.active  # of one that is computed again
+    active = role.active  # of a recomputed product
     if any(role.gradients):
       active = (all(p.active[0] for p in sources), all(p.active[1] for p in sources))
     found[place] = role._replace(active=active, last=any(p.last for p in sources))
@@ -293,12 +293,12 @@ def _inherited(
 
 
 def input_root(i: int) -> Root:
-  """Returns what identifies an input of a whole program."""
+  """Returns the identity of an input of a whole program."""
   return (i, "input")
 
 
 def is_product(equation: JaxprEqn, rules: CastingRules) -> bool:
-  """Returns whether an equation is a layer of two operands: a user may allow operations of one."""
+  """Returns whether an equation is a layer of two operands: a user may allow operations of one operand."""
   return len(equation.invars) > 1 and is_layer(equation, rules)
 
 
@@ -307,8 +307,8 @@ def is_layer(equation: JaxprEqn, rules: CastingRules, of_matrices: bool = False)
 
   Args:
     equation: any equation.
-    rules: what decides.
-    of_matrices: nor of a matrix and a vector, of which power iterations are made.
+    rules: the rules.
+    of_matrices: also not of a matrix and a vector, as in power iterations.
   """
   if rules.list_of(equation.primitive) != "allow":
     return False
@@ -321,7 +321,7 @@ def is_layer(equation: JaxprEqn, rules: CastingRules, of_matrices: bool = False)
 
 
 def is_outer(equation: JaxprEqn) -> bool:
-  """Returns whether a product contracts nothing: a column times a row, which it multiplies alone."""
+  """Returns whether a product contracts nothing: a column times a row, which it only multiplies."""
   if equation.primitive is not jax.lax.dot_general_p:
     return False
   contracted, _ = equation.params["dimension_numbers"]

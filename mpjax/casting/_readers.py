@@ -1,6 +1,6 @@
-"""Who reads a value: half-precision products, float32, linear algebra, or nothing but its order.
+"""The readers of a value: half-precision products, float32, linear algebra, or only its order.
 
-A value is rounded to half precision for those of its readers that compute in it, and for no others. So a
+A value is rounded to half precision for those readers that compute in it, and for no others. So a
 product whose result nothing reads in half precision has a float32 result, and one that only selects and adds
 for such readers has float32 operands.
 """
@@ -48,14 +48,14 @@ from mpjax.jaxpr import (
 
 
 class Reads(enum.Flag):
-  """Who reads a value, or what is computed of it element by element."""
+  """The readers of a value, or of an elementwise function of it."""
 
   NONE = 0
-  VIEW = enum.auto()  # a half-precision product, as it is or by views
-  LATER = enum.auto()  # such a product in the backward pass, of a value of the forward pass
+  VIEW = enum.auto()  # a half-precision product, directly or through views
+  LATER = enum.auto()  # such a product in the backward pass, for a value of the forward pass
   HALF = enum.auto()  # an operation in half precision
   FLOAT32 = enum.auto()  # an operation in float32, or the caller
-  ALGEBRA = enum.auto()  # linear algebra, directly or of what is computed of it in float32
+  ALGEBRA = enum.auto()  # linear algebra, directly or through float32 operations
   ORDER = enum.auto()  # a sort, an arg-max, a comparison or a cast to integers
 
 
@@ -69,24 +69,24 @@ def _only_float32(reads: Reads) -> bool:
 
 
 def in_half_alone(reads: Reads) -> bool:
-  """Returns whether a product reads a value, and no reader takes it in anything but half precision."""
+  """Returns whether a product reads a value, and every reader takes it in half precision."""
   return bool(reads & _VIEWS) and not reads & ~(_IN_HALF | Reads.LATER)
 
 
 def in_order_alone(reads: Reads) -> bool:
-  """Returns whether nothing but its place among others, or an integer, is made of a value."""
+  """Returns whether only a value's place among others, or an integer, is computed from it."""
   return reads & ~Reads.LATER == Reads.ORDER
 
 
 def in_backward(equation: JaxprEqn, calls: Calls) -> bool:
-  """Returns whether an equation, or a call that it is in, is in a backward pass."""
+  """Returns whether an equation, or a call around it, is in a backward pass."""
   return any(map(backward_depth, (equation, *(call for call, _ in calls))))
 
 
 def is_outer_product(equation: JaxprEqn, calls: Calls) -> bool:
-  """Returns whether an equation is an outer product, other than of a backward pass.
+  """Returns whether an equation is an outer product outside a backward pass.
 
-  A backward pass of a single row has one for each weight.
+  The backward pass of a single row has an outer product for each weight.
   """
   return is_outer(equation) and not in_backward(equation, calls)
 
@@ -99,15 +99,15 @@ def why_float32(
   rules: CastingRules,
   calls: Calls,
 ) -> str:
-  """Returns why a product that is on the list `allow` keeps float32 operands; empty if it need not.
+  """Returns why a product on the list `allow` keeps float32 operands; empty if it need not.
 
   Args:
     equation: the product.
-    operands: where its two operands come from; empty where that is not known.
-    followed: whether a further product is made of its result.
-    reads: who reads its result.
-    rules: what decides.
-    calls: those that it is in.
+    operands: the sources of its two operands; empty if unknown.
+    followed: whether another product follows its result.
+    reads: the readers of its result.
+    rules: the rules.
+    calls: the calls around it.
   """
   if equation.primitive not in (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p):
     return ""
@@ -120,26 +120,26 @@ def why_float32(
   if backward or not _only_float32(reads):
     return ""
   if operands and all(fact.pure or not fact.real for fact in operands):
-    return "it is of gradients that have left their backward pass, and float32 alone reads it"
-  # A lookup in a table that layers read is a layer; so is what constants make of activations on the way.
+    return "it multiplies gradients that have left their backward pass, and only float32 reads it"
+  # A lookup in a table that layers read is a layer; so is a product of constants and activations on the way.
   alone = not (followed and reads & Reads.FLOAT32)
   prepares = not any(fact.active or fact.argument for fact in operands)
   if not all(real) and (alone or prepares):
-    return "it selects or adds, by positions or constants, what nothing reads in half precision"
+    return "it selects or adds by positions or constants, and nothing reads it in half precision"
   algebra = bool(reads & Reads.ALGEBRA)
   if any(fact.solved and fact.active for fact in operands) and (alone or algebra):
-    return "linear algebra made an operand, and float32 alone reads it"
+    return "an operand comes from linear algebra, and only float32 reads it"
   if algebra and (len({fact.root for fact in operands}) == 1 or all(fact.active for fact in operands)):
-    return "linear algebra reads it, and no weight is in it"
+    return "linear algebra reads it, and no operand is a weight"
   return ""
 
 
 def why_float32_result(equation: JaxprEqn, reads: Reads, roles: ProductRoles) -> str:
-  """Returns why a product in half precision has a float32 result; empty if that is in half precision too.
+  """Returns why a product in half precision has a float32 result; empty if the result is half precision.
 
-  A result of which further products are made is an activation: half precision holds what those read. Nor is
-  it worth its memory where it is large, such as the logits of a vocabulary: in half precision it is kept for
-  the backward pass in half the bytes.
+  A result that another product follows is an activation: half precision holds what that product reads. If it
+  is large, such as the logits of a vocabulary, float32 is not worth its memory: in half precision it is kept
+  for the backward pass in half the bytes.
   """
   if backward_depth(equation) or not _only_float32(reads):
     return ""
@@ -156,12 +156,12 @@ def why_float32_result(equation: JaxprEqn, reads: Reads, roles: ProductRoles) ->
 
 
 class _Products:
-  """What is known of the products of a program before it is decided about.
+  """Facts about the products of a program before the decisions.
 
   Args:
-    rules: what decides.
-    lineages: where the program's values come from; `None` where that is not known.
-    ends: what is made of its values; `None` where that is not known.
+    rules: the rules.
+    lineages: the sources of the program's values; `None` if unknown.
+    ends: what follows its values; `None` if unknown.
   """
 
   def __init__(self, rules: CastingRules, lineages: Facts[Lineage] | None, ends: Facts[Ends] | None):
@@ -170,7 +170,7 @@ class _Products:
     self._ends = by_calls(ends) if ends else {}
 
   def operands(self, equation: JaxprEqn, calls: Calls) -> list[Lineage]:
-    """Returns where the operands of an equation come from; empty where that is not known."""
+    """Returns the sources of an equation's operands; empty if unknown."""
     known = self._lineages.get(calls)
     return [known[a] for a in equation.invars] if known else []
 
@@ -185,13 +185,13 @@ class _Products:
 
 
 class Readers(Backward[Reads]):
-  """Who reads each value of a program.
+  """The readers of each value of a program.
 
   Args:
-    rules: what decides.
-    path: the module path that the program is in.
-    lineages: where its values come from; `None` where that is not known.
-    ends: what is made of its values; `None` where that is not known.
+    rules: the rules.
+    path: the module path of the program.
+    lineages: the sources of its values; `None` if unknown.
+    ends: what follows its values; `None` if unknown.
   """
 
   nothing = Reads.NONE
@@ -209,7 +209,7 @@ class Readers(Backward[Reads]):
 
   @classmethod
   def of(cls, jaxpr: AnyJaxpr, rules: CastingRules, roles: ProductRoles, full_outputs: bool) -> Facts[Reads]:
-    """Returns who reads each value of a whole program, which returns its results in float32 or does not."""
+    """Returns the readers of each value of a whole program, which returns its results in float32 or not."""
     returned = Reads.FLOAT32 if full_outputs else Reads.HALF
     outputs = [returned if castable(v.aval) else Reads.NONE for v in open_jaxpr(jaxpr).outvars]
     return cls(rules, lineages=roles.lineages, ends=roles.ends).solve(jaxpr, outputs)
@@ -247,7 +247,7 @@ class Readers(Backward[Reads]):
     return self._followed(equation, results)
 
   def _followed(self, equation: JaxprEqn, results: Reads) -> Reads:
-    """Returns how an equation reads that follows its operands."""
+    """Returns how an equation that follows its operands reads them."""
     outs = equation.outvars
     if equation.primitive is jax.lax.convert_element_type_p and is_float(outs[0].aval):
       if castable(outs[0].aval):
@@ -261,9 +261,9 @@ class Readers(Backward[Reads]):
 def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: CastingRules) -> frozenset[Calls]:
   """Returns the products of backward passes in a program whose forward products all keep float32 operands.
 
-  A product of a backward pass comes from the forward ones that share an operand with it. So does one in a
-  `while_loop`: the derivative of a solver may be a loop that takes its steps again. Such loops are in the
-  result, too.
+  The forward products of a backward product are those that share an operand with it. A product in a
+  `while_loop` has them, too: the derivative of a solver may be a loop that repeats its steps. Such loops are
+  also in the result.
   """
   products, read = _Products(rules, roles.lineages, roles.ends), by_calls(readers)
   forward: dict[Root, list[bool]] = {}
@@ -286,7 +286,7 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
         forward.setdefault(root, []).append(exact)
   sources = {place: [e for root in roots for e in forward.get(root, ())] for place, roots in backward.items()}
   known = {place: all(found) for place, found in sources.items() if found}
-  # A loop of such products alone takes the steps of a solver again.
+  # A loop with only such products repeats the steps of a solver.
   loops: dict[Calls, bool] = {}
   for place, is_exact in known.items():
     for i, (call, _) in enumerate(place[:-1]):

@@ -1,4 +1,4 @@
-"""Inputs of an emitted program that the user's program has not; bodies that read them are handed them too."""
+"""Inputs of an emitted program that the user's program does not have; bodies that read them get them, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SideInputs(NamedTuple):
   Attributes:
     scales: float32[3] for lhs, rhs and gradient of an FP8 product, by the name of its history.
     amax_probes: float32[3] by number of the FP8 product; their cotangents are the amaxes.
-    tap_probes: what a tap is handed, by number of the tapped value: an array, or a tree of arrays. In a loop
+    tap_probes: the probes of a tap, by number of the tapped value: an array, or a tree of arrays. In a loop
       whose steps are kept apart they have a row for each step.
   """
 
@@ -25,7 +25,7 @@ class SideInputs(NamedTuple):
   tap_probes: dict[int, PyTree]
 
   def select(self, sites: Collection[str], products: Collection[int], taps: Sequence[int]) -> SideInputs:
-    """Returns those of some histories, FP8 products and tapped values."""
+    """Returns the inputs for some histories, FP8 products and tapped values."""
     return SideInputs(
       {site: x for site, x in self.scales.items() if site in sites},
       {number: x for number, x in self.amax_probes.items() if number in products},
@@ -34,9 +34,9 @@ class SideInputs(NamedTuple):
 
   @property
   def arrays(self) -> list[Array]:
-    """All of them, in one order."""
+    """All arrays, in one order."""
     return jax.tree.leaves(self)
 
   def with_arrays(self, arrays: Sequence[Array]) -> SideInputs:
-    """Returns the same with other arrays, in the order of `arrays`."""
+    """Returns the same inputs with other arrays, in the order of `arrays`."""
     return jax.tree.unflatten(jax.tree.structure(self), arrays)

@@ -1,4 +1,4 @@
-"""A call of a function, traced in the dtypes that it was written for; its value, from results in ours."""
+"""A call of a function, traced in its own dtypes; and its value, from results in autocast's dtypes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _OUTPUTS = tuple(np.dtype(d) for d in (jax.numpy.float16, jax.numpy.bfloat16, ja
 
 
 class Traced:
-  """A call of a function, traced in the dtypes that it was written for; `half_precision` regions in theirs.
+  """A call of a function, traced in its own dtypes; `half_precision` regions in theirs.
 
   Args:
     fun: the function.
-    args: of the call.
-    kwargs: of the call.
-    overrides: which module computes in which dtype; `None` for all in float32.
+    args: the positional arguments of the call.
+    kwargs: the keyword arguments of the call.
+    overrides: the compute dtypes by module; `None` for float32 everywhere.
 
   Attributes:
     closed: its jaxpr.
@@ -80,7 +80,7 @@ class Traced:
   def plan(
     self, rules: CastingRules, policy: Policy, *, copies: bool = True, enter_all: bool = False
   ) -> CastPlan:
-    """Returns what is decided about the program under these rules; for the options see `Place`."""
+    """Returns the decisions about the program under these rules; for the options see `Place`."""
     roles = ProductRoles.of(self.closed, rules)
     full = self._returns_float32(policy)
     readers = Readers.of(self.closed, rules, roles, full)
@@ -90,7 +90,7 @@ class Traced:
     return decide(self.closed, self._held(rules), rules, place, full_outputs=full)
 
   def key(self, rules: CastingRules, policy: Policy) -> Hashable | None:
-    """Returns what is equal for two programs only if the same is decided about them under equal rules.
+    """Returns a key that is equal for two programs only if autocast decides the same about both.
 
     `None` for a program that cannot be compared.
     """
@@ -111,10 +111,10 @@ class Traced:
     return policy.output_dtype.itemsize >= 4 or any(self._kept)
 
   def finish(self, results: Sequence[Array], policy: Policy | None) -> PyTree:
-    """Returns the function's value from the results of its program; puts mutated state where it belongs.
+    """Returns the function's value from the results of its program, and stores changed state in its modules.
 
-    Without a policy its outputs keep their dtypes. So do the sums of an `Average`, and what has the shape and
-    the half-precision dtype of an argument: the user chose it.
+    Without a policy, outputs keep their dtypes. The sums of an `Average` always do, and outputs with the
+    shape and half-precision dtype of an argument: the user chose it.
     """
     n = len(self._arrays)
     own = [dtype_of(v) for v in open_jaxpr(self.closed).outvars]
@@ -130,13 +130,13 @@ class Traced:
 
 
 def own_types(arguments: PyTree) -> set[tuple[tuple[int, ...], np.dtype]]:
-  """Returns the shapes and dtypes of arguments in half precision, which results of those types keep."""
+  """Returns the shapes and dtypes of half-precision arguments; results of these types keep their dtype."""
   arrays = (leaf for leaf in jax.tree.leaves(arguments) if getattr(leaf, "dtype", None) in _OUTPUTS[:2])
   return {(leaf.shape, leaf.dtype) for leaf in arrays}
 
 
 def to_output(tree: PyTree, policy: Policy, arguments: PyTree) -> PyTree:
-  """Casts what a function of some arguments returns to the policy's output dtype; see `Traced.finish`."""
+  """Casts a function's outputs to the policy's output dtype; see `Traced.finish`."""
   own = own_types(arguments)
 
   def cast(x: Array) -> Array:
@@ -151,9 +151,9 @@ def to_output(tree: PyTree, policy: Policy, arguments: PyTree) -> PyTree:
 
 
 def _in_own_dtypes(tree: PyTree) -> list[bool]:
-  """Returns for each leaf whether it keeps its dtype: variables, and the sums of an `Average`.
+  """Returns, for each leaf, whether it keeps its dtype: variables, and the sums of an `Average`.
 
-  An output dtype may lack range and digits for sums.
+  An output dtype may lack the range and digits for sums.
   """
   keeps = lambda x: is_average(x) or isinstance(x, InOwnDtypes)
   leaves = jax.tree.leaves(tree, is_leaf=keeps)
@@ -168,7 +168,7 @@ def _check_output(path: KeyPath, leaf: object) -> None:
   if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
     raise TypeError(
       f"the function under autocast returned {leaf!r} of type {type(leaf).__name__} at output"
-      f"{jax.tree_util.keystr(path)}: expected arrays or numbers in a pytree; take it out of the result"
+      f"{jax.tree_util.keystr(path)}: expected arrays or numbers in a pytree; remove it from the result"
     )
 
 

@@ -1,8 +1,8 @@
-"""Finds the gradients of parameters in a program that has a backward pass inside.
+"""Finds the gradients of parameters in a program with a backward pass inside.
 
-`autocast(jax.grad(f))` sees the products of the backward pass as equations. One whose result is only viewed
-in another shape, scaled by a number and added to others on its way out of the backward pass is the gradient
-of something that came into the forward pass, and has a float32 result.
+`autocast(jax.grad(f))` sees the products of the backward pass as equations. A product is the gradient of an
+input of the forward pass, and has a float32 result, if its result is only reshaped, scaled by a number and
+added to others on its way out of the backward pass.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class WeightGradients(NamedTuple):
   """The values of a program that become gradients of parameters and nothing else.
 
   Attributes:
-    others: how deep in backward passes each value is read as something else.
-    depth: how many backward passes the program is inside of.
+    others: how deep in backward passes each value has another use.
+    depth: the number of backward passes around the program.
   """
 
   others: Facts[int]
@@ -37,23 +37,23 @@ class WeightGradients(NamedTuple):
 
   @classmethod
   def of(cls, jaxpr: AnyJaxpr, outs: Sequence[bool], depth: int = 0) -> WeightGradients:
-    """Returns those of a program.
+    """Finds the gradients of a program.
 
     Args:
       jaxpr: the program.
       outs: for each output, whether it is such a gradient, or leaves the backward pass.
-      depth: how many backward passes the program is inside of.
+      depth: the number of backward passes around the program.
     """
     outputs = [_NOWHERE if is_gradient else depth for is_gradient in outs]
     return cls(_Others(depth).solve(jaxpr, outputs), depth)
 
   @classmethod
   def leaving(cls, jaxpr: AnyJaxpr) -> WeightGradients:
-    """Returns those of a whole program: all that leaves its backward passes."""
+    """Finds the gradients of a whole program: all outputs of its backward passes."""
     return cls.of(jaxpr, [True] * len(open_jaxpr(jaxpr).outvars))
 
   def has_product(self, equation: JaxprEqn) -> bool:
-    """Returns whether an equation of the program, in a backward pass, makes the gradient of a parameter."""
+    """Returns whether an equation in a backward pass of the program computes the gradient of a parameter."""
     depth = max(self.depth, backward_depth(equation))
     return depth > 0 and all(self.others[v] < depth for v in equation.outvars)
 
@@ -62,15 +62,15 @@ class WeightGradients(NamedTuple):
     return equation.primitive is primitives.add_jaxvals_p and self.has_product(equation)
 
   def inside(self, equation: JaxprEqn, i: int = 0) -> WeightGradients | None:
-    """Returns those of the i-th body of an equation; `None` where they are not known."""
+    """Returns the gradients of the i-th body of an equation; `None` if unknown."""
     others = self.others.inside(equation, i)
     return WeightGradients(others, max(self.depth, backward_depth(equation))) if others else None
 
 
 class _Others(Backward[int]):
-  """How deep in backward passes a value is read as something else than a gradient on its way out of them.
+  """How deep in backward passes a value has another use than as a gradient on its way out of them.
 
-  That is nothing to one that is made deeper: it has left its backward pass.
+  Such a use does not matter for a value that is made deeper: it has left its backward pass.
   """
 
   nothing = _NOWHERE
@@ -98,12 +98,12 @@ class _Others(Backward[int]):
 
 
 def _passes(equation: JaxprEqn) -> bool:
-  """Returns whether an equation makes a gradient of gradients, the same but for shape and scale."""
+  """Returns whether an equation turns gradients into a gradient, with only another shape and scale."""
   primitive, operands = equation.primitive, [a for a in equation.invars if castable(a.aval)]
   if not all(castable(v.aval) for v in equation.outvars):
     return False
   if primitive in _SCALES:
     return sum(size(a) > 1 for a in operands) <= 1 and size(equation.invars[-1]) == 1
-  if primitive is jax.lax.reduce_sum_p:  # of dimensions of size 1
+  if primitive is jax.lax.reduce_sum_p:  # over dimensions of size 1
     return size(equation.invars[0]) == size(equation.outvars[0])
   return primitive is not jax.lax.gather_p and (has(primitive, _PASSES) or primitive in _MOVES)

@@ -33,7 +33,6 @@ def apply_updates(params: T, updates: PyTree) -> T:
     updates: what an optimiser's `update` returned for them: a tree of the same structure.
 
   Returns:
-  Returns:
     New parameters in the dtypes of the old ones.
   """
   if not has_overwritten(params):

@@ -75,7 +75,8 @@ class Policy(jmp.Policy):
     fp8: the `Recipe` of FP8 products or `None`; parsed from every value of `fp8:` in YAML.
     autocast: whether a step runs the loss function under `mpjax.autocast`, or casts parameters and batch.
     overrides: (regex on the module path, `Override`) pairs, or a mapping, for autocast; the first match wins.
-    name, reason: the user's name for it, and why the backend chose it; equality ignores both.
+    name: the user's name for it; equality ignores it, and `reason`.
+    reason: the reason for the choice, if the backend chose.
   """
 
   _: dataclasses.KW_ONLY
