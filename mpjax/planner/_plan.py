@@ -46,8 +46,13 @@ _ELSEWHERE = {
 class Plan(Shown, PlanFigures):
   """The cost of one step on one target, as `mpjax.plan` returns it; `str()` gives the short answer.
 
-  `table(NAME)` gives one table as text, such as `table("memory")`, and `tables` lists the names. The
-  attributes are those of `PlanFigures`.
+  ```python
+  plan = mpjax.plan(step, state, batch, target="h200", compile=False)
+  print(plan.peak, plan.room)  # bytes that the step needs, and bytes that it has
+  print(plan.table("memory"))  # one table; plan.tables has the names
+  ```
+
+  The attributes are those of `PlanFigures`.
   """
 
   def _answer(self) -> list[str]:
