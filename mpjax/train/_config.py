@@ -109,16 +109,16 @@ ExportDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 
 
 def _export_name(value: object) -> object:
-  """Returns the dtype that a name means, by which presets and policies have it; anything else as it is."""
+  """Returns the dtype for a preset's or dtype's name such as `fp16` or `bf16`; other values unchanged."""
   presets = {"fp32": "float32", "fp16": "float16", "fp8": "float8_e4m3fn"}
   return {**DTYPE_NAMES, **presets}.get(value, value) if isinstance(value, str) else value
 
 
 def export_dtype(name: str | None) -> ExportDtype | None:
-  """Returns the dtype of an export by a name such as `bf16`, `bfloat16` or `fp8`; `None` as it is.
+  """Returns the dtype of an export for a name such as `bf16`, `bfloat16` or `fp8`; `None` for `None`.
 
   Raises:
-    ConfigError: for another one.
+    ConfigError: for another name.
   """
   dtypes: tuple[ExportDtype, ...] = get_args(ExportDtype)
   dtype = _export_name(name)

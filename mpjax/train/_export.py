@@ -269,7 +269,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
   layers = options.get("layers") or sum(options.get("stages", ()))
   if MODELS.find(config.model.kind).is_own and layers > len(
     tensors
-  ):  # the config of a hostile file could make tracing endless
+  ):  # tracing takes as long as the file's config says, which may be for ever
     raise ConfigError(f"{path}: {len(tensors)} tensors are too few for a model of {layers} layers")
   try:
     task, step = build_step(config.with_any_attention(), info, policy.without_histories(), mesh=None)

@@ -92,7 +92,7 @@ class TrainingRun:
       folder,
       self.config.train.keep_checkpoints,
       timeout_s=round(settings.hang_timeout_s) or 1,
-      # A stopped process's time counts for orbax, and not for the watchdog, which then sets the limit.
+      # orbax counts time in which the process is stopped; the watchdog does not, so it sets the limit.
       write_timeout_s=_FOR_EVER if self.processes.are_watched else None,
       run=yaml.safe_load(self.config.to_yaml()),
       mismatch=run_mismatch,
@@ -291,7 +291,7 @@ class TrainingRun:
       f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps "
       f"{self._why_skipped(pending)}\n{report}\n"
       f"saved: {saved}the batch of step {pending.step}, in {file}; mpjax numerics "
-      f"{self.directory.path} --hunt looks again, also with another policy\n{self._way_on()}"
+      f"{self.directory.path} --hunt searches again, also with another policy\n{self._way_on()}"
     )
 
   def _why_skipped(self, pending: _Pending) -> str:

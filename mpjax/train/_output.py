@@ -48,7 +48,7 @@ class Output:
   def lose(self, name: str, error: BaseException | None) -> None:
     """Reports a lost stream in the log and on the other stream."""
     why = "closed" if error is None else (getattr(error, "strerror", None) or str(error))
-    line = f"{name} cannot be written ({why}): the run goes on, and says the rest in "
+    line = f"{name} cannot be written ({why}): the run goes on, and writes the rest to "
     self.log(f"{line}this file\n")
     if name == "stdout":
       sys.stderr.write(f"{line}{self._file or LOG}\n")

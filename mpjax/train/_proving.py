@@ -52,7 +52,7 @@ class Proof:
     """Returns the result in one sentence."""
     found = f"{self.label} ends {abs(self.difference):.2g} {'above' if self.difference > 0 else 'below'} fp32"
     if math.isnan(self.spread):
-      return f"{found}; more seeds say what that is worth"
+      return f"{found}; run more seeds to judge this"
     within = abs(self.difference) <= self.spread
     return f"{found}, {'within' if within else 'beyond'} the {self.spread:.2g} by which seeds differ"
 

@@ -100,9 +100,9 @@ def test_output_goes_to_the_log_once_nobody_reads(tmp_path, monkeypatch):
   assert sys.stdout is out
   assert out.getvalue() == "first\n"
   told, *rest = (tmp_path / "train.log").read_text().splitlines()
-  assert told == "stdout cannot be written (Broken pipe): the run goes on, and says the rest in this file"
+  assert told == "stdout cannot be written (Broken pipe): the run goes on, and writes the rest to this file"
   assert rest == ["second", "third"]
-  assert err.getvalue().count(f"says the rest in {tmp_path / 'train.log'}") == 1
+  assert err.getvalue().count(f"writes the rest to {tmp_path / 'train.log'}") == 1
 
 
 def test_closed_streams_and_a_directory_that_is_known_late(tmp_path, monkeypatch):

@@ -62,12 +62,12 @@ def load_huggingface(
     raise DataError(f"{missing}: expected data.path (a saved dataset) or data.name (of the hub)")
   try:
     splits = datasets.load_from_disk(source) if saved else datasets.load_dataset(source)
-  except Exception as error:  # the package raises many kinds, from missing files to failed connections
+  except Exception as error:  # missing files, failed connections and others
     raise DataError(f"cannot load dataset {source!r}: {' '.join(str(error).split())}") from error
   if not isinstance(splits, dict):
     splits = {train_split: splits}
   if eval_split == train_split:
-    raise DataError(f"data.eval_split={eval_split!r} is the training split: expected another, or none")
+    raise DataError(f"data.eval_split={eval_split!r} is the training split: expected another split, or null")
   wanted = [train_split] + ([eval_split] if eval_split else [])
   for split in wanted:
     if split not in splits:

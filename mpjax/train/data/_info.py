@@ -43,7 +43,7 @@ class DataInfo:
     if name in facts:
       return tuple(facts[name]) if isinstance(facts[name], list) else facts[name]
     given = ", ".join(sorted(facts)) or "nothing"
-    raise MissingFact(f"it needs {name!r}, and the data says {given} of itself")
+    raise MissingFact(f"it needs {name!r}, and the data gives {given}")
 
   def __getitem__(self, name: str) -> Any:
     return getattr(self, name)

@@ -11,7 +11,7 @@ from mpjax.loss_scale import get_loss_scale, nonfinite_leaves
 from mpjax.numerics import find_nonfinite
 from mpjax.step import TrainState, TrainStep
 
-# What the fields of a state are to a person.
+# The names of a state's fields in reports.
 _FIELDS = {"params": "parameters", "model_state": "model state", "opt_state": "optimizer state"}
 
 
@@ -19,8 +19,8 @@ def state_report(nonfinite: Mapping[str, Sequence[str]], limit: int = 4) -> str:
   """Returns which leaves of a state that is not saved hold NaN or infinity, on one line.
 
   Args:
-    nonfinite: by path, which of them a leaf holds, as `Checkpoints.save` returns it.
-    limit: leaves listed of each field.
+    nonfinite: "NaN", "inf" or both by path, as `Checkpoints.save` returns it.
+    limit: how many leaves of each field to list.
   """
   parts = []
   for field, name in _FIELDS.items():
@@ -51,7 +51,7 @@ def nonfinite_report(
     batch: the batch of the step.
     begun_with: paths in the state that may hold infinity, since they did when the run began.
     bad_update: whether the step was skipped for what the optimiser made of finite gradients.
-    limit: tensors listed of each kind.
+    limit: how many tensors of each kind to list.
 
   Returns:
     Several lines: counts of NaN, +inf and -inf by tensor path, then what to try.
@@ -88,7 +88,7 @@ def first_nonfinite(step: TrainStep, state: TrainState, batch: PyTree) -> str:
   """Returns a line on the first operation that made NaN or infinity, or on why it was not found."""
   try:
     return find_nonfinite(step, state, batch).verdict
-  except (RuntimeError, MemoryError) as error:  # JAX's own for a device without memory is a RuntimeError
+  except (RuntimeError, MemoryError) as error:  # JAX raises RuntimeError if a device is out of memory
     first = str(error).strip().partition("\n")[0]
     return f"the operation that began it was not found: {first}"
 
@@ -100,7 +100,7 @@ def _listed(rows: list[str], limit: int, separator: str) -> str:
 
 def _advice(guilty: str, step: TrainStep, state: TrainState) -> str:
   if guilty == "batch":
-    return "mend the data: the batch itself holds NaN or infinity"
+    return "fix the data: the batch itself holds NaN or infinity"
   if guilty in _FIELDS.values():
     return "start from the last finite checkpoint, with a lower optimizer.learning_rate"
   if guilty == "update":

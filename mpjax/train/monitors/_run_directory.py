@@ -228,8 +228,8 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
   for entry in itertools.chain(path.iterdir(), path.glob("checkpoints/*"), path.glob("tensorboard/*")):
     if entry.is_symlink():  # a run could be made to overwrite any file of the user
       raise ConfigError(
-        f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes in its own directory "
-        "alone: nothing was changed; remove the link, or make out= the directory that it leads to"
+        f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes only in its own "
+        "directory: nothing was changed; remove the link, or make out= the directory that it leads to"
       )
   for name, is_right in _KINDS.items():
     entry = path / name

@@ -57,7 +57,7 @@ def start(flags: Flags, settings: DistributedConfig) -> Processes:
     with _ctrl_c_at_once(), _bounded(settings.start_timeout_s):
       jax.distributed.initialize(**options)
   except (RuntimeError, ValueError, OSError) as error:  # JAX's own are RuntimeErrors
-    where = f" ({flags.coordinator} may be taken, or be another machine's)" if flags.process == 0 else ""
+    where = f" ({flags.coordinator} may be in use, or on another machine)" if flags.process == 0 else ""
     raise ConfigError(f"the processes cannot be started together: {one_line(error)}{where}") from error
   # Devices of several processes start together: a process with a wrong config would make the others wait.
   jax.devices()
