@@ -237,7 +237,7 @@ def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(tiny_gpt, tmp_pat
 
 def test_explain_says_what_a_run_would_do(tiny_gpt, capsys, monkeypatch):
   monkeypatch.setenv("COLUMNS", "120")
-  assert main(["explain", *tiny_gpt, "policy={base: bf16, overrides: {blocks/1: fp32}}"]) == 0
+  assert main(["explain", *tiny_gpt, "policy={base: bf16, overrides: {blocks/1: fp32}}", "--all"]) == 0
   lines = capsys.readouterr().out.splitlines()
   row = lambda path: next(line.split() for line in lines if line.split()[:1] == [path])
   assert row("GPT/blocks/0/up")[-1] == "bfloat16"
