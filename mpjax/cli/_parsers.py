@@ -215,7 +215,7 @@ _EXAMPLES = {
   "train": "gpt_stdlib policy=fp16 train.steps=200 out=runs/x",
   "plan": "gpt_stdlib policy=fp32,bf16,fp16 target=h200 --picture plan.png",
   "explain": "gpt_stdlib policy=bf16,fp16",
-  "numerics": "gpt_stdlib policy=fp16 checkpoint=runs/x batches=4",
+  "numerics": "runs/x policy=fp16 batches=4",
   "tune": "gpt_stdlib target=h200 --out tuned.yaml --prove 200",
   "export": "runs/x dtype=bf16",
   "env": "--json > env.json",

@@ -34,6 +34,9 @@ def test_a_policy_is_found_written_proved_and_its_search_goes_on(tmp_path, monke
   again = json.loads((tmp_path / "again.json").read_text())
   assert again["table"] == data["table"]
   assert main(["train", "tuned.yaml", "train.steps=2", "out=run"]) == 0
+  assert main(["tune", "run", "target=h200", "batches=1", "policy=bf16,fp32", "--json", "run.json"]) == 0
+  assert {trial["label"] for trial in json.loads((tmp_path / "run.json").read_text())["table"]} >= {"bf16"}
+  assert (tmp_path / "run" / "tune.jsonl").exists()
 
 
 @pytest.mark.slow
