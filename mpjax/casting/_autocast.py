@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Never, NoReturn
 
@@ -44,7 +45,7 @@ _ELSEWHERE = {
 class OwnAutocast(NamedTuple):
   """What a function that `autocast` returned was made of."""
 
-  wrapped: Callable[..., Any]
+  wrapped: weakref.ref[Callable[..., Any]]
   fun: Callable[..., Any]
   policy: PolicyLike
   ops: OpLists | None
@@ -56,7 +57,7 @@ def own_autocast(fun: Callable[..., Any]) -> OwnAutocast | None:
   """Returns what a function was made of if `autocast` returned it, or a `jax.jit` of what it returned."""
   fun = getattr(fun, "__wrapped__", fun) if isinstance(fun, jax.stages.Wrapped) else fun
   own: OwnAutocast | None = getattr(fun, _OWN, None)
-  return own if own is not None and own.wrapped is fun else None  # other wrappers copy attributes
+  return own if own is not None and own.wrapped() is fun else None  # other wrappers copy attributes
 
 
 def _marked(policy: Policy) -> contextlib.AbstractContextManager[None]:
@@ -190,7 +191,7 @@ def autocast(
         return with_variables(transform, module, fun, args, kwargs)
       return transform(fun)(*args, **kwargs)
 
-  setattr(wrapped, _OWN, OwnAutocast(wrapped, fun, policy, ops, overrides, recompute))
+  setattr(wrapped, _OWN, OwnAutocast(weakref.ref(wrapped), fun, policy, ops, overrides, recompute))
   # `value_and_grad` knows the state of the optimiser, but not the policy.
   setattr(wrapped, WITHOUT_SCALE, functools.partial(warn_without_scale, policy))
   return wrapped

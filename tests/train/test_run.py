@@ -207,7 +207,7 @@ def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys):
   error = capsys.readouterr().err
   assert "stopped at step 4: the last 4 steps had non-finite gradients" in error
   assert "non-finite batch: y (16 NaN of" in error
-  assert "mend the data" in error
+  assert "fix the data" in error
 
 
 def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(tiny_gpt, tmp_path, capsys):
