@@ -54,7 +54,7 @@ def inspect_numerics(
   histogram of magnitudes and a sketch of every tensor leave the device.
 
   ```python
-  report = mpjax.inspect_numerics(loss_fn, params, batch, policy="fp16", tx=tx)
+  report = mpjax.inspect_numerics(loss_fn, params, batch, policy="fp16", tx=optax.adamw(1e-3))
   report = mpjax.inspect_numerics(step, state, [batch])  # a step of mpjax.make_train_step
   print(report)  # the findings, and a policy to use instead
   report.save_html("numerics.html")

@@ -54,7 +54,7 @@ def tune(
   """Finds the cheapest policy whose gradients are as good as float32's.
 
   ```python
-  result = mpjax.tune(loss_fn, params, [batch], target="h200", tx=tx)
+  result = mpjax.tune(loss_fn, params, [batch], target="h200", tx=optax.adamw(1e-3))
   print(result)  # the policy, its cost and error, and why the cheaper ones were dropped
   print(result.table("policies"))  # every policy that was tried
   step = mpjax.make_train_step(loss_fn, tx, result.policy)
