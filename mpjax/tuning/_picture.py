@@ -30,7 +30,7 @@ _KINDS = {
   "mixed": ("D", SKY, 6),
 }
 _MARKERS = "os^vDP"  # of presets and candidates in turn
-_TITLE_WIDTH = 72  # letters, beside the legend
+_TITLE_WIDTH = 72  # letters, next to the legend
 
 
 def save_picture(

@@ -31,7 +31,7 @@ COLORS = dict(zip((*ARGUMENT_PARTS, *TRANSIENT_PARTS), (*BLUES, *VERMILLIONS, LI
 _BAR, _PLAN = 0.3, 1.0  # heights of a bar and of a plan, in units of the vertical axis
 _SLIVER = 0.01  # parts below this share of the longest bar are drawn as one
 _REST = "smaller parts"
-_TITLE_WIDTH = 72  # letters, beside the legend
+_TITLE_WIDTH = 72  # letters, next to the legend
 _FAR = 2  # a line at more than this many times the longest bar is left out: bars would be too short
 
 
