@@ -86,8 +86,8 @@ def fp8_dot_general(
   ```
 
   Operands are scaled, saturated and rounded to `recipe.forward_dtype`, incoming gradients to
-  `recipe.gradient_dtype`. The result has float32's range if the product of the two amaxes is between 1e-31
-  and 1e43; below, it is zero.
+  `recipe.gradient_dtype`. Scaling the result back is exact to float32 if the product of the two amaxes is
+  between 1e-31 and 1e43; below, the result is zero.
 
   Args:
     lhs: floating, any shape.

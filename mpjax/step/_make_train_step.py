@@ -67,8 +67,9 @@ def make_train_step(
   `loss_fn` gets more arguments by keyword if its signature names them. `model_state` is the model's state.
   `rng` is a fresh key for each step, micro-batch and part of a batch. `row_rngs`, an alternative, is a fresh
   key for each row of the batch; with it, results do not depend on the division of rows. For an `nnx.Module`,
-  `params` is the module itself, and its changes (BatchNorm statistics) are kept. In an Equinox module, or any
-  other tree, only floating arrays are trained; `loss_fn` gets the whole tree, and the state returns it.
+  `params` is the module itself, and its changes (BatchNorm statistics) are kept. In an Equinox module, or
+  another tree with leaves that are not floating arrays, only the floating arrays are trained; `loss_fn` gets
+  the whole tree, and the state returns it.
 
   A step runs `loss_fn` under `mpjax.autocast` if the policy says `autocast`. Otherwise it casts parameters
   and the floating leaves of the batch to `compute_dtype` (once, also under accumulation), never
