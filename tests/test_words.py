@@ -110,7 +110,6 @@ def test_a_fault_is_shown_with_its_place(tmp_path, capsys, monkeypatch):
   assert second.startswith(f'{page}:6: Of ...: "Of those one is last."')
 
 
-@pytest.mark.xfail(reason="not all texts are rewritten", strict=False)  # delete this line when they are
 def test_the_texts_have_no_fault():
   found = words.faults([str(words.ROOT / path) for path in words.SCOPE])
   assert not found, "\n".join(["", *map(str, found)])

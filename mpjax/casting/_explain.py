@@ -71,10 +71,11 @@ class Explanation(Shown, ExplainedProgram):
     carries: one for each float32 carry of each loop, in the order of the program.
     unknown: names of the primitives that mpjax does not know and therefore leaves as they are: put them on
       a list with `OpLists.default().replace(infer=...)`.
-    gathers: one for each parameter that a step on a mesh gathers; of `TrainStep.explain` alone.
-    note: a sentence about autocasts that the function has itself; empty without any.
-    fragile: one for each operation whose result half precision may take away: a difference of products, an
-      angle made by one, an order beside noise, the end of a loop. `mpjax.inspect_numerics` measures them.
+    gathers: one for each parameter that a step on a mesh gathers; only `TrainStep.explain` fills it.
+    note: a sentence about autocasts that the function has itself; empty if it has none.
+    fragile: one for each operation whose result half precision may destroy: a difference of products, an
+      angle made by one, an order among noisy values, the end of a loop. `mpjax.inspect_numerics` measures
+      them.
   """
 
   def _answer(self) -> list[str]:
@@ -303,7 +304,7 @@ def _casts(plan: CastPlan, node: Node, made: set[tuple[Var, np.dtype]]) -> Itera
 def _island(island: Island, plan: CastPlan, number: int, times: int) -> ExplainedIsland:
   """Returns what an island costs: what it keeps for the backward pass, and what that computes again."""
   again = [node for node in island.nodes if node.listed != "allow"]
-  # What the products at its end read besides is kept with or without the island.
+  # The other operands of the products at its end are kept with or without the island.
   read = {v for node in again for v in variables_of(node.equation.invars)}
   read |= {v for node in island.copies for v in variables_of(node.equation.invars)}
   kept = 0

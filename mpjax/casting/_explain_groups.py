@@ -17,7 +17,7 @@ from mpjax.policy import Policy
 
 _MOST_NAMES = 6  # of operations in a cell
 _MOST_LABEL = 44  # letters of a policy that is written out
-_POWERS = frozenset({"integer_pow", "square"})  # beside which another operation tells more of the reason
+_POWERS = frozenset({"integer_pow", "square"})  # next to these, another operation says more of the reason
 ROOT = "(no module)"
 
 _Item = TypeVar("_Item")
@@ -28,9 +28,9 @@ class Alike(NamedTuple):
 
   Attributes:
     modules: their names, such as `GPT/blocks/*`.
-    names: of the primitives, each once: first the one that the reason is of, then others in its islands.
+    names: the primitives, each once: first the one that has the reason, then others in its islands.
     why: the reason, without what float16 adds.
-    share: of the FLOPs of all products, or of the bytes of all results.
+    share: the part of the FLOPs of all products, or of the bytes of all results.
   """
 
   modules: tuple[str, ...]

@@ -153,7 +153,7 @@ def _with_more(why: str, more: dict[str, str]) -> str:
 
 
 def _what_follows(explanations: Sequence[ExplainedProgram]) -> Iterator[TextSection]:
-  """Yields the operations that are float32 since those beside them are, by rule and reason."""
+  """Yields the operations that are float32 because their neighbours are, by rule and reason."""
   by_reason: dict[tuple[str, str], dict[int, list[ExplainedOperation]]] = {}
   for i, one in enumerate(explanations):
     for row in one.rows if not all_float32(one) else ():

@@ -17,15 +17,15 @@ class ExplainedOperation:
     list: allow, deny, infer or opaque.
     before: dtype of its result in the user's program.
     after: dtype that it runs in under autocast.
-    flops: of a matrix product or convolution, or what a kernel states, all repetitions; 0 for others.
-    bytes: of its results under autocast, all repetitions.
+    flops: FLOPs of a matrix product or convolution, or those a kernel states, all repetitions; else 0.
+    bytes: bytes of its results under autocast, all repetitions.
     casts: casts that autocast inserts before it.
-    cast_bytes: what those casts write.
+    cast_bytes: bytes that those casts write.
     island: number of the float32 island that it is part of, or `None`.
     why: the reason for the dtype.
     rule: the row of the table of decisions (docs/reference/autocast_rules.md).
     times: how often it runs (the length of the scans around it; a while loop counts once).
-    operands: of a kernel, the floating dtypes of its operands; empty for others.
+    operands: the floating dtypes of a kernel's operands; empty for others.
   """
 
   path: str
@@ -54,11 +54,12 @@ class ExplainedIsland:
     operations: names of the JAX primitives that are computed again.
     copied: names of those before it that it carries out itself, since their results take more memory than
       what they are made of: a one-hot, a mask of positions.
-    kept_bytes: of what it reads, which the backward pass keeps in half precision, and of its statistics of
-      rows, which it keeps in float32; all repetitions.
-    recomputed_bytes: of the float32 results inside, which are not kept but computed again; all repetitions.
-    fenced_bytes: of what the backward pass reads through an optimisation barrier, so that a compiler does
-      compute it again; all repetitions. 0 where the backward pass follows at once, as in a loss.
+    kept_bytes: bytes kept for the backward pass: inputs in half precision, and statistics of rows in
+      float32; all repetitions.
+    recomputed_bytes: bytes of the float32 results inside, which the backward pass computes again; all
+      repetitions.
+    fenced_bytes: bytes that the backward pass reads through an optimisation barrier, so that a compiler does
+      compute again; all repetitions. 0 where the backward pass follows at once, as in a loss.
     kept_in: `float8` where half-precision inputs are kept in FP8; else empty.
     times: how often it runs.
   """
@@ -76,13 +77,13 @@ class ExplainedIsland:
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedFragility:
-  """An operation whose result half precision may take away, whatever its policy.
+  """An operation whose result half precision may destroy, whatever its policy.
 
   Attributes:
     path: module path.
     primitive: name of the JAX primitive.
     kind: `difference`, `angle`, `order`, `small` or `loop`.
-    line: of the user's program, `model.py:31`.
+    line: the line in the user's program, `model.py:31`.
     why: what may happen.
   """
 
@@ -98,10 +99,10 @@ class ExplainedCarry:
   """A carry of a loop that is float32 in the user's program, and the dtype it is held in.
 
   Attributes:
-    path: the loop's module path and `carry_0`, `carry_1`, ...: what an override for it has to match.
+    path: the loop's module path and `carry_0`, `carry_1`, ...: what an override has to match.
     primitive: `scan` or `while`.
-    shape: of the carry.
-    dtype: that it is held in.
+    shape: the carry's shape.
+    dtype: the dtype it is held in.
     why: the reason for the dtype.
   """
 
@@ -117,10 +118,10 @@ class ExplainedGather:
   """A parameter that is divided over `fsdp`, and the dtype that it is gathered in.
 
   Attributes:
-    path: of the parameter.
-    shape: of the parameter.
-    kept: dtype that it is kept in.
-    dtype: that it is gathered in.
+    path: the parameter's path.
+    shape: the parameter's shape.
+    kept: the dtype it is kept in.
+    dtype: the dtype it is gathered in.
   """
 
   path: str
