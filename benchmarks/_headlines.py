@@ -7,7 +7,6 @@ import json
 import pathlib
 from typing import Any
 
-from benchmarks._record import provenance
 from benchmarks.memory._suite import peak
 from mpjax._render.picture_style import BLACK, BLUE, GREY, HEADING, TEXT, new_figure, picture_style
 
@@ -23,14 +22,12 @@ class Headline:
     without: a name and its figure.
     with_: the same for mpjax.
     unit: of both figures.
-    report: the file in results/ that they are from.
   """
 
   title: str
   without: tuple[str, float]
   with_: tuple[str, float]
   unit: str
-  report: dict[str, Any]
 
   @property
   def ratio(self) -> float:
@@ -56,35 +53,30 @@ def headlines() -> list[Headline]:
       ("fp32", step["fp32"] / 1e9),
       ("bf16", step["bf16"] / 1e9),
       "GB",
-      memory,
     ),
     Headline(
       "Gradient of a GPT in bfloat16,\n768 wide, 4 layers: temporaries",
       ("careful casts by hand", gradient["hand"] / 1e9),
       ("autocast", gradient["autocast"] / 1e9),
       "GB",
-      casts,
     ),
     Headline(
       "Loss of 128,256 classes,\n8192 tokens: temporaries",
       ("whole logits", loss["whole logits"] / 1e9),
       ("linear_cross_entropy", loss["1024 rows"] / 1e9),
       "GB",
-      vocabulary,
     ),
     Headline(
       "Step of a Llama, 1.1B\nparameters, on 8 GPUs: each",
       ("parameters gathered once a step", llama["step"] / 1e9),
       ('gather="block"', llama["block"] / 1e9),
       "GB",
-      gather,
     ),
     Headline(
       "Weights and state of AdamW,\nheld all the time",
       ("float32", held["optax.adamw"]),
       ("bf16_lean", held["state int8, weights int8"]),
       "bytes a parameter",
-      few,
     ),
   ]
 
@@ -119,9 +111,9 @@ def picture(rows: list[Headline]) -> Any:
 
 
 def table(rows: list[Headline]) -> str:
-  """The same figures, and where each is from."""
+  """The same figures as a table."""
   lines = ["| compiled for an H200 | without | with mpjax | ratio |", "|---|---|---|---|"]
   for row in rows:
     cells = (f"{name}: {value:.3g} {row.unit}" for name, value in (row.without, row.with_))
     lines.append(f"| {row.title.replace(chr(10), ' ')} | {' | '.join(cells)} | {row.ratio:.2f} |")
-  return "\n".join([*lines, "", *(f"- {provenance(row.report)}" for row in rows)])
+  return "\n".join(lines)
