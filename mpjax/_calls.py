@@ -26,6 +26,7 @@ def require_call(
   kwargs: Mapping[str, Any] | None = None,
   *,
   how: str = ", policy='bf16'",
+  linen: str = "mpjax.{tool}(model.apply, variables, x{how})",
 ) -> None:
   """Raises `TypeError` unless a tool was called as `tool(fun, *args, policy=...)`, and `fun` takes `args`.
 
@@ -35,40 +36,61 @@ def require_call(
     args: the positional arguments after it.
     kwargs: keyword arguments for the function.
     how: the end of the call that the message shows, after the arguments.
+    linen: the call for the parameters of a linen module.
   """
-  shown = _shown(tool, looked_at, how)
+  kwargs = kwargs or {}
+  shown = _shown(tool, looked_at, kwargs) + f"{how})"
   if isinstance(looked_at, (str, jmp.Policy)) or not callable(looked_at):
     raise TypeError(f"mpjax.{tool} got a {type(looked_at).__name__}: expected a function; call {shown}")
   if is_linen_module(looked_at):
     raise TypeError(
       f"mpjax.{tool} got the linen module {type(looked_at).__name__}, which holds no parameters: call "
-      f"mpjax.{tool}(model.apply, variables, x{how})"
+      + linen.format(tool=tool, how=how)
     )
-  fits = misfit(looked_at, args, kwargs or {})
-  if any(map(is_policy, args)) and (fits or len(args) == 1):
-    raise TypeError(f"mpjax.{tool} takes a policy by keyword: call {shown}")
-  if fits:
-    as_one = len(args) == 1 and isinstance(args[0], (tuple, list))
+  fits = misfit(looked_at, args, kwargs)
+  # A wrapper that takes anything, as that of `jax.grad`, does not tell what it passes on.
+  meant = fits or misfit(looked_at, args, kwargs, loosely=False)
+  if any(map(is_policy, args)) and (meant or len(args) == 1):
+    raise TypeError(
+      f"mpjax.{tool} takes a policy by keyword: call {_shown(tool, looked_at, kwargs)}, policy='bf16')"
+    )
+  as_one = len(args) == 1 and isinstance(args[0], (tuple, list))
+  if fits or (meant and as_one):
     way = ", with its arguments one by one instead of a tuple" if as_one else ""
-    raise TypeError(f"mpjax.{tool}: {fits}: call {shown}{way}")
+    raise TypeError(f"mpjax.{tool}: {meant}: call {shown}{way}")
 
 
-def misfit(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def misfit(
+  fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, loosely: bool = True
+) -> str:
   """Returns why a function cannot be called with these arguments; empty if it can, or if it is unknown.
 
   A wrapper may have the signature of the function it wraps and pass some arguments itself: one signature
-  that fits is enough.
+  of the chain that fits is enough.
+
+  Args:
+    fun: the function.
+    args: positional arguments.
+    kwargs: keyword arguments.
+    loosely: whether a wrapper that takes any arguments fits.
   """
   why = ""
-  for follow in (True, False):
+  each: Any = fun
+  while each is not None:
+    inner = getattr(each, "__wrapped__", None)
     try:
-      inspect.signature(fun, follow_wrapped=follow).bind(*args, **kwargs)
-    except ValueError:
+      signature = inspect.signature(each, follow_wrapped=False)
+    except (TypeError, ValueError):
       return ""
-    except TypeError as error:
-      why = why or str(error)
-    else:
-      return ""
+    takes_any = any(p.kind == p.VAR_POSITIONAL for p in signature.parameters.values())
+    if loosely or inner is None or not takes_any:
+      try:
+        signature.bind(*args, **kwargs)
+      except TypeError as error:
+        why = why or str(error)
+      else:
+        return ""
+    each = inner
   return why
 
 
@@ -83,7 +105,8 @@ def refuse_keywords(fun: Callable[..., Any], given: Mapping[str, Any], instead: 
   for name in given:
     hint = instead.get(name)
     if hint is None:
-      known = [key for key, p in inspect.signature(fun).parameters.items() if p.kind != p.VAR_KEYWORD]
+      parameters = inspect.signature(fun).parameters.values()
+      known = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
       near = difflib.get_close_matches(name, known, 1)
       hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}"
     raise TypeError(f"mpjax.{fun.__name__} has no argument {name!r}: {hint}")
@@ -133,14 +156,18 @@ def is_linen_module(x: object) -> bool:
   return linen is not None and isinstance(x, linen.Module) and x.scope is None
 
 
-def _shown(tool: str, looked_at: object, how: str) -> str:
-  """Returns the right call of a tool."""
+def _shown(tool: str, looked_at: object, kwargs: Mapping[str, Any]) -> str:
+  """Returns the right call of a tool without its end, with the names of the user's own function."""
   name = getattr(looked_at, "__name__", "loss_fn")
   name = name if name.isidentifier() else "f"
   try:
     parameters = inspect.signature(looked_at).parameters if callable(looked_at) else {}
   except (TypeError, ValueError):
     parameters = {}
-  wanted = [key for key, p in parameters.items() if p.kind in _ONE_VALUE and p.default is p.empty]
+  wanted = [
+    key
+    for key, p in parameters.items()
+    if p.kind in _ONE_VALUE and p.default is p.empty and key not in kwargs
+  ]
   args = wanted or (["*args"] if callable(looked_at) else ["params", "batch"])
-  return f"mpjax.{tool}({', '.join([name, *args])}{how})"
+  return f"mpjax.{tool}({', '.join([name, *args, *(f'{key}={key}' for key in kwargs)])}"

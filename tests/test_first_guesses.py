@@ -1,5 +1,10 @@
 """What users of other libraries write first: it works, or the error contains the line to write."""
 
+import copy
+import functools
+import inspect
+import pickle
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -86,7 +91,7 @@ GUESSES = {
     None,
   ),
   "equinox: tx.init(module)": (
-    lambda: mpjax.dynamic_loss_scale(TX).init(MLP),
+    lambda: mpjax.dynamic_loss_scale(optax.adam(0.1)).init(MLP),
     "eqx.partition(model, eqx.is_inexact_array)",
   ),
   "equinox: value_and_grad of a module": (
@@ -128,6 +133,15 @@ GUESSES = {
     lambda: mpjax.plan(loss_fn, (PARAMS, BATCH)),
     "mpjax.plan(loss_fn, params, batch, target='h100'), with its arguments one by one",
   ),
+  "plan(jax.grad(f), (params, batch))": (
+    lambda: mpjax.plan(jax.grad(loss_fn), (PARAMS, BATCH)),
+    "with its arguments one by one",
+  ),
+  "explain(jax.grad(f), policy, params, batch)": (
+    lambda: mpjax.explain(jax.grad(loss_fn), "bf16", PARAMS, BATCH),
+    "mpjax.explain(loss_fn, params, batch, policy='bf16')",
+  ),
+  "plan(params=, batch=)": (lambda: mpjax.plan(loss_fn, params=PARAMS, batch=BATCH), "one by one"),
   "plan(device=)": (lambda: mpjax.plan(STEP, STATE, BATCH, device="h100"), "target='h100'"),
   "plan('h100')": (lambda: mpjax.plan("h100"), "mpjax.plan(loss_fn, params, batch, target='h100')"),
   "inspect_numerics(f, params, batch, policy)": (
@@ -139,6 +153,20 @@ GUESSES = {
     "state = step.init(params)",
   ),
   "find_nonfinite(f, params, batch)": (lambda: mpjax.find_nonfinite(loss_fn, PARAMS, BATCH), None),
+  "find_nonfinite(f with rng, params, batch, key)": (
+    lambda: mpjax.find_nonfinite(lambda params, batch, rng: loss_fn(params, batch), PARAMS, BATCH, X),
+    "batch, rng=rng",
+  ),
+  "find_nonfinite(f with rng, params, batch, rng=)": (
+    lambda: mpjax.find_nonfinite(
+      lambda params, batch, rng: loss_fn(params, batch), PARAMS, BATCH, rng=jax.random.key(0)
+    ),
+    None,
+  ),
+  "another policy round an autocast": (
+    lambda: mpjax.find_nonfinite(mpjax.autocast(loss_fn, "fp16"), PARAMS, BATCH, policy="bf16"),
+    "pass the function without its autocast",
+  ),
   "find_nonfinite(f, params, x, y)": (lambda: mpjax.find_nonfinite(loss_of_two, PARAMS, X, Y), None),
 }
 
@@ -163,6 +191,10 @@ def test_names_are_where_the_error_says():
     assert getattr(getattr(mpjax, package), name).__doc__
 
 
+def passing_a_key(fun):
+  return functools.wraps(fun)(lambda params, batch: fun(params, batch, None))
+
+
 def test_a_wrapper_that_passes_arguments_itself_is_a_loss_function():
   @jax.tree_util.Partial
   def bound(params, batch):
@@ -172,15 +204,21 @@ def test_a_wrapper_that_passes_arguments_itself_is_a_loss_function():
     return loss_with_key(*args, key=None)
 
   wrapped.__wrapped__ = loss_with_key
-  for fun in (bound, wrapped):
+  for fun in (bound, wrapped, jax.jit(passing_a_key(loss_with_key))):
     step = mpjax.make_train_step(fun, TX, "fp32")
     step(step.init(PARAMS), BATCH)
     assert mpjax.explain(fun, PARAMS, BATCH, policy="bf16").rows
 
 
-def test_pickle_and_copy_make_policies_without_arguments():
-  import copy
-  import pickle
+def test_a_subclass_of_a_policy_has_arguments_of_its_own():
+  class Half(mpjax.Policy):
+    def __init__(self, dtype):
+      super().__init__("float32", dtype, "float32")
 
+  assert Half("bfloat16").compute_dtype == jnp.bfloat16
+  assert list(inspect.signature(mpjax.Policy).parameters)[:2] == ["param_dtype", "compute_dtype"]
+
+
+def test_pickle_and_copy_make_policies_without_arguments():
   policy = mpjax.get_policy("fp16")
   assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy

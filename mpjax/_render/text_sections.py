@@ -107,16 +107,22 @@ def answer_lines(
     last: lines at the end that are always shown.
     rest: a line for the lines of `more` that are left out, with `{}` for their number.
   """
-  room = ANSWER_LINES - sum(map(_height, (*first, *last)))
+  if sum(map(height, (*first, *last))) > ANSWER_LINES:
+    first, last = (list(map(_on_one_line, lines)) for lines in (first, last))
+  room = ANSWER_LINES - sum(map(height, (*first, *last)))
   for i, line in enumerate(more):
-    height = _height(line)
-    if height + (i + 1 < len(more)) > room:
+    lines = height(line)
+    if lines + (i + 1 < len(more)) > room:
       return [*first, *more[:i], *([rest.format(len(more) - i)] if room else []), *last]
-    room -= height
+    room -= lines
   return [*first, *more, *last]
 
 
-def _height(line: str) -> int:
+def _on_one_line(text: str) -> str:
+  return text if len(text) <= TEXT_WIDTH else f"{text[: TEXT_WIDTH - 3]}..."
+
+
+def height(line: str) -> int:
   """Returns how many lines a text takes in a report that is not on a terminal."""
   return len(fold(line, TEXT_WIDTH).split("\n"))
 

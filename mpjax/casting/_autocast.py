@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Never, NoReturn
 
 import jax
 
-from mpjax._calls import is_linen_module, refuse_keywords
+from mpjax._calls import is_linen_module, is_policy, refuse_keywords
 from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._fp8_products import warn_of
@@ -58,6 +58,16 @@ def own_autocast(fun: Callable[..., Any]) -> OwnAutocast | None:
   fun = getattr(fun, "__wrapped__", fun) if isinstance(fun, jax.stages.Wrapped) else fun
   own: OwnAutocast | None = getattr(fun, _OWN, None)
   return own if own is not None and own.wrapped() is fun else None  # other wrappers copy attributes
+
+
+def require_no_autocast(fun: Callable[..., Any], policy: Policy) -> None:
+  """Raises `ValueError` for a policy with a function that `autocast` returned, which it would not change."""
+  own = own_autocast(fun)
+  if own is not None:
+    raise ValueError(
+      f"the function has an autocast of its own, policy {get_policy(own.policy).label}, which policy "
+      f"{policy.label} does not change: pass the function without its autocast, or no policy"
+    )
 
 
 def _marked(policy: Policy) -> contextlib.AbstractContextManager[None]:
@@ -150,7 +160,7 @@ def autocast(
     return _Decorator(
       autocast, policy=policy, ops=ops, overrides=overrides, recompute=recompute, fp8_state=fp8_state
     )
-  if not callable(fun):
+  if not callable(fun) or is_policy(fun):
     raise ValueError(
       f"autocast of {fun!r}: expected a function; the policy is the second argument, as in "
       "mpjax.autocast(f, 'bf16') or @mpjax.autocast(policy='bf16')"

@@ -87,6 +87,7 @@ class Explanation(Shown, ExplainedProgram):
 
 def explain(
   fun: Callable[..., Any],
+  /,
   *args: Any,
   policy: PolicyLike = AUTO,
   ops: OpLists | None = None,
@@ -143,7 +144,7 @@ def explain(
     carries=tuple(explained.carries),
     unknown=tuple(sorted(unknown)),
     fragile=tuple(map(_fragility, fragile_nodes(plan, rules))),
-    note=_of_autocasts_inside(plan, resolved),
+    note=_of_autocasts_inside(plan, resolved, ops is not None or bool(overrides)),
   )
 
 
@@ -155,14 +156,16 @@ def _of_own_autocast(own: Policy, asked: PolicyLike) -> str:
   return f"{said}; policy {named(get_policy(asked))} changes nothing in it."
 
 
-def _of_autocasts_inside(plan: CastPlan, policy: Policy) -> str:
+def _of_autocasts_inside(plan: CastPlan, policy: Policy, overridden: bool) -> str:
   """Returns the sentence about a program of which an autocast inside has decided some."""
   labels = sorted({label for node in plan.all_nodes() if (label := autocast_label(node.path))})
   if not labels:
     return ""
   inner = f"an autocast inside, policy {labels[0]}: it"
   inner = inner if len(labels) == 1 else f"autocasts inside, policies {', '.join(labels)}: each"
-  return f"The function has {inner} decides there, and policy {named(policy)} decides the rest."
+  rest = f"policy {named(policy)} decides the rest"
+  rest += "; the overrides of this call do not reach inside" if overridden else ""
+  return f"The function has {inner} decides there, and {rest}."
 
 
 @dataclasses.dataclass

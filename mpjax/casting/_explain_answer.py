@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mpjax._render.plain_text import bytes_text, fold, percent, with_prefix
-from mpjax._render.text_sections import TEXT_WIDTH
+from mpjax._render.plain_text import bytes_text, percent, with_prefix
+from mpjax._render.text_sections import ANSWER_LINES, TEXT_WIDTH, answer_lines, height
 from mpjax.casting._explain_groups import (
   ROOT,
   Alike,
@@ -25,10 +25,10 @@ from mpjax.casting._explain_groups import (
 from mpjax.casting._explained import ExplainedProgram
 from mpjax.jaxpr import layer_pattern
 
-_LINES = 11  # at most
 _LEAST = 0.005  # share of a reason that has a line
 _FEW = 3  # lines for products and kernels
-_LEAST_ROOM = 5  # lines for reasons, where many policies stand side by side
+_LEAST_ROOM = 2  # lines for reasons, where many policies stand side by side
+_MOST_POLICIES = 5  # that have a line
 _PATH = 40  # columns for the path of a module in a sentence
 _LEAST_NAME = 12  # columns for a name, at least
 _WHY, _MOST_WHY = 70, 150  # columns for a reason, at most
@@ -41,7 +41,9 @@ def answer_of(explanations: Sequence[ExplainedProgram], *, in_config: bool = Fal
     explanations: one for each policy.
     in_config: whether the policy is one of a config, for the line that says how to change it.
   """
-  first = [line for one in explanations for line in _figures(one)]
+  first = [line for one in explanations[:_MOST_POLICIES] for line in _figures(one)]
+  if len(explanations) > _MOST_POLICIES:
+    first.append(f"{len(explanations) - _MOST_POLICIES} more: see the table of totals")
   if len(explanations) == 1:
     first += _costs(explanations[0])
   mixed = [one for one in explanations if not all_float32(one)]
@@ -49,18 +51,13 @@ def answer_of(explanations: Sequence[ExplainedProgram], *, in_config: bool = Fal
   if len(mixed) > 1:
     first.append(f"Shares below are under {', '.join(one.policy.label for one in mixed)}.")
   reasons = [(title, found) for title, of in _REASONS.items() if (found := _shared(mixed, of))]
-  room = max(_LINES - _height([*first, *last]), _LEAST_ROOM)
+  room = max(ANSWER_LINES - sum(map(height, [*first, *last])), _LEAST_ROOM)
   for later, (title, found) in zip(reversed(range(len(reasons))), reasons, strict=True):
     if room > 1:
       shown = _reason_lines(title, found, max(1, min(room - 1 - 2 * later, _FEW if later else room)))
       first += shown
-      room -= _height(shown)
-  return [*first, *last]
-
-
-def _height(lines: Sequence[str]) -> int:
-  """Returns how many lines these are, folded."""
-  return sum(fold(line, TEXT_WIDTH).count("\n") + 1 for line in lines)
+      room -= sum(map(height, shown))
+  return answer_lines(first, last=last)
 
 
 def _figures(one: ExplainedProgram) -> list[str]:
@@ -68,12 +65,10 @@ def _figures(one: ExplainedProgram) -> list[str]:
   flops = one.matrix_flops()
   total = sum(flops.values())
   full = sum(map(is_full, one.rows))
-  shares = [
-    f"{percent(flops[dtype] / total)}{' of the matrix FLOPs' * (i == 0)} in {dtype}"
-    for i, dtype in enumerate(sorted(flops, key=lambda dtype: -flops[dtype]))
-  ]
-  precision = f", {one.policy.matmul_precision}" if one.policy.matmul_precision else ""
-  said = f"{', '.join(shares)} ({with_prefix(total, 'FLOP')}{precision})" if total else "no matrix products"
+  shares = [f"{percent(flops[dtype] / total)} in {dtype}" for dtype in sorted(flops, key=lambda d: -flops[d])]
+  precision = f" ({one.policy.matmul_precision})" if one.policy.matmul_precision else ""
+  products = f"{with_prefix(total, 'FLOP')} of matrix products"
+  said = ", ".join([products, *shares]) + precision if total else "no matrix products"
   lead = f"policy {named(one.policy)}: {said}; {full} of {len(one.rows)} operations in float32"
   return [lead, one.note] if one.note else [lead]
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mpjax.train import ConfigError
 
@@ -60,11 +61,28 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def add_tables(parser: argparse.ArgumentParser) -> None:
-  """Adds `--table NAME` and `--all` to a parser, for `mpjax.cli._show.show`."""
+class _By(argparse.Action):
+  """Chooses a table by another word for it."""
+
+  def __call__(
+    self, parser: argparse.ArgumentParser, options: argparse.Namespace, word: Any, option: str | None = None
+  ) -> None:
+    options.table = self.const[word]
+
+
+def add_tables(parser: argparse.ArgumentParser, by: Mapping[str, str] | None = None) -> None:
+  """Adds `--table NAME`, `--all` and `--by WHAT` to a parser, for `mpjax.cli._show.show`.
+
+  Args:
+    parser: of a command.
+    by: the tables of `--by`.
+  """
   which = parser.add_mutually_exclusive_group()
   which.add_argument("--table", metavar="NAME", help="print one of the tables that the answer names")
   which.add_argument("--all", action="store_const", const="all", dest="table", help="print every table")
+  if by:
+    said = ", or ".join(f"--table {table}" for table in by.values())
+    which.add_argument("--by", action=_By, const=by, choices=by, help=f"the same as {said}")
 
 
 def with_default(options: argparse.Namespace) -> argparse.Namespace:

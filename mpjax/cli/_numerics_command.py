@@ -28,7 +28,6 @@ from mpjax.train._config_file import find_config, read_tree
 from mpjax.train._inspecting import Subject, find_batch, load_batch, locate, open_subject
 
 _STEPS = 10
-_BY = {"module": "modules"}  # the tables of `--by`
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,7 +69,7 @@ def _numerics(options: argparse.Namespace) -> None:
   name = path.parent.name if path.name == "config.yaml" else path.stem
   title = f"{name} ({config.model.kind} of {subject.parameters:,} parameters)"
   report = _inspect(subject, title, steps, batches, keep, not options.no_advice, console)
-  show(report, console, _BY.get(options.by, options.table), alarm="^problem")
+  show(report, console, options.table, alarm="^problem")
   _write(report, page, options, console)
   if options.apply:
     _apply(path, overrides, report, pathlib.Path(options.apply))

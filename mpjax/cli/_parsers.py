@@ -95,8 +95,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser,
     overrides=f"dotted keys that override the file; {_SEVERAL}; target=h200 or target=v5e:2x4 for a device",
   )
-  parser.add_argument("--fit", action="store_true", help="find the largest batch that fits, for each policy")
-  parser.add_argument(
+  search = parser.add_mutually_exclusive_group()
+  search.add_argument("--fit", action="store_true", help="find the largest batch that fits, for each policy")
+  search.add_argument(
     "--cheapest",
     action="store_true",
     help="find the policy, recompute and gather that fit into memory with the lowest time floor",
@@ -117,10 +118,7 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     "Computes nothing."
   )
   add_config(parser, overrides=f"dotted keys that override the file; {_SEVERAL}")
-  add_tables(parser)
-  parser.add_argument(
-    "--by", choices=("module", "reason"), help="the same as --table modules, or --table float32"
-  )
+  add_tables(parser, by={"module": "modules", "reason": "float32"})
 
 
 def _numerics(parser: argparse.ArgumentParser) -> None:
@@ -150,8 +148,7 @@ def _numerics(parser: argparse.ArgumentParser) -> None:
     help="find the first operation that gives NaN or infinity on a saved batch; by default the newest batch "
     "in the checkpoint's run directory",
   )
-  add_tables(parser)
-  parser.add_argument("--by", choices=("module",), help="the same as --table modules")
+  add_tables(parser, by={"module": "modules"})
   parser.add_argument("--formats", action="store_true", help="print the table of number formats, and stop")
 
 

@@ -237,8 +237,12 @@ def make_loss_scale(
   at_least_one = config.init_scale >= 1 and (config.kind != "dynamic" or config.min_scale >= 1)
 
   def init(params: PyTree) -> LossScaleState:
-    require_arrays_only(params)
-    return first_state(config, inner.init(hide(params)))
+    try:
+      inner_state = inner.init(hide(params))
+    except TypeError:
+      require_arrays_only(params)  # if that is the cause, with the way out
+      raise
+    return first_state(config, inner_state)
 
   def update(
     updates: PyTree,

@@ -2,50 +2,117 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+import types
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 import optax
 
-from mpjax._calls import require_call
+from mpjax._calls import refuse_keywords, require_call
 from mpjax._types import PolicyLike, PyTree
-from mpjax.numerics._kept_programs import step_for, step_under
+from mpjax.casting._autocast import own_autocast, require_no_autocast
+from mpjax.numerics._kept_programs import is_hashable, step_for, step_under, weakly
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._checks import require_state_and_batch
 from mpjax.step._loss import KEYWORDS
 
+_LINEN = (
+  "mpjax.{tool}(loss_fn, variables['params'], batch{how}) with def loss_fn(params, batch): "
+  "logits = model.apply({{'params': params}}, batch['x']); ..."
+)
+# Functions of `(params, batch)` by the function that they call, and by its arguments that are not arrays.
+_of_batches: weakref.WeakKeyDictionary[Callable[..., Any], dict[Hashable, Callable[..., Any]]]
+_of_batches = weakref.WeakKeyDictionary()
+
+
+class Arguments(NamedTuple):
+  """What a tool looks at.
+
+  Attributes:
+    fun_or_step: a step, or a loss function of `(params, batch)`.
+    state: the state, or the parameters.
+    batches: the batches.
+    policy: the policy to run under; `None` for the step's own.
+    names: the names of the batch's parts where they are arguments of a loss function; else empty.
+  """
+
+  fun_or_step: TrainStep | Callable[..., Any]
+  state: PyTree
+  batches: PyTree
+  policy: PolicyLike | None
+  names: tuple[str, ...] = ()
+
 
 def arguments_of(
-  tool: str, fun_or_step: TrainStep | Callable[..., Any], args: tuple[PyTree, ...], *, listed: bool = True
-) -> tuple[TrainStep | Callable[..., Any], PyTree, PyTree]:
-  """Returns the step or loss function, its state or parameters, and the batches.
+  tool: Callable[..., Any],
+  fun_or_step: TrainStep | Callable[..., Any],
+  args: tuple[PyTree, ...],
+  policy: PolicyLike | None,
+  init: Mapping[str, Any],
+  *,
+  listed: bool = True,
+  scaled: bool = False,
+) -> Arguments:
+  """Returns what a tool looks at.
 
-  A loss function of more than two arguments becomes a function of `(params, batch)`.
+  A loss function of more than two arguments becomes a function of `(params, batch)`. A loss function with an
+  autocast of its own becomes the function inside and its policy, so that it can run in float32, too.
 
   Args:
-    tool: the public name of the tool.
+    tool: the tool.
     fun_or_step: the step, or the loss function.
     args: the positional arguments after it.
+    policy: the policy that the tool was given.
+    init: keyword arguments for `TrainStep.init`.
     listed: whether the tool takes a list of batches.
+    scaled: whether a loss function with an autocast of its own is scaled as its policy says.
 
   Raises:
     TypeError: for arguments that the tool does not take; the message shows the right call.
+    ValueError: for a policy with a loss function that has an autocast of its own.
   """
+  name = tool.__name__
+  others = {key: value for key, value in init.items() if key not in ("rng", "model_state", "batch")}
+  refuse_keywords(tool, others, dict.fromkeys(("dtype", "compute_dtype", "precision"), "pass policy='bf16'"))
   if isinstance(fun_or_step, TrainStep):
-    return fun_or_step, *require_state_and_batch(tool, args)
+    return Arguments(fun_or_step, *require_state_and_batch(name, args), policy)
   if not args or isinstance(args[0], TrainState):
     looked_at = "a TrainState belongs to its step" if args else "no parameters"
     raise TypeError(
-      f"mpjax.{tool}: {looked_at}: call mpjax.{tool}(step, state, batch) or (loss_fn, params, batch)"
+      f"mpjax.{name}: {looked_at}: call mpjax.{name}(step, state, batch) or (loss_fn, params, batch)"
     )
-  require_call(tool, fun_or_step, args, _stand_ins(fun_or_step))
+  require_call(name, fun_or_step, args, _stand_ins(fun_or_step), linen=_LINEN)
+  fun, policy = _without_own_autocast(fun_or_step, policy, scaled)
   if len(args) == 2:
-    return fun_or_step, *args
-  params, *batch = args
-  return _of_one_batch(fun_or_step), params, [tuple(batch)] if listed else tuple(batch)
+    return Arguments(fun, *args, policy)
+  params, *parts = args
+  is_array = [any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(part)) for part in parts]
+  batch = tuple(part for part, traced in zip(parts, is_array, strict=True) if traced)
+  names = tuple(name for name, traced in zip(_names(fun, len(parts)), is_array, strict=True) if traced)
+  static = tuple((not traced, None if traced else part) for part, traced in zip(parts, is_array, strict=True))
+  return Arguments(_of_one_batch(fun, static), params, [batch] if listed else batch, policy, names)
+
+
+def _without_own_autocast(
+  fun: Callable[..., Any], policy: PolicyLike | None, scaled: bool
+) -> tuple[Callable[..., Any], PolicyLike | None]:
+  """Returns the function inside a function that `autocast` returned, and its policy; others as they are."""
+  own = own_autocast(fun)
+  if own is None:
+    return fun, policy
+  if policy is not None:
+    require_no_autocast(fun, get_policy(policy))
+  inner = get_policy(own.policy)
+  if own.ops is not None or own.overrides or inner.param_dtype != np.float32:
+    return fun, policy
+  scaling = inner.loss_scaling if scaled else None
+  return own.fun, dataclasses.replace(inner, autocast=True, loss_scaling=scaling)
 
 
 def step_of(
@@ -82,16 +149,38 @@ def _stand_ins(fun: Callable[..., Any]) -> dict[str, None]:
   return {name: None for name in KEYWORDS if name in parameters}
 
 
-def _of_one_batch(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a loss function of `(params, batch)` for one that takes the parts of a batch one by one."""
+def _names(fun: Callable[..., Any], count: int) -> list[str]:
+  """Returns the names of a function's arguments after the first."""
+  try:
+    found = list(inspect.signature(fun).parameters)[1 : count + 1]
+  except (TypeError, ValueError):
+    found = []
+  return found + [f"argument {i + 2}" for i in range(len(found), count)]
 
-  @functools.wraps(fun)
+
+def _of_one_batch(fun: Callable[..., Any], static: tuple[tuple[bool, Any], ...]) -> Callable[..., Any]:
+  """Returns a function of `(params, batch)`, the same one again for the same function.
+
+  Args:
+    fun: a loss function that takes the parts of a batch one by one.
+    static: for each part whether it is not an array, and then the part.
+  """
+  if not isinstance(fun, types.FunctionType) or not is_hashable(static):
+    return _taking_apart(fun, static)
+  there = _of_batches.setdefault(fun, {})
+  if static not in there:
+    there[static] = _taking_apart(weakly(fun), static)
+  return there[static]
+
+
+def _taking_apart(fun: Callable[..., Any], static: tuple[tuple[bool, Any], ...]) -> Callable[..., Any]:
   def of_batch(params: PyTree, batch: tuple[PyTree, ...], **kwargs: Any) -> Any:
-    return fun(params, *batch, **kwargs)
+    arrays = iter(batch)
+    return fun(params, *(part if is_static else next(arrays) for is_static, part in static), **kwargs)
 
-  parameters = [
-    inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")
-  ]
-  named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _stand_ins(fun)]
+  kinds = inspect.Parameter
+  parameters = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
+  named = [kinds(name, kinds.KEYWORD_ONLY) for name in _stand_ins(fun)]
   of_batch.__signature__ = inspect.Signature([*parameters, *named])  # type: ignore[attr-defined]
+  of_batch.__name__ = of_batch.__qualname__ = getattr(fun, "__name__", "loss_fn")
   return of_batch

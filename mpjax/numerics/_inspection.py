@@ -106,8 +106,9 @@ def inspect_numerics(
     raise ValueError(f"reference={reference!r}: expected True, False or a TrainStep")
   if pieces is not None and (isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1):
     raise ValueError(f"pieces={pieces!r}: expected a positive whole number, or None")
-  fun_or_step, state, batches = arguments_of("inspect_numerics", fun_or_step, args)
-  step, state, updates = step_of(fun_or_step, state, policy, tx, init)
+  given = arguments_of(inspect_numerics, fun_or_step, args, policy, init, scaled=tx is None)
+  batches = given.batches
+  step, state, updates = step_of(given.fun_or_step, given.state, given.policy, tx, init)
   say = progress or (lambda line: None)
   parts = micro_batches(listed(batches), step.accumulate)
   inspection = Inspection(step, state, reference, updates, pieces)

@@ -54,13 +54,13 @@ def step_for(loss_fn: LossFunction, tx: optax.GradientTransformation | None, pol
   """Returns the step of a loss function, an optimiser (or `None`) and a policy."""
   optimizer = optax.identity() if tx is None else tx
   key = (tx, policy)
-  if not isinstance(loss_fn, (types.FunctionType, functools.partial)) or not _is_hashable(key):
+  if not isinstance(loss_fn, (types.FunctionType, functools.partial)) or not is_hashable(key):
     return make_train_step(loss_fn, optimizer, policy)
   there = _steps.setdefault(loss_fn, collections.OrderedDict())
-  return _made_once(there, key, lambda: make_train_step(_weakly(loss_fn), optimizer, policy))
+  return _made_once(there, key, lambda: make_train_step(weakly(loss_fn), optimizer, policy))
 
 
-def _weakly(fun: LossFunction) -> LossFunction:
+def weakly(fun: LossFunction) -> LossFunction:
   """Returns a function that calls `fun` without keeping it alive."""
   reference = weakref.ref(fun)
 
@@ -69,7 +69,10 @@ def _weakly(fun: LossFunction) -> LossFunction:
 
   functools.update_wrapper(call, fun)
   del call.__wrapped__  # type: ignore[attr-defined]
-  call.__signature__ = inspect.signature(fun)  # type: ignore[attr-defined]
+  signature = inspect.signature(fun)
+  bound = fun.keywords if isinstance(fun, functools.partial) else {}
+  free = [p for name, p in signature.parameters.items() if name not in bound]
+  call.__signature__ = signature.replace(parameters=free)  # type: ignore[attr-defined]
   return call
 
 
@@ -91,7 +94,7 @@ def shapes_of(tree: PyTree) -> Hashable:
   return structure, tuple((np.shape(x), jax.typeof(x)) for x in leaves)
 
 
-def _is_hashable(key: Any) -> bool:
+def is_hashable(key: Any) -> bool:
   try:
     hash(key)
   except TypeError:

@@ -38,7 +38,10 @@ _OTHER_HALF = {"bfloat16": "float16", "float16": "bfloat16"}
 COMPILE = ("auto", True, False)
 _ELSEWHERE = {
   **dict.fromkeys(("device", "backend", "platform", "hardware", "topology"), "pass target='h100'"),
-  "abstract_args": "the arguments follow the step one by one, as in mpjax.plan(step, state, batch)",
+  **dict.fromkeys(
+    ("abstract_args", "args", "params", "state", "batch"),
+    "the arguments follow the step one by one, as in mpjax.plan(step, state, batch)",
+  ),
 }
 
 

@@ -15,6 +15,7 @@ from mpjax._calls import require_call
 from mpjax._lazy import nnx
 from mpjax._types import ClosedJaxpr, PolicyLike, PyTree
 from mpjax.casting import autocast
+from mpjax.casting._autocast import require_no_autocast
 from mpjax.jaxpr import is_library
 from mpjax.planner._arguments import Argument, name_arguments
 from mpjax.planner._targets import Target, policy_on_target
@@ -85,10 +86,13 @@ def trace_step(
     there, note = policy_on_target(step.policy if resolved is None else resolved, device)
     if there != step.policy and not (resolved is None and step.needs_batch):
       step, args = _adopted(step, there.without_histories(), args)
+    if step.layout is not None:
+      args = step.layout.shapes(*args)
     resolved = there if resolved is None else resolved
   else:
     require_call("plan", step, args, how=", target='h100'")
     if resolved is not None:
+      require_no_autocast(step, resolved)
       resolved, note = policy_on_target(resolved.without_histories(), device)
       step, donate_argnums = _under(resolved, step, args, donate_argnums)
   jitted, names = _jitted(step, donate_argnums)
@@ -122,7 +126,7 @@ def _adopted(
   other = step.with_policy(policy)
   shapes = jax.eval_shape(lambda s: other.adopt(s, step, warn=False), state)
   if other.layout is not None:
-    return other, other.layout.shapes(shapes, batch)
+    return other, (shapes, batch)
   before = dict(jax.tree_util.tree_leaves_with_path(state))
 
   def placed(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -141,11 +145,17 @@ def _under(
   donate_argnums: int | Sequence[int] | None,
 ) -> tuple[Callable[..., Any], int | Sequence[int] | None]:
   """Returns a function under autocast, and the arguments that it may overwrite."""
-  if _is_jitted(fun) and donate_argnums is None:
+  if _is_jitted(fun):
+    _require_unknown(donate_argnums)
     info, _ = _trace(fun, tuple(map(_abstract, args))).args_info
     donated = [any(leaf.donated for leaf in jax.tree.leaves(argument)) for argument in info]
     donate_argnums = [i for i, taken in enumerate(donated) if taken]
   return autocast(fun, policy), donate_argnums
+
+
+def _require_unknown(donate_argnums: int | Sequence[int] | None) -> None:
+  if donate_argnums is not None:
+    raise ValueError("donate_argnums with a jitted step: it is known from the step, leave it out")
 
 
 def _is_jitted(fun: object) -> TypeGuard[jax.stages.Wrapped]:
@@ -159,8 +169,7 @@ def _jitted(
   if isinstance(step, TrainStep):
     return step.jitted, ("state", "batch")
   if _is_jitted(step):
-    if donate_argnums is not None:
-      raise ValueError("donate_argnums with a jitted step: it is known from the step, leave it out")
+    _require_unknown(donate_argnums)
     return step, _parameters(getattr(step, "__wrapped__", step))
   return jax.jit(step, donate_argnums=() if donate_argnums is None else donate_argnums), _parameters(step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -97,7 +98,7 @@ class Policy(jmp.Policy):
 
   def __new__(cls, *args: Any, **kwargs: Any) -> Self:
     given = {*_TRIPLE[: len(args)], *kwargs}
-    if given and not given.issuperset(_TRIPLE):  # pickle makes one without arguments
+    if cls is Policy and given and not given.issuperset(_TRIPLE):  # pickle makes one without arguments
       raise TypeError(
         f"mpjax.Policy takes {', '.join(_TRIPLE)}; for a name, or fewer dtypes, write "
         "mpjax.get_policy('bf16'), mpjax.get_policy('compute=bfloat16')"
@@ -253,6 +254,11 @@ class Policy(jmp.Policy):
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Policy) if field.name not in ("name", "reason"))
+
+
+# The fields, which `__new__` would hide from `help` and editors.
+_PARAMETERS = list(inspect.signature(Policy.__init__).parameters.values())[1:]
+Policy.__signature__ = inspect.Signature(_PARAMETERS)
 
 
 def get_policy(spec: PolicyLike, *, backend: str | None = None) -> Policy:

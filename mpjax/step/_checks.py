@@ -130,7 +130,9 @@ def require_state(state: object, batch: PyTree) -> None:
 def require_state_and_batch(tool: str, args: tuple[Any, ...]) -> tuple[TrainState, PyTree]:
   """Returns the arguments of a tool for a step; `TypeError` for others."""
   if len(args) != 2:
-    raise TypeError(f"mpjax.{tool} got a TrainStep: call mpjax.{tool}(step, state, batch)")
+    raise TypeError(
+      f"mpjax.{tool} got a TrainStep: call mpjax.{tool}(step, state, batch), with policy= by keyword"
+    )
   require_state(*args)
   return args
 
@@ -216,7 +218,10 @@ def unpack(
   else:
     loss = _floating("a loss", loss)
   if not isinstance(metrics, dict):
-    raise ValueError(f"loss_fn returned metrics of type {type(metrics).__name__}: expected a dict of arrays")
+    raise ValueError(
+      f"loss_fn returned metrics of type {type(metrics).__name__}: expected (loss, metrics) with a dict of "
+      "arrays; of a function with another aux pass the loss alone, as in lambda *args: loss_fn(*args)[0]"
+    )
   for name, metric in metrics.items():
     if is_average(metric):
       _checked(f"metric {name!r}", metric)

@@ -133,7 +133,8 @@ class StepLoss:
   def keywords(self) -> tuple[str, ...]:
     """Returns which of `rng`, `row_rngs` and `model_state` the loss function takes."""
     names = inspect.signature(self.fun).parameters
-    return tuple(name for name in KEYWORDS if name in names)
+    bound = self.fun.keywords if isinstance(self.fun, functools.partial) else {}
+    return tuple(name for name in KEYWORDS if name in names and name not in bound)
 
   @property
   def by_row(self) -> bool:

@@ -158,9 +158,7 @@ def test_an_override_sets_what_a_module_computes_again():
 def test_the_answer_says_what_is_half_precision_what_is_not_and_how_to_change_it():
   explanation = explained(network, W, shape(16, 4), overrides={"head": "fp32"})
   lines = str(explanation).splitlines()
-  assert lines[0].startswith(
-    "policy bf16: 50% of the matrix FLOPs in bfloat16, 50% in float32 (1.02 kFLOP); "
-  )
+  assert lines[0].startswith("policy bf16: 1.02 kFLOP of matrix products, 50% in bfloat16, 50% in float32; ")
   assert f"of {len(explanation.rows)} operations in float32" in lines[0]
   assert "   50%  dot_general in net/head: its module's policy computes in float32" in lines
   softmax = (

@@ -372,6 +372,13 @@ def test_a_loss_function_is_looked_at_as_it_stands_or_under_a_policy():
   assert found.in_float32 is False
   half = lambda params, x, scale: loss(jax.tree.map(jnp.float16, params), jnp.float16(x), scale)
   assert find_nonfinite(half, params, *args).origin.dtype == "float16"
+  own = mpjax.autocast(loss, "fp16")  # looked at as the function inside, so that float32 is another
+  assert find_nonfinite(own, {"w": np.full((4, 4), 4e4, np.float32)}, *args).in_float32 is False
+  found = find_nonfinite(loss, params, X * np.inf, np.float32(1.0))
+  assert list(found.inputs) == ["x"]
+  assert "fix the argument x" in str(found)
+  assert found.parts == ("loss", "gradients")
+  assert find_nonfinite(lambda p, x, on: loss(p, x, 1.0) if on else 0.0, params, X, True).finite
   step, state = of_loss(lambda p, b: loss(p, *b), params)
   assert find_nonfinite(step, state, args).finite
   assert not find_nonfinite(step, state, args, policy="fp16").finite

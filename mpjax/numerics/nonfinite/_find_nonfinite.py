@@ -37,6 +37,7 @@ def find_nonfinite(
   *args: PyTree,
   policy: PolicyLike | None = None,
   reference: bool = True,
+  **init: Any,
 ) -> NonfiniteReport:
   """Names the first operation of a training step that computes NaN or infinity, and what to try.
 
@@ -61,6 +62,7 @@ def find_nonfinite(
     policy: for a loss function, the policy to run it under, with its initial loss scale; by default the
       function runs as written, with its own casts. For a step, a policy in place of its own.
     reference: whether to run a non-finite step again in float32, without loss scaling.
+    **init: for a loss function, the `rng` or `model_state` that it takes.
 
   Returns:
     A `NonfiniteReport`; print it.
@@ -68,10 +70,13 @@ def find_nonfinite(
   Raises:
     TypeError: for arguments that do not fit; the message shows the right call.
   """
-  fun_or_step, state, batch = arguments_of("find_nonfinite", fun_or_step, args, listed=False)
-  as_it_stands = policy is None and not isinstance(fun_or_step, TrainStep)
-  step, state, _ = step_of(fun_or_step, state, "fp32" if as_it_stands else policy, None, {})
-  found = _hunt(step, state, batch)
+  given = arguments_of(find_nonfinite, fun_or_step, args, policy, init, listed=False)
+  batch = given.batches
+  as_it_stands = given.policy is None and not isinstance(given.fun_or_step, TrainStep)
+  asked = "fp32" if as_it_stands else given.policy
+  step, state, _ = step_of(given.fun_or_step, given.state, asked, None, init)
+  of_step = isinstance(given.fun_or_step, TrainStep)
+  found = _hunt(step, state, batch, whole=of_step, names=given.names)
   if found.finite or not reference or as_it_stands:
     return found
   under = step.policy
@@ -87,21 +92,31 @@ def find_nonfinite(
     )
   else:
     wide = wide_step.adopt(state, step, warn=False)
-  same = _hunt(wide_step, wide, batch, whole=not found.of_gradients)
+  same = _hunt(wide_step, wide, batch, whole=of_step and not found.of_gradients, names=given.names)
   return dataclasses.replace(found, in_float32=not same.finite, reference=same)
 
 
-def _hunt(step: TrainStep, state: TrainState, batch: PyTree, whole: bool = True) -> NonfiniteReport:
-  """Examines a step; without `whole`, only its loss and gradients."""
+def _hunt(
+  step: TrainStep, state: TrainState, batch: PyTree, *, whole: bool, names: tuple[str, ...]
+) -> NonfiniteReport:
+  """Examines a step; without `whole`, only its loss and gradients.
+
+  Args:
+    step: the step.
+    state: the state before it.
+    batch: its batch.
+    whole: whether to examine more than the loss and the gradients.
+    names: the names of the batch's parts, if they are arguments of a loss function.
+  """
   # Over several devices it would be one operation; an overflow only in their sum is found below.
   alone = step.without_mesh()
   with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
     closed, shapes = jax.make_jaxpr(alone.loss_and_gradients, return_shape=True)(state, batch)
-  names = ["loss" if len(p) == 1 else "gradients" + _text(p[1:]) for p, _ in _leaves(shapes)]
-  of_loss = tuple(name == "loss" for name in names)
-  seen = _evaluated(closed, _inputs(state, batch), names, Place(of_loss=of_loss), step.accumulate)
+  results = ["loss" if len(p) == 1 else "gradients" + _text(p[1:]) for p, _ in _leaves(shapes)]
+  of_loss = tuple(name == "loss" for name in results)
+  seen = _evaluated(closed, _inputs(state, batch, names), results, Place(of_loss=of_loss), step.accumulate)
   loss, grads = step.gradients(state, batch)
-  compiled = _nonfinite(names, jax.tree.leaves((loss, grads)))
+  compiled = _nonfinite(results, jax.tree.leaves((loss, grads)))
   parts, found = ["loss", "gradients"], [seen]
   if whole and not seen.results and not compiled:
     found = [_carried(step, alone, state, batch), _after(step, state, (loss, grads), seen)]
@@ -117,7 +132,7 @@ def _hunt(step: TrainStep, state: TrainState, batch: PyTree, whole: bool = True)
     others=tuple(others[:_MOST_OTHERS]),
     results={name: counts for one in found for name, counts in one.results.items()},
     compiled=compiled,
-    gradients=len(names) - 1,
+    gradients=len(results) - 1,
     loss_scale=float(get_loss_scale(state.opt_state).scale) if has_scale else 1.0,
     policy=str(step.policy),
     compute_dtype=step.policy.compute_dtype.name,
@@ -228,10 +243,11 @@ def _summed(step: TrainStep) -> str:
   return f"{dtype.name} over {layout.shards} devices"
 
 
-def _inputs(state: TrainState, batch: PyTree) -> list[tuple[str, Any, bool]]:
+def _inputs(state: TrainState, batch: PyTree, names: tuple[str, ...] = ()) -> list[tuple[str, Any, bool]]:
   """Returns the name and array of each leaf, and whether its negative infinities may be a mask's."""
   named = [(_text(path).lstrip("."), leaf, False) for path, leaf in _leaves(state)]
-  named += [(name, leaf, True) for name, leaf in _named("batch", batch)]
+  parts = zip(names, batch, strict=True) if names else [("batch", batch)]
+  named += [(name, leaf, True) for part, tree in parts for name, leaf in _named(part, tree)]
   return [(name, jnp.asarray(leaf), mask) for name, leaf, mask in named]
 
 

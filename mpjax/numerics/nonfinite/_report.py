@@ -334,9 +334,15 @@ def _optimizer_advice(report: NonfiniteReport, origin: Origin, at: str) -> list[
   return options or ["an earlier checkpoint, and from there a lower learning rate"]
 
 
+# Names that the inputs of a step begin with; those of a loss function are its own.
+_OF_STATE = ("params", "arrays", "opt_state", "model_state", "fp8_state", "rng", "step")
+
+
 def _input_advice(kind: str) -> str:
   if kind == "batch":
     return "fix the data: the batch itself holds NaN or infinity"
+  if kind not in _OF_STATE:
+    return f"fix the argument {kind}: it holds NaN or infinity itself"
   return "an earlier checkpoint, and from there a lower learning rate"
 
 
