@@ -158,6 +158,18 @@ _ELSEWHERE = {
     ("filter_grad", "filter_value_and_grad"),
     "mpjax.value_and_grad(loss_fn, opt_state), or mpjax.make_train_step, which takes Equinox modules",
   ),
+  **dict.fromkeys(
+    ("DDP", "FSDP", "DistributedDataParallel", "FullyShardedDataParallel", "no_sync"),
+    "a step divides batch and parameters over a mesh: mpjax.make_train_step(loss_fn, tx, policy, mesh=mesh)",
+  ),
+  **dict.fromkeys(
+    ("clip_grad_norm_", "clip_grad_norm", "unscale_"),
+    "the optimiser inside the loss scale sees unscaled gradients: "
+    "tx = mpjax.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), tx))",
+  ),
+  **dict.fromkeys(
+    ("Adam8bit", "AdamW8bit", "adamw8bit"), "mpjax.quantized_state(optax.adamw(1e-3, b2=0.95), 'int8')"
+  ),
   "quantize_state": "an optimiser whose state is kept in 8 bits is mpjax.quantized_state(tx, 'int8')",
   "half": "mpjax.half_precision(f), a region that runs in half precision, or mpjax.get_policy('half')",
   "select_tree": "mpjax.keep_if_finite(opt_state, new, old)",

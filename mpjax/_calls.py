@@ -104,6 +104,8 @@ def refuse_keywords(fun: Callable[..., Any], given: Mapping[str, Any], instead: 
   """
   for name in given:
     hint = instead.get(name)
+    if hint is not None and is_policy(given[name]):
+      hint = hint.replace("'bf16'", f"'{_preset_of(given[name])}'")
     if hint is None:
       parameters = inspect.signature(fun).parameters.values()
       known = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -154,6 +156,13 @@ def is_linen_module(x: object) -> bool:
   """Returns whether an object is a `flax.linen.Module` without variables; does not import flax."""
   linen = sys.modules.get("flax.linen")
   return linen is not None and isinstance(x, linen.Module) and x.scope is None
+
+
+def _preset_of(asked: Any) -> str:
+  """Returns the preset that a dtype or a name is probably meant as: `bf16` or `fp16` for the bare dtypes."""
+  policy = get_policy(asked)
+  bare = {"float16": "fp16", "bfloat16": "bf16"}
+  return str(bare.get(policy.compute_dtype.name, policy.label)) if policy.fp8 is None else policy.label
 
 
 def _shown(tool: str, looked_at: object, kwargs: Mapping[str, Any]) -> str:

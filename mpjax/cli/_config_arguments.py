@@ -74,7 +74,7 @@ def add_tables(parser: argparse.ArgumentParser, by: Mapping[str, str] | None = N
   """Adds `--table NAME`, `--all` and `--by WHAT` to a parser, for `mpjax.cli._show.show`.
 
   Args:
-    parser: of a command.
+    parser: a command's parser.
     by: the tables of `--by`.
   """
   which = parser.add_mutually_exclusive_group()

@@ -11,7 +11,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 from mpjax._types import PyTree
-from mpjax.loss_scale._state_access import get_loss_scale
+from mpjax.loss_scale._state_access import find_loss_scales, get_loss_scale
 from mpjax.loss_scale._transform import LossScaleState, first_state, scaling_of, with_loss_scaling
 from mpjax.policy import LossScaling
 from mpjax.policy._loss_scaling import (
@@ -55,9 +55,15 @@ def import_loss_scale(
 
   Raises:
     TypeError: if `source` has another type.
-    ValueError: if it belongs to a disabled GradScaler, lacks a key, or has values out of range.
+    ValueError: if `inner_state` has a loss scale; if `source` is of a disabled GradScaler, lacks a key, or
+      has values out of range.
   """
   config, good_steps = _describe(source)
+  if find_loss_scales(inner_state):
+    raise ValueError(
+      "inner_state has a loss scale already: pass the optimiser without a loss scale, and its state, as in "
+      "import_loss_scale(source, tx, tx.init(params)); a step's is get_loss_scale(opt_state).inner_state"
+    )
   tx = with_loss_scaling(inner, config, axis_name=axis_name)
   return tx, first_state(config, inner_state)._replace(good_steps=jnp.asarray(good_steps, jnp.int32))
 

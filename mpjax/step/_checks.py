@@ -220,7 +220,7 @@ def unpack(
   if not isinstance(metrics, dict):
     raise ValueError(
       f"loss_fn returned metrics of type {type(metrics).__name__}: expected (loss, metrics) with a dict of "
-      "arrays; of a function with another aux pass the loss alone, as in lambda *args: loss_fn(*args)[0]"
+      "arrays. If aux is something else, pass the loss alone, as in lambda *args: loss_fn(*args)[0]"
     )
   for name, metric in metrics.items():
     if is_average(metric):

@@ -18,7 +18,7 @@ from mpjax.step._options import StepOptions
 from mpjax.step._train_step import TrainStep
 from mpjax.step._trained import Chosen
 
-_POLICY, _SCALING = "policy='bf16'", "policy={'base': 'fp16', 'loss_scaling': 1024}"
+_POLICY, _SCALING = "policy='bf16'", "policy={'base': 'fp16', 'loss_scaling': 'grad_scaler'}"
 # From other libraries' names of arguments to what to write here.
 _ELSEWHERE = {
   **dict.fromkeys(("dtype", "compute_dtype", "precision", "mixed_precision"), f"pass {_POLICY}"),
@@ -26,6 +26,14 @@ _ELSEWHERE = {
   **dict.fromkeys(
     ("accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum", "accumulation_steps"),
     "pass accumulate=4",
+  ),
+  **dict.fromkeys(
+    ("clip", "clip_norm", "max_grad_norm", "gradient_clip_val"),
+    "clip in the optimiser: tx = optax.chain(optax.clip_by_global_norm(1.0), tx)",
+  ),
+  **dict.fromkeys(
+    ("optimizer_dtype", "master_weights", "param_dtype", "grad_dtype", "fp8"),
+    "it is part of a policy, as in policy={'base': 'bf16_pure', 'optimizer_dtype': 'int8'}",
   ),
   "has_aux": "return (loss, metrics) from loss_fn, metrics being a dict of arrays",
   "donate_argnums": "pass donate=True or donate=False",

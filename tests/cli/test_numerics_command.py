@@ -42,6 +42,7 @@ def plain(config, tmp_path_factory):
 def run(config, tmp_path, monkeypatch, capsys):
   """Runs the command line in an empty folder; returns its report as data, and what it printed."""
   monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("COLUMNS", "116")
 
   def run(*arguments, config=config):
     assert main(["numerics", str(config), *arguments, "--json", "report.json"]) == 0

@@ -31,8 +31,9 @@ def config(tmp_path_factory):
 
 
 @pytest.fixture
-def run(config, tmp_path, capsys):
+def run(config, tmp_path, capsys, monkeypatch):
   """Runs the command line; returns its report as data, and what it printed."""
+  monkeypatch.setenv("COLUMNS", "116")
 
   def run(*arguments):
     file = tmp_path / "report.json"

@@ -120,13 +120,14 @@ def test_gradients_and_a_step_under_a_policy_are_near_those_of_float32():
 
 
 @pytest.mark.slow
-def test_the_8b_is_planned(capsys):
+def test_the_8b_is_planned(capsys, monkeypatch):
+  monkeypatch.setenv("COLUMNS", "116")
   for target in ("h100:8 mesh.fsdp=8", "v5e:16x16 mesh.fsdp=32 mesh.tensor=8 data.batch_size=32"):
     arguments = [str(FOLDER / "llama3_8b.yaml"), *PLUGIN, "--analytic", *f"target={target}".split()]
     assert main(["plan", *arguments]) == 0
     out = capsys.readouterr().out
     assert "llama of 8,030,261,248 parameters" in out
-    assert re.search(r"bfloat16 +[\d.]+ [TP]FLOP +100.0 %", out)
+    assert re.search(r"bfloat16 100.0 % of [\d.]+ [TP]FLOP; all at the full rate", out)
 
 
 def test_sizes_that_do_not_fit_are_one_line(capsys):

@@ -68,7 +68,8 @@ def _fastest(plans: Sequence[PlanFigures]) -> Iterator[str]:
     return
   least = min(floors.values())
   best = [label for label, seconds in floors.items() if math.isclose(seconds, least, rel_tol=_ALIKE)]
-  yield f"shortest time of those that fit: {', '.join(best)}, at least {with_prefix(least, 's')}"
+  names = ", ".join(best)
+  yield f"lowest bound of the time (a bound, not a forecast): {names}, at least {with_prefix(least, 's')}"
 
 
 def _title(plans: Sequence[PlanFigures], label: str = "") -> str:

@@ -159,7 +159,7 @@ def test_the_answer_of_several_plans_is_one_table():
   slow = Floor(0.5, {"memory": 0.5}, "memory", 0)
   plans = [a_plan("fp32", floor=slow), a_plan("bf16"), a_plan("bf16_pure", device_memory=1)]
   first, _, heading, *rows = answer_beside(plans)
-  assert first == "shortest time of those that fit: bf16, at least 12.30 ms"
+  assert first == "lowest bound of the time (a bound, not a forecast): bf16, at least 12.30 ms"
   assert [row.split()[0] for row in rows[:3]] == [plan.label for plan in plans]
   assert [NO_FIT in row for row in rows[:3]] == [False, False, True]
   assert all(
