@@ -26,12 +26,14 @@ ConfigSource = str | pathlib.Path | Mapping[str, Any] | Config
 
 
 def find_config(name: str | pathlib.Path) -> pathlib.Path:
-  """Returns the file of a config: an existing path, or the file of an example such as `gpt_stdlib`.
+  """Returns the file of a config: an existing path, that of a run directory, or an example's (`gpt_stdlib`).
 
   Raises:
     ConfigError: if there is neither a file nor an example of that name.
   """
   path = pathlib.Path(name)
+  if path.is_dir() and (path / "config.yaml").exists():
+    return path / "config.yaml"
   if path.exists():
     return path
   known = examples()

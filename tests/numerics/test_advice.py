@@ -391,3 +391,16 @@ def test_advice_that_needs_float32_weights_drops_what_half_precision_ones_had_be
   advised = mpjax.get_policy(report.advice.policy)
   assert (advised.autocast, advised.param_dtype, advised.master_weights) == (True, "float32", None)
   assert report.advice.left == ()
+
+
+def test_an_override_is_for_the_module_that_is_meant_and_for_no_other_of_its_name():
+  def loss_fn(params, x):
+    with jax.named_scope("lin"):
+      h = x @ params["first"]  # leaves float16's range
+    with jax.named_scope("block"), jax.named_scope("lin"):
+      return jnp.mean((h * 1e-6) @ params["second"])
+
+  params = {"first": np.full((16, 16), 1e4, np.float32), "second": np.ones((16, 16), np.float32)}
+  report = mpjax.inspect_numerics(loss_fn, params, np.ones((4, 16), np.float32), policy="fp16", advise=False)
+  [(pattern, _)] = report.advice.policy["overrides"]
+  assert pattern.rstrip("$") == "^lin"

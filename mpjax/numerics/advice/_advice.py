@@ -11,6 +11,7 @@ from mpjax._render.plain_text import percent, power_of_two_text
 from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics.advice import _findings as seen
+from mpjax.patterns import component_regex
 from mpjax.policies import presets
 from mpjax.policy import Policy, get_policy
 from mpjax.policy._loss_scaling import parse_loss_scaling
@@ -203,8 +204,15 @@ def _patterns(modules: list[str], report: NumericsReport) -> dict[str, str]:
     # Does not match submodules if values inside the module are observed, too.
     inside = not module or any(other.startswith(f"{module}/") for other in everything)
     regex = regex or "^"
+    meant = set(alike) if together else {module}
+    if any(component_regex(regex).search(m) and not _is_in(m, meant) for m in everything):
+      regex = f"^{regex}"
     patterns.setdefault(f"{regex}$" if inside else regex, module)
   return patterns
+
+
+def _is_in(path: str, modules: set[str]) -> bool:
+  return any(path == module or path.startswith(f"{module}/") for module in modules)
 
 
 def _numberless(module: str) -> str:
