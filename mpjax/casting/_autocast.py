@@ -215,7 +215,8 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   ```
 
   Values from half-precision operations are cast to float32. Without an outer autocast it does
-  nothing. Also a decorator.
+  nothing. Also a decorator. Wrap a module at the call, as in `full_precision(self.norm)(x)`: the result is
+  a plain function, so a module that stores it does not have the weights as parameters.
 
   Args:
     fun: any function.

@@ -113,7 +113,9 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   in an `nnx.Module` the parameters are. Autocast decides nothing inside, and the results are half
   precision, like the results of a matrix product. Arrays that `fun` closes over keep their dtype. The region
   does nothing without an outer autocast, in a module that computes in float32, in `mpjax.full_precision`, or
-  if no argument is float32. Under an FP8 policy it runs in the compute dtype. Also a decorator.
+  if no argument is float32. Under an FP8 policy it runs in the compute dtype. Also a decorator. Wrap a
+  module at the call, as in `half_precision(self.attention)(x)`: the result is a plain function, so a module
+  that stores it does not have the weights as parameters.
 
   Args:
     fun: any function of pytrees.
