@@ -82,7 +82,7 @@ def test_report_holds_the_plan(run, parameters):
   assert 0 < plan["floor"]["seconds"] == max(plan["floor"]["parts"].values())
   assert any("GPT/blocks/*" in row["path"] for row in plan["memory"]["saved"])
   assert len(printed.splitlines()) <= 12
-  for words in ("bf16", "fits: ", "bfloat16 100.0 %", "h200"):
+  for words in ("bf16", "fits: ", "bfloat16 100.0%", "h200"):
     assert words in printed
   _, memory = run(*analytic("policy=bf16", "--table", "memory"))
   assert "master weights" in memory

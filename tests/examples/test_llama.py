@@ -127,7 +127,7 @@ def test_the_8b_is_planned(capsys, monkeypatch):
     assert main(["plan", *arguments]) == 0
     out = capsys.readouterr().out
     assert "llama of 8,030,261,248 parameters" in out
-    assert re.search(r"bfloat16 100.0 % of [\d.]+ [TP]FLOP; all at the full rate", out)
+    assert re.search(r"bfloat16 100.0% of [\d.]+ [TP]FLOP; all at the full rate", out)
 
 
 def test_sizes_that_do_not_fit_are_one_line(capsys):

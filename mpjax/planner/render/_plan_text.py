@@ -350,10 +350,10 @@ def _fit(plan: PlanFigures) -> str:
 
 
 def percent_text(share: float) -> str:
-  """Returns a share as `99.9 %`; only a whole is shown as 100.0 %, and only nothing as 0.0 %."""
+  """Returns a share as `99.9%`; only a whole is shown as 100.0%, and only nothing as 0.0%."""
   if 0 < share < 5e-4:
-    return "<0.1 %"
-  return f"{min(100 * share, 99.9) if share < 1 else 100 * share:.1f} %"
+    return "<0.1%"
+  return f"{min(100 * share, 99.9) if share < 1 else 100 * share:.1f}%"
 
 
 def _padding(product: ProductGroup) -> tuple[str, str]:
@@ -361,7 +361,7 @@ def _padding(product: ProductGroup) -> tuple[str, str]:
   if product.padded == product.shape:
     return "-", "-"
   extra = 100 * (math.prod(product.padded) / max(1, math.prod(product.shape)) - 1)
-  return _by(product.padded), f"+{extra:.1f} %" if extra >= 1 else f"+{extra:.2g} %"
+  return _by(product.padded), f"+{extra:.1f}%" if extra >= 1 else f"+{extra:.2g}%"
 
 
 def _seconds(seconds: float) -> str:

@@ -138,7 +138,7 @@ def test_the_answer_of_a_plan_says_whether_it_fits_and_what_to_change_in_twelve_
   for words in (
     f"fits: {in_words(plan.peak)} of the 100.00 GB that JAX takes",
     "largest: activations",
-    "bfloat16 100.0 %",
+    "bfloat16 100.0%",
     "GPT/head",
     "N = 50257 is no multiple of 8",
     "at least 12.30 ms (matrix units); memory 1.00 ms, up to 50.00 MB may be cached",
