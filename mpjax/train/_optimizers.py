@@ -135,7 +135,7 @@ def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
   parts = [str(config.target or config.name), f"learning rate {config.learning_rate:g}"]
   if config.warmup_steps:
     parts.append(f"warm-up to step {config.warmup_steps}")
-  if config.warmup_steps >= steps:
+  if config.warmup_steps > steps:
     reached = float(make_schedule(config, steps)(steps - 1))
     parts.append(f"which this run of {steps} steps does not leave: it ends at {reached:.3g}")
   elif config.schedule != "constant":
