@@ -308,6 +308,7 @@ def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path, noticed, mo
 
     def full_at_the_end(self, step, *rest):
       if step == 8:
+        self.wait()  # for the checkpoint of step 4
         fill(60000)
       return save(self, step, *rest)
 
