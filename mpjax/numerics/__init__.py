@@ -6,6 +6,7 @@ from mpjax.numerics._inspection import inspect_numerics
 from mpjax.numerics._instrumented_step import inspection_programs
 from mpjax.numerics._logprob_mismatch import LogprobMismatch, logprob_mismatch
 from mpjax.numerics._report import NumericsReport
+from mpjax.numerics._report_figures import NumericsFigures
 from mpjax.numerics._significant_digits import SignificantDigits, significant_digits
 from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
 
@@ -17,6 +18,7 @@ __all__ = [
   "LogprobMismatch",
   "Measured",
   "NonfiniteReport",
+  "NumericsFigures",
   "NumericsReport",
   "Origin",
   "SignificantDigits",

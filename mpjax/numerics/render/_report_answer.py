@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
 from mpjax._render.plain_text import fold, percent
 from mpjax._render.text_sections import TEXT_WIDTH, answer_lines
 from mpjax.numerics._conclusions import Advice, Finding
+from mpjax.numerics._report_figures import NumericsFigures
 from mpjax.numerics._tensors import is_half
 from mpjax.patterns import component_regex
-
-if TYPE_CHECKING:
-  from mpjax.numerics._report import NumericsReport
 
 _PLURALS = {
   "activation gradient": "gradients of activations",
@@ -87,12 +85,12 @@ def _see_notes(findings: Sequence[Finding]) -> str:
   return f"; on the errors of {names} see the note{'s' if said[1:] else ''}" if said else ""
 
 
-def figures(report: NumericsReport) -> list[Figure]:
+def figures(report: NumericsFigures) -> list[Figure]:
   """Returns the shares that underflow and overflow under the policy, and the largest errors."""
   return [*_shares(report), *_errors(report)]
 
 
-def _shares(report: NumericsReport) -> Iterator[Figure]:
+def _shares(report: NumericsFigures) -> Iterator[Figure]:
   dtype = report.policy.compute_dtype.name
   if is_half(dtype):
     yield from _of_format(report, "activation gradient", dtype, report.loss_scale)
@@ -103,7 +101,7 @@ def _shares(report: NumericsReport) -> Iterator[Figure]:
         yield Figure(_PLURALS[kind], _UNDERFLOW, _percent(report.lost(kind, name, None)), name)
 
 
-def _of_format(report: NumericsReport, kind: str, dtype: str, scale: float) -> Iterator[Figure]:
+def _of_format(report: NumericsFigures, kind: str, dtype: str, scale: float) -> Iterator[Figure]:
   tensors = report.of(kind)
   count = sum(t.magnitudes.count for t in tensors)
   if not count:
@@ -118,7 +116,7 @@ def _percent(share: float) -> str:
   return percent(share) if share else "0%"
 
 
-def _errors(report: NumericsReport) -> Iterator[Figure]:
+def _errors(report: NumericsFigures) -> Iterator[Figure]:
   for kind in ("weight gradient", "activation gradient", "activation"):
     known = [
       (math.inf if math.isnan(t.error) else t.error, t) for t in report.of(kind) if t.error is not None
@@ -130,7 +128,7 @@ def _errors(report: NumericsReport) -> Iterator[Figure]:
     yield Figure(_PLURALS[kind], _ERROR, value, where=worst.path or worst.module)
 
 
-def answer(report: NumericsReport) -> list[str]:
+def answer(report: NumericsFigures) -> list[str]:
   """Returns the answer of a report, in at most eleven lines."""
   title = f" of {report.title}" if report.title else ""
   first = [

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mpjax._render.plain_text import percent, power_of_two_text
 from mpjax._render.text_sections import TextSection, of_rows
 from mpjax.numerics._conclusions import Advice
+from mpjax.numerics._report_figures import NumericsFigures
 from mpjax.numerics._stored_state import StoredSlot
 from mpjax.numerics._tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor, share_lost
-
-if TYPE_CHECKING:
-  from mpjax.numerics._report import NumericsReport
 
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3 scaled", "float8_e5m2": "E5M2 scaled"}
 
 
-def sections_of(report: NumericsReport) -> list[TextSection]:
+def sections_of(report: NumericsFigures) -> list[TextSection]:
   """Returns the tables of a report."""
   sections = [
     of_rows("\n".join(report.heading()), summary_rows(report.tensors, report.loss_scale), name="kinds")
