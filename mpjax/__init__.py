@@ -51,7 +51,7 @@ if TYPE_CHECKING:
   )
   from mpjax.planner import Plan, cheapest, largest_batch, plan
   from mpjax.policy import Policy, PrecisionWarning, get_policy
-  from mpjax.products import fp8_dot_general
+  from mpjax.products import fp8_dot_general, scaled_dot
   from mpjax.sharding import batch_axes
   from mpjax.step import TrainState, TrainStep, make_train_step
   from mpjax.tuning import TuneResult, tune
@@ -93,6 +93,7 @@ __all__ = [
   "plan",
   "quantized_state",
   "scale_loss",
+  "scaled_dot",
   "static_loss_scale",
   "stochastic_round",
   "tune",
@@ -122,7 +123,7 @@ _NAMES = {
   "ops": ("linear_cross_entropy",),
   "optim": ("master_weights", "quantized_state", "stochastic_round"),
   "policy": ("Policy", "PrecisionWarning", "get_policy"),
-  "products": ("fp8_dot_general",),
+  "products": ("fp8_dot_general", "scaled_dot"),
   "sharding": ("batch_axes",),
   "step": ("TrainState", "TrainStep", "make_train_step"),
   "numerics": ("NonfiniteReport", "NumericsReport", "find_nonfinite", "inspect_numerics"),

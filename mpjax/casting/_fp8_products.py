@@ -63,6 +63,7 @@ class Fp8Product:
   Attributes:
     recipe: the formats and the scaling.
     gradients: which of its operands are gradients.
+    weights: which of its operands are weights.
     windows: the windows of its convolution, if it is one.
     native: see `fp8_dot_general`.
     roots: the identities of its operands in the program.
@@ -72,6 +73,7 @@ class Fp8Product:
 
   recipe: Recipe
   gradients: tuple[bool, bool]
+  weights: tuple[bool, bool]
   windows: Windows | None
   native: bool | None
   roots: tuple[Root | None, Root | None]
@@ -190,8 +192,10 @@ def decide(
   why_not = unfit(sizes, recipe)
   if why_not:
     return Fp8Decision(f"{NOT_FP8}{why_not}", None, site, recipe)
-  fp8 = Fp8Product(recipe, role.gradients, windows, support(recipe).native, role.roots, site, number)
-  return Fp8Decision(f"an FP8 product ({recipe.recipe} scaling)", fp8, site, recipe)
+  fp8 = Fp8Product(
+    recipe, role.gradients, role.weights, windows, support(recipe).native, role.roots, site, number
+  )
+  return Fp8Decision(f"an FP8 product ({recipe})", fp8, site, recipe)
 
 
 def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | None) -> str | None:
@@ -211,6 +215,8 @@ def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: Prod
     return "it is in the first layer (fp8.first_layer)"
   if role.last and not recipe.last_layer:
     return "it is in the last layer (fp8.last_layer)"
+  if not all(role.active) and role.after < (recipe.keep_last or 0):
+    return f"it is among the last layers (fp8.keep_last={recipe.keep_last:g})"
   if equation.primitive is jax.lax.conv_general_dilated_p and windows_of(equation) is None:
     return "a convolution whose windows overlap is not a matrix product"
   return None
@@ -250,6 +256,7 @@ def emit(
     scales=scales,
     out_dtype=out_dtype,
     gradient_operand=fp8.gradients,
+    weight_operand=fp8.weights,
     native=fp8.native,
   )
   if probe is not None:

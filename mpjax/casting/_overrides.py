@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.fp8 import Recipe
+from mpjax.fp8._hardware import on_device
 from mpjax.jaxpr import FULL_PRECISION, without_marks
 from mpjax.patterns import component_regex
 from mpjax.policy import Override, Policy, parse_overrides
@@ -42,7 +43,7 @@ class Overrides:
   def __init__(self, policy: Policy, overrides: Mapping[str, Any] | None):
     dtype = policy.compute_dtype if policy.compute_dtype.itemsize <= 4 else np.dtype("float32")
     self._default = Override(dtype, policy.fp8 is not None and dtype.itemsize == 2)
-    self._recipe = policy.fp8 or Recipe()
+    self._asked = policy.fp8 or Recipe("current")
     self._rules = [
       (pattern, component_regex(pattern), self._completed(override))
       for pattern, override in [*parse_overrides(overrides or ()), *policy.overrides]
@@ -50,10 +51,15 @@ class Overrides:
     self._resolved: dict[str, Override] = {}
     self._matched: set[str] = set()
 
+  @functools.cached_property
+  def _recipe(self) -> Recipe:
+    """The policy's recipe; `auto` is what it is on this device."""
+    return on_device(self._asked)
+
   @property
   def key(self) -> Hashable:
     """A key that is equal for overrides with the same choices."""
-    return self._default, self._recipe, tuple((pattern, settings) for pattern, _, settings in self._rules)
+    return self._default, self._asked, tuple((pattern, settings) for pattern, _, settings in self._rules)
 
   @property
   def nothing_to_do(self) -> bool:

@@ -28,6 +28,7 @@ from mpjax.jaxpr import (
   is_variable,
   open_jaxpr,
   shape_of,
+  times_run,
 )
 
 F = TypeVar("F")
@@ -161,6 +162,9 @@ class ProductRole(NamedTuple):
     roots: the identities of its operands.
     size: elements of its result; in a backward pass, elements of the gradient operand.
     last: whether no product follows it.
+    weights: which of its operands are weights.
+    after: the share of the program's products with a weight that come after it; a loop counts as often as it
+      runs, and all of a loop's products have the share of its first run.
   """
 
   active: tuple[bool, bool]
@@ -168,6 +172,8 @@ class ProductRole(NamedTuple):
   roots: tuple[Root | None, Root | None]
   size: int
   last: bool = False
+  weights: tuple[bool, bool] = (False, False)
+  after: float = 1.0
 
   @property
   def first(self) -> bool:
@@ -250,16 +256,24 @@ def _products(lineages: Facts[Lineage], ends: Facts[Ends], rules: CastingRules) 
         last = not any(end & Ends.PRODUCT for end in outs)
         lhs, rhs = (facts[a] for a in equation.invars[:2])
         gradient = lhs.gradient or rhs.gradient or backward_depth(equation) > 0
+        still = [not x.active and not x.gradient for x in (lhs, rhs)]
         known[(*facts.calls, (equation, 0))] = ProductRole(
           (lhs.active, rhs.active),
           (lhs.gradient, rhs.gradient),
           (lhs.root, rhs.root),
           size(equation.invars[0 if lhs.gradient else 1] if gradient else equation.outvars[0]),
           last,
+          (still[0] and not still[1], still[1]),
         )
   again = {place for place in known if any(backward_depth(call) for call, _ in place[:-1])}
   backward = {place for place, role in known.items() if any(role.gradients)}
   forward = {place: role for place, role in known.items() if place not in backward | again}
+  order = {
+    (*facts.calls, (equation, 0)): i
+    for facts in lineages.everywhere()
+    for i, equation in enumerate(facts.equations)
+  }
+  forward |= _with_shares(forward, order)
   recomputed = _inherited({place: known[place] for place in again - backward}, forward)
   both = forward | recomputed
   return both | _inherited({place: known[place] for place in backward}, both)
@@ -288,7 +302,39 @@ def _inherited(
     active = role.active  # of a recomputed product
     if any(role.gradients):
       active = (all(p.active[0] for p in sources), all(p.active[1] for p in sources))
-    found[place] = role._replace(active=active, last=any(p.last for p in sources))
+    last, after = any(p.last for p in sources), min(p.after for p in sources)
+    found[place] = role._replace(active=active, last=last, after=after)
+  return found
+
+
+def _with_shares(
+  products: Mapping[Calls, ProductRole], order: Mapping[Calls, int]
+) -> dict[Calls, ProductRole]:
+  """Returns products with a weight, with the share of them that comes after each.
+
+  Args:
+    products: products of the forward pass.
+    order: the position of each equation in its body.
+  """
+
+  def position(place: Calls) -> list[tuple[int, int]]:
+    return [(order[(*place[:i], (equation, 0))], body) for i, (equation, body) in enumerate(place)]
+
+  def loop_of(place: Calls) -> int:
+    """Returns the number of calls down to the outermost loop; all of them without a loop."""
+    return next((i + 1 for i, (e, _) in enumerate(place) if times_run(e) > 1), len(place))
+
+  found = {place: role for place, role in products.items() if not all(role.active)}
+  counts = {place: math.prod(times_run(equation) for equation, _ in place) for place in found}
+  groups: dict[tuple[tuple[int, int], ...], list[Calls]] = {}
+  for place in found:
+    groups.setdefault(tuple(position(place)[: loop_of(place)]), []).append(place)
+  total, after = sum(counts.values()), 0
+  for _, places in sorted(groups.items(), reverse=True):
+    runs = sum(counts[place] for place in places)
+    for place in places:
+      found[place] = found[place]._replace(after=(after + runs - 1) / total)
+    after += runs
   return found
 
 

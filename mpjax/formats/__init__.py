@@ -6,14 +6,25 @@ print(mpjax.formats.format_table(["bfloat16", "float16"]))  # range, precision, 
 """
 
 from mpjax.formats._devices import DeviceData, described_devices
-from mpjax.formats._matrix_units import MATRIX_UNITS, MatrixUnit, eligible, padded, runs_on, utilisation
+from mpjax.formats._matrix_units import (
+  LOW_PRECISION,
+  MATRIX_UNITS,
+  LowPrecision,
+  MatrixUnit,
+  eligible,
+  padded,
+  runs_on,
+  utilisation,
+)
 from mpjax.formats._numbers import FORMATS, NumberFormat
 from mpjax.formats._print_formats import describe, format_table, print_formats
 
 __all__ = [
   "FORMATS",
+  "LOW_PRECISION",
   "MATRIX_UNITS",
   "DeviceData",
+  "LowPrecision",
   "MatrixUnit",
   "NumberFormat",
   "describe",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -19,8 +20,9 @@ class MatrixUnit:
 
   Attributes:
     description: the unit, in words.
-    multiples: from a dtype (`float8` stands for E4M3FN and E5M2) to the numbers that M, N and K should be
-      multiples of; the unit does not multiply other dtypes. Empty: no matrix units, all shapes run alike.
+    multiples: from a dtype (`float8` stands for E4M3FN and E5M2; `mxfp8` and `nvfp4` are formats of blocks)
+      to the numbers that M, N and K should be multiples of; the unit does not multiply other dtypes. Empty:
+      no matrix units, all shapes run alike.
   """
 
   description: str
@@ -137,6 +139,8 @@ _NVIDIA: Mapping[str, tuple[int, int, int]] = MappingProxyType(
   {"bfloat16": (8, 8, 8), "float16": (8, 8, 8), "tensorfloat32": (4, 4, 4)}
 )
 _NVIDIA_FLOAT8 = MappingProxyType({**_NVIDIA, "float8": (16, 16, 16)})
+_NVIDIA_BLOCKS = MappingProxyType({**_NVIDIA_FLOAT8, "mxfp8": (32, 32, 32), "nvfp4": (16, 16, 16)})
+_AMD = ("bfloat16", "float16")
 _NVIDIA_FLOAT16 = MappingProxyType({"float16": _NVIDIA["float16"]})
 
 # TPU: the unit holds a block of the [K, N] operand, and the rows of the other one stream through. Arrays are
@@ -144,9 +148,10 @@ _NVIDIA_FLOAT16 = MappingProxyType({"float16": _NVIDIA["float16"]})
 # same height. Sources: Google Cloud, Cloud TPU performance guide and page TPU architecture; OpenXLA, Tiled
 # layout.
 # float16 operands take one pass through the unit, as bfloat16; float32 ones take one, three or six, by
-# `jax.lax.Precision`. Before v7, E4M3FN is widened first; v5 and v6 have units for E4M3B11FNUZ and E5M2,
-# which no policy uses.
+# `jax.lax.Precision`. Before v7, E4M3FN is widened first. v5 and v6 multiply E4M3B11FNUZ and E5M2 at the rate
+# of int8, as libtpu's compiler estimates it; JAX's own tests of Pallas kernels name the same generations.
 _TPU_DTYPES = ("bfloat16", "float16", "float32")
+_TPU_FLOAT8 = (*_TPU_DTYPES, "float8_e4m3b11fnuz", "float8_e5m2")
 
 MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(
   {
@@ -155,20 +160,66 @@ MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(
     "ampere": MatrixUnit("Tensor Cores of the NVIDIA Ampere generation: no FP8", _NVIDIA),
     "ada": MatrixUnit("Tensor Cores of the NVIDIA Ada generation", _NVIDIA_FLOAT8),
     "hopper": MatrixUnit("Tensor Cores of the NVIDIA Hopper generation", _NVIDIA_FLOAT8),
-    "blackwell": MatrixUnit("Tensor Cores of the NVIDIA Blackwell generation", _NVIDIA_FLOAT8),
+    "blackwell": MatrixUnit("Tensor Cores of the NVIDIA Blackwell generation", _NVIDIA_BLOCKS),
+    "cdna3": MatrixUnit(
+      "Matrix Cores of AMD's MI300",
+      MappingProxyType(
+        dict.fromkeys((*_AMD, "float8_e4m3fnuz", "float8_e5m2fnuz"), (16, 16, 16)),
+      ),
+    ),
+    "cdna4": MatrixUnit(
+      "Matrix Cores of AMD's MI350, and of RDNA 4",
+      MappingProxyType(dict.fromkeys((*_AMD, "float8"), (16, 16, 16))),
+    ),
     "tpu": MatrixUnit(
-      "128 x 128 matrix units of TPUs before v6e",
+      "128 x 128 matrix units of TPUs before v5",
       MappingProxyType(dict.fromkeys(_TPU_DTYPES, (8, 128, 128))),
+    ),
+    "tpu_v5": MatrixUnit(
+      "128 x 128 matrix units of TPU v5e and v5p",
+      MappingProxyType(dict.fromkeys(_TPU_FLOAT8, (8, 128, 128))),
     ),
     # Memory still pads columns to 128, but a block of 128 leaves half of the unit idle.
     "tpu_v6": MatrixUnit(
       "256 x 256 matrix units of TPU v6e",
-      MappingProxyType(dict.fromkeys(_TPU_DTYPES, (8, 256, 256))),
+      MappingProxyType(dict.fromkeys(_TPU_FLOAT8, (8, 256, 256))),
+    ),
+    "tpu_v7": MatrixUnit(
+      "256 x 256 matrix units of TPU7x",
+      MappingProxyType(dict.fromkeys((*_TPU_DTYPES, "float8"), (8, 256, 256))),
     ),
     "cpu": MatrixUnit("no matrix units: every shape runs alike"),
   }
 )
 """Kinds of matrix units by name; the devices' files use these names."""
+
+
+class LowPrecision(NamedTuple):
+  """The recipe and formats below 16 bits that a kind of matrix units multiplies best.
+
+  Attributes:
+    recipe: as in `mpjax.fp8.Recipe`.
+    forward_dtype: format of weights and activations.
+    gradient_dtype: format of gradients.
+  """
+
+  recipe: str
+  forward_dtype: str
+  gradient_dtype: str
+
+
+_OCP = LowPrecision("current", "float8_e4m3fn", "float8_e5m2")
+_B11 = LowPrecision("current", "float8_e4m3b11fnuz", "float8_e5m2")
+
+LOW_PRECISION: Mapping[str, LowPrecision] = MappingProxyType(
+  {
+    **dict.fromkeys(("ada", "hopper", "cdna4", "tpu_v7"), _OCP),
+    "blackwell": LowPrecision("mx", "float8_e4m3fn", "float8_e4m3fn"),
+    "cdna3": LowPrecision("current", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    **dict.fromkeys(("tpu_v5", "tpu_v6"), _B11),
+  }
+)
+"""What the recipe `auto` is, by the names of `MATRIX_UNITS`; kinds without FP8 units are not in it."""
 
 
 def _unit(unit: MatrixUnit | str) -> MatrixUnit:
@@ -188,7 +239,8 @@ def _multiples(unit: MatrixUnit | str, dtype: DTypeLike) -> tuple[int, int, int]
   if not multiples:
     return (1, 1, 1)
   name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-  return multiples.get("float8" if name in ("float8_e4m3fn", "float8_e5m2") else name)
+  own = multiples.get(name)
+  return multiples.get("float8") if own is None and name in ("float8_e4m3fn", "float8_e5m2") else own
 
 
 def _checked(*sizes: int) -> tuple[int, ...]:

@@ -1,65 +1,101 @@
-"""Devices that multiply FP8 in hardware, and what other devices lack."""
+"""Devices with units for a recipe's products, what other devices lack, and the recipe `auto` on each."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
 
+from mpjax.formats import LOW_PRECISION, runs_on
 from mpjax.fp8._recipe import Recipe
-
-_NO_BLOCKS = "multiplies no blocks of 32 with a scale each (MXFP8): that starts with compute capability 10.0"
 
 
 def fp8_units(recipe: Recipe, device: jax.Device | None = None) -> tuple[bool, str]:
   """Returns whether a device has units for a recipe's products, and if not, what it lacks.
 
-  NVIDIA has E4M3FN and E5M2 from compute capability 8.9 (Ada, Hopper) and MXFP8 from 10.0 (Blackwell). AMD
-  has the FNUZ formats on gfx94x (MI300) and the others on gfx95x (MI350). TPUs have
-  E4M3FN and E5M2 from v7. TPU v5 and v6 have units for E4M3B11FNUZ and E5M2, which no recipe uses.
+  NVIDIA has E4M3FN and E5M2 from compute capability 8.9 (Ada, Hopper), MXFP8 and NVFP4 from 10.0 (Blackwell).
+  AMD has the FNUZ formats on gfx94x (MI300) and the others on gfx95x (MI350). TPU v5 and v6 have E4M3B11FNUZ
+  and E5M2, TPUs from v7 on E4M3FN and E5M2.
 
   Args:
-    recipe: the recipe.
+    recipe: the recipe; `auto` stands for what it is on the device.
     device: a `jax.Device`; `None`: the first of the default backend.
 
   Returns:
     (whether, why not); the reason starts with the device's name.
   """
   device = jax.devices()[0] if device is None else device
-  kind, block = device.device_kind, recipe.recipe == "block"
-  fnuz = recipe.forward_dtype.endswith("fnuz")
-  if device.platform == "cpu":
-    return False, "cpu has no FP8 units"
-  if device.platform == "tpu":
-    generation = re.search(r"\d+", kind)
-    if generation is None or int(generation.group()) < 7:
-      return False, f"{kind} has no FP8 units for the recipe's formats: they start with TPU v7"
-    if block or fnuz:
-      return False, f"{kind} " + (_NO_BLOCKS if block else "has no FNUZ formats: use e4m3fn and e5m2")
-    return True, ""
-  capability = str(getattr(device, "compute_capability", ""))
-  if capability.startswith("gfx"):
-    return _amd(kind, capability, fnuz, block)
-  version = re.match(r"(\d+)\.(\d+)", capability)
-  major, minor = map(int, version.groups()) if version else (0, 0)
-  if (major, minor) < (8, 9):
+  kind, units = device.device_kind, matrix_units_of(device)
+  recipe = on_units(recipe, units)
+  if units not in LOW_PRECISION:
+    return False, f"{kind} {_without(device)}"
+  blocks = {"mx": "mxfp8", "nvfp4": "nvfp4"}.get(recipe.recipe)
+  if blocks is not None and not runs_on(units, blocks):
+    size, name = (32, "MXFP8") if blocks == "mxfp8" else (16, "NVFP4")
+    return False, (
+      f"{kind} multiplies no blocks of {size} with a scale each ({name}): that starts with NVIDIA's compute "
+      "capability 10.0"
+    )
+  own = LOW_PRECISION[units]
+  lacking = [x for x in (recipe.forward_dtype, recipe.gradient_dtype) if not blocks and not runs_on(units, x)]
+  if lacking:
+    use = f"{own.forward_dtype} and {own.gradient_dtype}"
     return (
       False,
-      f"{kind} (compute capability {capability or 'unknown'}) has no FP8 units: they start with 8.9",
+      f"{kind} has no units for {' and '.join(dict.fromkeys(lacking))}: use {use}, or recipe: auto",
     )
-  if fnuz:
-    return False, f"{kind} has no FNUZ formats: use e4m3fn and e5m2"
-  if block and major < 10:
-    return False, f"{kind} (compute capability {capability}) {_NO_BLOCKS}"
   return True, ""
 
 
-def _amd(kind: str, capability: str, fnuz: bool, block: bool) -> tuple[bool, str]:
-  if not capability.startswith(("gfx94", "gfx95", "gfx12")):
-    return False, f"{kind} ({capability}) has no FP8 units"
-  if fnuz != capability.startswith("gfx94"):
-    right = "e4m3fnuz and e5m2fnuz" if capability.startswith("gfx94") else "e4m3fn and e5m2"
-    return False, f"{kind} ({capability}) has other FP8 formats: use {right}"
-  if block:
-    return False, f"{kind} {_NO_BLOCKS}"
-  return True, ""
+def _without(device: jax.Device) -> str:
+  """Returns what a device without FP8 units lacks, after its name."""
+  if device.platform == "tpu":
+    return "has no FP8 units: they start with TPU v5"
+  if device.platform == "cpu":
+    return "has no FP8 units"
+  capability = str(getattr(device, "compute_capability", "")) or "unknown"
+  if capability.startswith("gfx"):
+    return f"({capability}) has no FP8 units"
+  return f"(compute capability {capability}) has no FP8 units: they start with 8.9"
+
+
+def matrix_units_of(device: jax.Device) -> str:
+  """Returns the row of `mpjax.formats.MATRIX_UNITS` for a device; empty for an unknown one."""
+  if device.platform == "tpu":
+    generation = re.search(r"\d+", device.device_kind)
+    number = int(generation.group()) if generation else 0
+    return "tpu" if number < 5 else {5: "tpu_v5", 6: "tpu_v6"}.get(number, "tpu_v7")
+  capability = str(getattr(device, "compute_capability", ""))
+  for prefix, units in {"gfx94": "cdna3", "gfx95": "cdna4", "gfx12": "cdna4"}.items():
+    if capability.startswith(prefix):
+      return units
+  version = re.match(r"(\d+)\.(\d+)", capability)
+  if device.platform == "cpu" or version is None:
+    return "cpu" if device.platform == "cpu" else ""
+  found = (int(version[1]), int(version[2]))
+  starts = {(10, 0): "blackwell", (9, 0): "hopper", (8, 9): "ada", (8, 0): "ampere", (7, 5): "turing"}
+  return next((units for first, units in starts.items() if found >= first), "volta")
+
+
+def on_units(recipe: Recipe, units: str) -> Recipe:
+  """Returns what a recipe is on a kind of matrix units: `auto` becomes theirs, others stay.
+
+  Fields that only recipes with a scale for each tensor have make it `current`. Without low-precision units it
+  is `current` in E4M3FN and E5M2.
+  """
+  if recipe.recipe != "auto":
+    return recipe
+  own = LOW_PRECISION.get(units)
+  if own is None or recipe.forward_dtype:
+    return dataclasses.replace(recipe, recipe="current")
+  kind = "current" if recipe.asks_for_tensors else own.recipe
+  gradient = recipe.gradient_dtype or (own.gradient_dtype if kind == own.recipe else "")
+  return dataclasses.replace(recipe, recipe=kind, forward_dtype=own.forward_dtype, gradient_dtype=gradient)
+
+
+def on_device(recipe: Recipe, device: jax.Device | None = None) -> Recipe:
+  """Returns what a recipe is on a device, as `on_units`; `None`: on the first of the default backend."""
+  if recipe.recipe != "auto":
+    return recipe
+  return on_units(recipe, matrix_units_of(jax.devices()[0] if device is None else device))

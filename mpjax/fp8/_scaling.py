@@ -10,13 +10,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Shaped
+from jaxtyping import Array, Float, Float32
 
 from mpjax._types import DTypeLike
 
 # Reciprocals stay normal numbers, which no device flushes to zero.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
-_E8M0_BIAS = 127
 
 
 def amax_of(x: Float[Array, "..."], lead: int = 0) -> Float32[Array, "..."]:
@@ -62,38 +61,3 @@ def quantise(
   scaled = wide * scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
   # 0 times a number that is not finite is NaN. On a GPU, a select would be a second pass over x.
   return (jnp.clip(scaled, -largest, largest) + 0 * wide).astype(dtype)
-
-
-def quantise_blocks(
-  x: Float[Array, "*shape"], axis: int, block: int, dtype: DTypeLike
-) -> tuple[Float[Array, "*shape"], Shaped[Array, "..."]]:  # E8M0 is not a Float for jaxtyping
-  """Quantises to MXFP8: FP8 elements, and a power of two for every `block` of them along an axis.
-
-  The scale is the smallest power of two that keeps the block's amax in range, so nothing saturates. (The
-  OCP Microscaling specification 1.0, section 6.3, rounds down instead.)
-
-  Args:
-    x: floating, its `axis` a multiple of `block`.
-    axis: the contracted dimension.
-    block: elements per scale.
-    dtype: an FP8 format.
-
-  Returns:
-    q: x divided by its block's scale, in `dtype`.
-    scales: E8M0 of x's shape with `axis` divided by `block`.
-  """
-  shape = (*x.shape[:axis], x.shape[axis] // block, block, *x.shape[axis + 1 :])
-  wide = x.astype(jnp.float32).reshape(shape)
-  amax = jnp.max(jnp.abs(wide), axis=axis + 1, keepdims=True)
-  known = (amax > 0) & (amax < jnp.inf)
-  ratio = jnp.where(known, amax, 1) / float(jnp.finfo(dtype).max)
-  bits = jax.lax.bitcast_convert_type(jnp.maximum(ratio, _SMALLEST), jnp.uint32)
-  exponent = (bits >> 23) + ((bits & np.uint32(0x7FFFFF)) != 0)  # rounded up
-  exponent = jnp.clip(jnp.where(known, exponent, _E8M0_BIAS), 1, _LARGEST_E8M0)
-  unit = jax.lax.bitcast_convert_type((exponent << 23).astype(jnp.uint32), jnp.float32)
-  largest = float(jnp.finfo(dtype).max)
-  q = (jnp.clip(wide / unit, -largest, largest) + 0 * wide).astype(dtype)
-  return q.reshape(x.shape), jnp.squeeze(unit, axis + 1).astype(jnp.float8_e8m0fnu)
-
-
-_LARGEST_E8M0 = 2 * _E8M0_BIAS - 1

@@ -326,10 +326,10 @@ def _product(
 ) -> Float[Array, "..."]:
   """Returns a product of two matrices in `dtype`, without an earlier rounding if the operands are half."""
   dims = (((contracted[0],), (contracted[1],)), ((), ()))
-  if layer.fp8:
+  if layer.fp8 and (layer.fp8.backward == "policy" or not any(gradients)):
     native, out = support(layer.fp8).native, np.dtype(dtype)
     return product(lhs, rhs, dims, layer.fp8, out_dtype=out, gradient_operand=gradients, native=native)
-  assert not isinstance(rhs, InFp8)
+  rhs = rhs.value if isinstance(rhs, InFp8) else rhs
   if lhs.dtype.itemsize > 2:
     return jax.lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
   return half_dot_general_p.bind(

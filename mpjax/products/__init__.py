@@ -1,6 +1,7 @@
 """Matrix products of few bits: primitives, dimensions, batching, transposes, and lowering by platform.
 
-`_half_products.py` multiplies half-precision operands, `_fp8_dot_general.py` FP8 operands.
+`_half_products.py` multiplies half-precision operands, `_fp8_dot_general.py` FP8 operands,
+`_block_products.py` blocks with a scale each.
 `_dimensions.py` holds what both share, and only `_lowering.py` deals with compilers. The scaling of FP8
 products is in `mpjax/fp8/`; `mpjax/casting/` chooses the products.
 """
@@ -8,14 +9,14 @@ products is in `mpjax/fp8/`; `mpjax/casting/` chooses the products.
 from mpjax.products._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe, spread
 from mpjax.products._codes import InFp8, in_fp8, multiply_codes, product, takes_codes
 from mpjax.products._eligibility import Sizes, sizes_of, unfit
-from mpjax.products._fp8_dot_general import fp8_dot_general, fp8_dot_general_p
+from mpjax.products._fp8_dot_general import as_product, fp8_dot_general, fp8_dot_general_p
 from mpjax.products._half_products import (
-  as_product,
   bind_product,
   half_dot_general_p,
   has_own_gradients,
 )
 from mpjax.products._lowering import lower_as
+from mpjax.products._scaled_dot import scaled_dot
 from mpjax.products._windows import Windows, conv_operands, conv_result, conv_sizes, windows_of
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
   "multiply_codes",
   "observe",
   "product",
+  "scaled_dot",
   "sizes_of",
   "spread",
   "takes_codes",

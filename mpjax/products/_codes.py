@@ -15,7 +15,8 @@ from mpjax._types import JaxprEqn
 from mpjax.fp8 import Recipe
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.products._dimensions import Dims
-from mpjax.products._fp8_dot_general import Spec, fp8_dot_general_p, jvp, spec_of
+from mpjax.products._fp8_dot_general import fp8_dot_general_p, jvp, roles_of
+from mpjax.products._spec import Spec, spec_of
 
 
 def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
@@ -31,7 +32,9 @@ def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
   spec: Spec = equation.params["spec"]
   if spec.margin or spec.pow2 or spec.members[operand]:  # a parameter that crosses devices has other scales
     return False
-  return not spec.block and not spec.given[operand] and (spec.lhs_dtype, spec.rhs_dtype)[operand] == dtype
+  return (
+    spec.scheme == "tensor" and not spec.given[operand] and (spec.lhs_dtype, spec.rhs_dtype)[operand] == dtype
+  )
 
 
 class InFp8(NamedTuple):
@@ -49,8 +52,8 @@ class InFp8(NamedTuple):
 
 
 def in_fp8(x: Array, recipe: Recipe) -> Array | InFp8:
-  """Returns an operand of several products, quantised once; unchanged if its blocks depend on the product."""
-  if recipe.recipe == "block":
+  """Returns an operand of several products, quantised once; unchanged if its scales depend on the product."""
+  if not recipe.of_tensors:
     return x
   scale = scale_of(amax_of(x), recipe.forward, recipe.margin, recipe.pow2_scales)
   return InFp8(x, quantise(x, scale, recipe.forward), scale)
@@ -64,11 +67,15 @@ def product(
   *,
   out_dtype: np.dtype,
   gradient_operand: tuple[bool, bool] = (False, False),
+  weight_operand: tuple[bool, bool] = (False, True),
   native: bool | None = None,
 ) -> Array:
   """Computes a product as `fp8_dot_general` does; operands may be in FP8 already."""
   given = (isinstance(lhs, InFp8), isinstance(rhs, InFp8), False)
-  spec, one = spec_of(recipe, gradient_operand, given, out_dtype, native), jnp.ones([], jnp.float32)
+  spec, one = (
+    spec_of(recipe, roles_of(gradient_operand, weight_operand), given, out_dtype, native),
+    jnp.ones([], jnp.float32),
+  )
   return _multiply((lhs, rhs), (one, one, one), dimension_numbers, spec)
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -23,49 +22,20 @@ from jax.interpreters import ad, batching
 from mpjax import _compat
 from mpjax._types import DTypeLike
 from mpjax.fp8 import Recipe
-from mpjax.fp8._recipe import BLOCK, RecipeLike, parse_recipe
+from mpjax.fp8._hardware import on_device
+from mpjax.fp8._recipe import RecipeLike, parse_recipe
 from mpjax.fp8._saved_operands import not_differentiable
-from mpjax.fp8._scaling import quantise, quantise_blocks, scale_of
+from mpjax.fp8._scaling import quantise, scale_of
 from mpjax.jaxpr import PrimitiveFacts, Trait, register
 from mpjax.products._amax_probe import batch_size, to_front
-from mpjax.products._dimensions import Dims, batched_product, free_dims, gradient_product, sum_of_tangents
+from mpjax.products._block_products import multiply_blocks, require_whole_blocks
+from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
+from mpjax.products._half_products import half_dot_general_p, plain_primitive
 from mpjax.products._lowering import compute_by_platform
-from mpjax.products._member_scales import Members, Scales, amax_within, members_of_result, with_dimension
+from mpjax.products._member_scales import Scales, amax_within, members_of_result, with_dimension
+from mpjax.products._spec import ACTIVATION, GRADIENT, UNKNOWN, WEIGHT, Spec, spec_of
 
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-  """The formats, scales and units of one product.
-
-  Attributes:
-    lhs_dtype: format of the left operand.
-    rhs_dtype: format of the right operand.
-    gradient_dtype: format of gradients and tangents.
-    out_dtype: dtype of the result, and of the gradients that it returns.
-    margin: as in `Recipe`.
-    pow2: as `Recipe.pow2_scales`.
-    block: whether each block has a scale.
-    saved: whether operands are saved in FP8 for the backward pass.
-    given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor.
-    members: dimensions of lhs and rhs that `vmap` maps over; each member has its own scale from the tensor.
-    native: multiply in FP8; `None`: if the platform has FP8 units.
-    out_sharding: sharding of the result, on a mesh with explicit axes; `None`: from the operands.
-  """
-
-  lhs_dtype: np.dtype
-  rhs_dtype: np.dtype
-  gradient_dtype: np.dtype
-  out_dtype: np.dtype
-  margin: int = 0
-  pow2: bool = False
-  block: bool = False
-  saved: bool = False
-  given: tuple[bool, bool, bool] = (False, False, False)
-  members: Members = ((), ())
-  native: bool | None = None
-  out_sharding: jax.sharding.NamedSharding | None = None
 
 
 def fp8_dot_general(
@@ -77,6 +47,7 @@ def fp8_dot_general(
   scales: tuple[Array, Array, Array] | None = None,
   out_dtype: DTypeLike | None = None,
   gradient_operand: tuple[bool, bool] = (False, False),
+  weight_operand: tuple[bool, bool] = (False, True),
   native: bool | None = None,
 ) -> Array:
   """Computes `jax.lax.dot_general` with FP8 operands and float32 accumulation, forward and backward.
@@ -93,10 +64,11 @@ def fp8_dot_general(
     lhs: floating, any shape.
     rhs: floating.
     dimension_numbers: see `jax.lax.dot_general`.
-    recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`.
+    recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`; `auto` is that of this device.
     scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors.
     out_dtype: dtype of the result; `None`: that of lhs.
     gradient_operand: which operands are gradients themselves.
+    weight_operand: which operands are weights, which `nvfp4` quantises in squares.
     native: whether FP8 units multiply; `None`: if the platform has them.
 
   Returns:
@@ -112,40 +84,34 @@ def fp8_dot_general(
       raise ValueError(
         f"fp8_dot_general: {name} is {x.dtype}, expected float16, bfloat16, float32 or float64"
       )
-  parsed = parse_recipe(recipe) or Recipe()
+  parsed = on_device(parse_recipe(recipe) or Recipe())
   if parsed.recipe == "delayed" and scales is None:
     raise ValueError("recipe 'delayed' takes its scales from earlier steps: pass scales=, or use 'current'")
   out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
-  spec = spec_of(parsed, gradient_operand, (scales is not None,) * 3, out, native)
-  contracted, batch = dimension_numbers
-  dims = tuple(tuple(tuple(int(i) for i in part) for part in pair) for pair in (contracted, batch))
+  roles = roles_of(gradient_operand, weight_operand)
+  spec = spec_of(parsed, roles, (scales is not None,) * 3, out, native)
   one = jnp.ones([], jnp.float32)
   factors = (one, one, one) if scales is None else [jnp.asarray(scale, jnp.float32) for scale in scales]
+  return bind(lhs, rhs, factors, dimension_numbers, spec)
+
+
+def roles_of(gradients: tuple[bool, bool], weights: tuple[bool, bool]) -> tuple[str, str]:
+  """Returns the roles of lhs and rhs for `Spec`."""
+  of = [
+    GRADIENT if gradient else WEIGHT if weight else ACTIVATION
+    for gradient, weight in zip(gradients, weights, strict=True)
+  ]
+  return of[0], of[1]
+
+
+def bind(
+  lhs: Array, rhs: Array, scales: Sequence[Array], dimension_numbers: jax.lax.DotDimensionNumbers, spec: Spec
+) -> Array:
+  """Applies the primitive to operands that may vary over different axes of a mesh."""
+  contracted, batch = dimension_numbers
+  dims = tuple(tuple(tuple(int(i) for i in part) for part in pair) for pair in (contracted, batch))
   lhs, rhs = _compat.vary_like(lhs, rhs), _compat.vary_like(rhs, lhs)
-  return fp8_dot_general_p.bind(lhs, rhs, *factors, dimension_numbers=dims, spec=spec)
-
-
-def spec_of(
-  recipe: Recipe,
-  gradient_operand: tuple[bool, bool],
-  given: tuple[bool, bool, bool],
-  out_dtype: np.dtype,
-  native: bool | None,
-) -> Spec:
-  """Returns the `Spec` of one product by a recipe; `fp8_dot_general` and `Spec` explain the arguments."""
-  formats = [recipe.gradient if is_gradient else recipe.forward for is_gradient in gradient_operand]
-  return Spec(
-    lhs_dtype=formats[0],
-    rhs_dtype=formats[1],
-    gradient_dtype=recipe.gradient,
-    out_dtype=out_dtype,
-    margin=recipe.margin,
-    pow2=recipe.pow2_scales,
-    block=recipe.recipe == "block",
-    saved=recipe.saved_activations == "fp8" and recipe.recipe != "block",
-    given=given,
-    native=native,
-  )
+  return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec)
 
 
 fp8_dot_general_p = Primitive("fp8_dot_general")
@@ -163,12 +129,8 @@ register(
 def _abstract(
   lhs: ShapedArray, rhs: ShapedArray, *_: ShapedArray, dimension_numbers: Dims, spec: Spec
 ) -> ShapedArray:
-  contracted = math.prod(lhs.shape[i] for i in dimension_numbers[0][0])
-  if spec.block and contracted % BLOCK:
-    raise ValueError(
-      f"fp8 recipe 'block' for {lhs.shape} and {rhs.shape}: the product, forward or backward, contracts "
-      f"{contracted} elements, expected a multiple of {BLOCK}; pad them, or use recipe 'current'"
-    )
+  if spec.in_blocks:
+    require_whole_blocks(lhs, rhs, dimension_numbers, spec)
   # The type of a product in the dtype of the result, so that shardings and varying axes are right.
   return _compat.product_type(
     jax.lax.dot_general_p,
@@ -187,40 +149,45 @@ def _compute(
   *scales: Array,
   dimension_numbers: Dims,
   spec: Spec,
-  units: DTypeLike | None,
+  units: tuple[DTypeLike | None, DTypeLike | None],
 ) -> Array:
-  """Computes the product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
+  """Computes the product; `units` as in `_UNITS`."""
+  multiplied_in = units[spec.in_blocks]
   if spec.native is not None:
-    units = None if spec.native else units or jnp.bfloat16
-  elif spec.block:  # the platform alone does not tell whether the device has units for blocks
-    units = units or jnp.bfloat16
-  if spec.block:
-    return _compute_blocks(lhs, rhs, dimension_numbers, spec, units)
+    multiplied_in = None if spec.native else multiplied_in or jnp.bfloat16
+  if spec.in_blocks:
+    return multiply_blocks(lhs, rhs, dimension_numbers, spec, multiplied_in)
   own: Sequence[Array] = scales
   if any(i in spec.members[side] for side in (0, 1) for i in dimension_numbers[0][side]):
     own, spec = _levelled(lhs, rhs, scales, dimension_numbers, spec)
-  (lhs, lhs_scale), (rhs, rhs_scale) = quantised(lhs, own, 0, spec), quantised(rhs, own, 1, spec)
-  if units is not None:  # bfloat16 holds every FP8 number and every product of two
-    lhs, rhs = lhs.astype(units), rhs.astype(units)
-  out = jax.lax.dot_general(
-    lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32, out_sharding=spec.out_sharding
+  (lhs, lhs_scale), (rhs, rhs_scale) = (
+    quantised(x, own, side, spec, dimension_numbers) for side, x in enumerate((lhs, rhs))
   )
-  # One factor, which compilers fuse into the product.
+  if multiplied_in is not None:  # bfloat16 holds every FP8 number
+    lhs, rhs = lhs.astype(multiplied_in), rhs.astype(multiplied_in)
+  # What is not scaled back yet overflows in float16.
+  wide = np.dtype(np.float32) if spec.out_dtype == np.float16 else spec.out_dtype
+  out = jax.lax.dot_general(
+    lhs, rhs, dimension_numbers, preferred_element_type=wide, out_sharding=spec.out_sharding
+  )
   if lhs_scale.ndim or rhs_scale.ndim:
     product = Scales((lhs_scale, rhs_scale), dimension_numbers, (lhs.ndim, rhs.ndim)).of_result()
   else:
     product = lhs_scale * rhs_scale
   unit = jnp.minimum(1 / product, _LARGEST)
-  return (out * unit.reshape(unit.shape or (1,) * out.ndim)).astype(spec.out_dtype)
+  return (out.astype(jnp.float32) * unit.reshape(unit.shape or (1,) * out.ndim)).astype(spec.out_dtype)
 
 
-def quantised(x: Array, scales: Sequence[Array], side: int, spec: Spec) -> tuple[Array, Array]:
+def quantised(x: Array, scales: Sequence[Array], side: int, spec: Spec, dims: Dims) -> tuple[Array, Array]:
   """Returns an operand in FP8 (it may be in FP8 already) and its scale."""
   scale, dtype = scales[side], (spec.lhs_dtype, spec.rhs_dtype)[side]
   if x.dtype == dtype:
     return x, scale
   if not spec.given[side]:
-    scale = scale_of(amax_within(x, spec.members[side]), dtype, spec.margin, spec.pow2)
+    alone = spec.members[side]
+    if spec.scheme == "channel":  # values that are not summed together have scales of their own
+      alone = tuple(i for i in range(x.ndim) if i not in dims[0][side])
+    scale = scale_of(amax_within(x, alone), dtype, spec.margin, spec.pow2)
   return quantise(x, scale, dtype), scale
 
 
@@ -245,64 +212,44 @@ def _levelled(
   return levelled, dataclasses.replace(spec, given=(True, True, spec.given[2]))
 
 
-def _compute_blocks(lhs: Array, rhs: Array, dims: Dims, spec: Spec, units: DTypeLike | None) -> Array:
-  def rows(x: Array, side: int, dtype: np.dtype) -> tuple[Array, Array]:
-    """Returns [*batch, *free, contracted] in FP8, and its scales."""
-    contract, batch = dims[0][side], dims[1][side]
-    x = x.transpose(*batch, *free_dims(x.ndim, dims, side), *contract)
-    kept = x.shape[: x.ndim - len(contract)]
-    return quantise_blocks(x.reshape(*kept, -1) if len(contract) != 1 else x, len(kept), BLOCK, dtype)
-
-  lhs, lhs_units = rows(lhs, 0, spec.lhs_dtype)
-  rhs, rhs_units = rows(rhs, 1, spec.rhs_dtype)
-  n = len(dims[1][0])
-  shape = (*lhs.shape[:-1], *rhs.shape[n:-1])
-  if units is None:  # [batch, rows, contracted]
-    fold = lambda x: x.reshape(math.prod(x.shape[:n]), math.prod(x.shape[n:-1]), x.shape[-1])
-    out = jax.nn.scaled_matmul(
-      fold(lhs), fold(rhs), fold(lhs_units), fold(rhs_units), preferred_element_type=jnp.float32
-    ).reshape(shape)
-  else:
-    out = jax.lax.dot_general(
-      _times_units(lhs, lhs_units, units),
-      _times_units(rhs, rhs_units, units),
-      (((lhs.ndim - 1,), (rhs.ndim - 1,)), (tuple(range(n)), tuple(range(n)))),
-      preferred_element_type=jnp.float32,
-      out_sharding=spec.out_sharding,
-    )
-  return out.astype(spec.out_dtype)
-
-
-def _times_units(x: Array, scales: Array, dtype: DTypeLike) -> Array:
-  """Multiplies blocks by their scales; bfloat16 holds the results except at the ends of its range."""
-  blocks = x.astype(jnp.float32).reshape(*scales.shape, BLOCK) * scales.astype(jnp.float32)[..., None]
-  return blocks.reshape(x.shape).astype(dtype)
-
-
 def jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, dimension_numbers: Dims, spec: Spec
 ) -> tuple[Array, Array | ad.Zero]:
   """Returns a product and its tangent, like the rule of the primitive."""
   lhs, rhs, *scales = primals
   if spec.saved:
-    lhs, rhs, scales, spec = _saved(lhs, rhs, scales, spec)
+    lhs, rhs, scales, spec = _saved(lhs, rhs, scales, spec, dimension_numbers)
   bind = functools.partial(fp8_dot_general_p.bind, dimension_numbers=dimension_numbers)
   out = bind(lhs, rhs, *scales, spec=spec)
 
   def term(side: int, lhs: Array, rhs: Array) -> Array:
     changes: dict[str, Any] = {("lhs_dtype", "rhs_dtype")[side]: spec.gradient_dtype}
     changes["given"] = tuple(is_given and i != side for i, is_given in enumerate(spec.given))
+    if spec.roles[side] != UNKNOWN:
+      changes["roles"] = tuple(GRADIENT if i == side else role for i, role in enumerate(spec.roles))
     return bind(lhs, rhs, *scales, spec=dataclasses.replace(spec, **changes, saved=False))
 
-  return out, sum_of_tangents(out, (lhs, rhs), enumerate(tangents[:2]), term)
+  def wider_term(side: int, lhs: Array, rhs: Array) -> Array:
+    operands = [x if i == side else x.astype(spec.out_dtype) for i, x in enumerate((lhs, rhs))]
+    return half_dot_general_p.bind(
+      *operands,
+      originals=(),
+      dimension_numbers=dimension_numbers,
+      precision=None,
+      preferred_element_type=spec.out_dtype,
+      out_sharding=spec.out_sharding,
+    )
+
+  of = term if spec.backward else wider_term
+  return out, sum_of_tangents(out, (lhs, rhs), enumerate(tangents[:2]), of)
 
 
 def _saved(
-  lhs: Array, rhs: Array, scales: Sequence[Array], spec: Spec
+  lhs: Array, rhs: Array, scales: Sequence[Array], spec: Spec, dims: Dims
 ) -> tuple[Array, Array, list[Array], Spec]:
   """Quantises the operands before they are differentiated, so that the backward pass keeps them in FP8."""
-  lhs, lhs_scale = quantised(lhs, scales, 0, spec)
-  rhs, rhs_scale = quantised(rhs, scales, 1, spec)
+  lhs, lhs_scale = quantised(lhs, scales, 0, spec, dims)
+  rhs, rhs_scale = quantised(rhs, scales, 1, spec, dims)
   return (
     not_differentiable(lhs),
     not_differentiable(rhs),
@@ -331,11 +278,13 @@ def _transpose(
   first, second = (2, 1) if of_lhs else (0, 2)
   formats = (spec.gradient_dtype, spec.rhs_dtype) if of_lhs else (spec.lhs_dtype, spec.gradient_dtype)
   ndims = (like.ndim, ndim) if of_lhs else (ndim, like.ndim)
+  of_gradient = GRADIENT if spec.roles != (UNKNOWN, UNKNOWN) else UNKNOWN
   of_ct = members_of_result(spec.members, dimension_numbers, ndims)
   backward = dataclasses.replace(
     spec,
     lhs_dtype=formats[0],
     rhs_dtype=formats[1],
+    roles=(of_gradient, spec.roles[1]) if of_lhs else (spec.roles[0], of_gradient),
     # A gradient of a gradient differs from the values in the history.
     given=(spec.given[first], spec.given[second], False),
     members=(of_ct, spec.members[1]) if of_lhs else (spec.members[0], of_ct),
@@ -369,14 +318,33 @@ def _batch(
   dims, axis, sharding = batched_product(
     (lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers, spec.out_sharding, axis_data
   )
-  if not spec.block:  # a block belongs to one member
+  if spec.scheme == "tensor":  # a channel or block belongs to one member
     members = (with_dimension(members[0], lhs_axis), with_dimension(members[1], rhs_axis))
   spec = dataclasses.replace(spec, members=members, out_sharding=sharding)
   return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), axis
 
 
-# XLA for CPU does not have a bfloat16 kernel for some layouts.
-_UNITS = {None: jnp.bfloat16, "cpu": jnp.float32, "cuda": None, "rocm": None}
+@functools.lru_cache(maxsize=128)
+def as_product(policy: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a policy of `jax.checkpoint` that treats mpjax's own products as matrix products."""
+
+  def asked(primitive: Primitive, *args: object, **params: object) -> object:
+    own = primitive is fp8_dot_general_p
+    return policy(jax.lax.dot_general_p if own else plain_primitive(primitive), *args, **params)
+
+  return asked
+
+
+# The dtypes in which a platform multiplies FP8 numbers, and what blocks stand for; `None`: in the format.
+# XLA for CPU does not have a bfloat16 kernel for some layouts. XLA for TPU widens a format that the TPU
+# does not have, and blocks in passes of their own.
+_UNITS = {
+  None: (jnp.bfloat16, jnp.bfloat16),
+  "cpu": (jnp.float32, jnp.float32),
+  "cuda": (None, None),
+  "rocm": (None, jnp.bfloat16),
+  "tpu": (None, jnp.bfloat16),
+}
 compute_by_platform(
   fp8_dot_general_p, {name: functools.partial(_compute, units=u) for name, u in _UNITS.items()}
 )

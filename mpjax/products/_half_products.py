@@ -15,7 +15,7 @@ result cuDNN would need float32 operands.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -30,7 +30,6 @@ from mpjax import _compat
 from mpjax._types import Array, ClosedJaxpr, JaxprEqn
 from mpjax.jaxpr import interpret, register_as
 from mpjax.products._dimensions import Dims, batched_product, free_dims, gradient_product, sum_of_tangents
-from mpjax.products._fp8_dot_general import fp8_dot_general_p
 from mpjax.products._lowering import compute_by_platform
 
 FLOAT32 = np.dtype(np.float32)
@@ -75,15 +74,9 @@ def bind_product(
     return [_OWN[equation.primitive].bind(*operands, *originals.values(), **parameters)]
 
 
-@functools.lru_cache(maxsize=128)
-def as_product(policy: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a policy of `jax.checkpoint` that treats mpjax's own products as matrix products."""
-
-  def asked(primitive: Primitive, *args: object, **params: object) -> object:
-    own = primitive is fp8_dot_general_p
-    return policy(jax.lax.dot_general_p if own else _PLAIN.get(primitive, primitive), *args, **params)
-
-  return asked
+def plain_primitive(primitive: Primitive) -> Primitive:
+  """Returns JAX's product for mpjax's own; any other primitive unchanged."""
+  return _PLAIN.get(primitive, primitive)
 
 
 def _common(operands: Sequence[Array | ShapedArray]) -> np.dtype:

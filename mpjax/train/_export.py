@@ -31,7 +31,7 @@ from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.casting._fp8_state import fp8_weights
 from mpjax.dtypes import cast_floating
 from mpjax.fp8 import Recipe
-from mpjax.fp8._recipe import BLOCK
+from mpjax.fp8._recipe import BLOCKS
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, get_policy
@@ -308,7 +308,8 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
   recipe = policy.without_histories().fp8 or Recipe()
   half = policy if policy.compute_dtype.itemsize == 2 else get_policy("bf16")
   fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)
-  rows = -(-recipe.min_dim // BLOCK) * BLOCK  # large enough, and divisible, for every FP8 product
+  block = max(BLOCKS.values())
+  rows = -(-recipe.min_dim // block) * block  # large enough, and divisible, for every FP8 product
   task, step = build_step(config.with_any_attention(), info, fp8, mesh=None)
   batch = info.batch_shapes(rows)
   state = jax.eval_shape(lambda: init_state(config, task, step, batch))

@@ -6,7 +6,7 @@ import pathlib
 
 import jax
 
-from mpjax.fp8._hardware import fp8_units
+from mpjax.fp8._hardware import fp8_units, on_device
 from mpjax.policy import Policy
 from mpjax.step import Layout, TrainState
 from mpjax.train._optimizers import describe_optimizer
@@ -55,4 +55,4 @@ def _fp8(policy: Policy) -> dict[str, str]:
     return {}
   has_units, lack = fp8_units(recipe)
   how = "" if has_units else ", emulated" if recipe.emulate else f": none, {lack}"
-  return {"fp8": f"{recipe.recipe} scaling{how}"}
+  return {"fp8": f"{on_device(recipe)}{how}"}

@@ -50,14 +50,14 @@ DEVICES = {
   "Metal": (device("METAL", "Apple M3"), "no no no"),
   "unknown": (device("neuron", "trn2"), "no no no"),
 }
-RECIPES = {"current": "current", "FNUZ": {"recipe": "current", **FNUZ}, "block": "block"}
+RECIPES = {"current": "current", "FNUZ": {"recipe": "current", **FNUZ}, "mx": "mx"}
 
 
 # Device, recipe, and what is said of a device without.
 LACKS = [
   ("cpu", "current", "cpu has no FP8 units"),
   ("A100", "current", "8.0.*no FP8 units: they start with 8.9"),
-  ("H100", "block", r"MXFP8.*starts with compute capability 10\.0"),
+  ("H100", "mx", r"MXFP8.*starts with compute capability 10\.0"),
   ("H100", "FNUZ", "no FNUZ formats: use e4m3fn and e5m2"),
   ("MI300", "current", "gfx942.*use e4m3fnuz and e5m2fnuz"),
   ("MI350", "FNUZ", "gfx950.*use e4m3fn and e5m2"),

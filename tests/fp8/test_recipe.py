@@ -72,18 +72,18 @@ def test_a_key_sets_its_own_field_and_no_other():
 def test_a_name_alone_is_a_recipe_and_nothing_is_none():
   for empty in (None, {}, (), []):
     assert parse_recipe(empty) is None
-  for name in ("current", "delayed", "block"):
+  for name in ("current", "delayed", "mx"):
     assert parse_recipe(name) == parse_recipe({"recipe": name})
     assert parse_recipe(name).recipe == name
 
 
 def test_blocks_take_e4m3_for_gradients_too_unless_told():
-  assert parse_recipe("block").gradient_dtype == Recipe(recipe="block").gradient_dtype == "float8_e4m3fn"
-  assert parse_recipe({"recipe": "block", "gradient_dtype": "e5m2"}).gradient_dtype == "float8_e5m2"
-  assert parse_recipe("block").multiple == 32
+  assert parse_recipe("mx").gradient_dtype == Recipe(recipe="mx").gradient_dtype == "float8_e4m3fn"
+  assert parse_recipe({"recipe": "mx", "gradient_dtype": "e5m2"}).gradient_dtype == "float8_e5m2"
+  assert parse_recipe("mx").multiple == 32
   assert parse_recipe("current").multiple == parse_recipe("delayed").multiple == 16
   # The gradient's default must not be the reason that the mapping is refused without saying what to write.
-  amd = parse_recipe({"recipe": "block", "forward_dtype": "e4m3fnuz", "gradient_dtype": "e4m3fnuz"})
+  amd = parse_recipe({"recipe": "mx", "forward_dtype": "e4m3fnuz", "gradient_dtype": "e4m3fnuz"})
   assert (amd.forward_dtype, amd.gradient_dtype) == ("float8_e4m3fnuz", "float8_e4m3fnuz")
 
 
@@ -160,12 +160,12 @@ WRONG = {
   "saved_activations": ({"saved_activations": "bf16"}, ["saved_activations", "'bf16'", "compute, fp8"]),
   "history without delay": ({"amax_history_len": 16}, ["amax_history_len", "delayed", "current"]),
   "amax_compute in blocks": (
-    {"recipe": "block", "amax_compute": "max"},
-    ["amax_compute", "delayed", "block"],
+    {"recipe": "mx", "amax_compute": "max"},
+    ["amax_compute", "delayed", "mx"],
   ),
-  "margin in blocks": ({"recipe": "block", "margin": 1}, ["margin", "block"]),
-  "pow2_scales in blocks": ({"recipe": "block", "pow2_scales": True}, ["pow2_scales", "block"]),
-  "saved FP8 in blocks": ({"recipe": "block", "saved_activations": "fp8"}, ["saved_activations", "block"]),
+  "margin in blocks": ({"recipe": "mx", "margin": 1}, ["margin", "mx"]),
+  "pow2_scales in blocks": ({"recipe": "mx", "pow2_scales": True}, ["pow2_scales", "mx"]),
+  "saved FP8 in blocks": ({"recipe": "mx", "saved_activations": "fp8"}, ["saved_activations", "mx"]),
   "not a mapping": (7, ["fp8=7", "mapping"]),
   "true": (True, ["fp8=True", "mapping"]),
   "pairs that are none": (["current"], ["fp8", "mapping"]),
@@ -187,7 +187,7 @@ def test_an_error_names_key_value_and_choices():
     ({"recipe": "banana"}, "recipe"),
     ({"forward_dtype": "banana"}, "forward_dtype"),
     ({"amax_history_len": 16}, "amax_history_len"),
-    ({"recipe": "block", "margin": 1}, "margin"),
+    ({"recipe": "mx", "margin": 1}, "margin"),
   ):  # however it is made
     with pytest.raises(ValueError, match=named):
       Recipe(**fields)
@@ -224,7 +224,7 @@ def test_patterns_match_whole_components_of_the_module_path():
 
 SPECS = [
   "current",
-  "block",
+  "mx",
   {"recipe": "delayed", "amax_history_len": 4, "amax_compute": "most_recent"},
   {"forward_dtype": "e4m3fnuz", "gradient_dtype": "e5m2fnuz"},
   {"forward_dtype": jnp.float8_e4m3fn, "margin": 2, "emulate": True},
@@ -233,7 +233,7 @@ SPECS = [
   Recipe(),
   Recipe(margin=1, include=("mlp",)),
   parse_recipe("delayed"),
-  parse_recipe("block"),
+  parse_recipe("mx"),
 ]
 
 
@@ -259,4 +259,4 @@ def test_the_preset_has_a_recipe():
 def test_inference_has_no_histories():
   recipe = Recipe(recipe="delayed", amax_history_len=4, margin=2, exclude=("head",))
   assert recipe.without_histories() == Recipe(recipe="current", margin=2, exclude=("head",))
-  assert Recipe(recipe="block").without_histories() == Recipe(recipe="block")
+  assert Recipe(recipe="mx").without_histories() == Recipe(recipe="mx")

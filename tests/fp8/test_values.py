@@ -24,7 +24,7 @@ def test_the_warning_names_the_users_line():
 
 
 @pytest.mark.parametrize(
-  "policy", ["fp8", {"base": "fp8", "fp8": {"recipe": "block", "min_dim": 16}}], ids=str
+  "policy", ["fp8", {"base": "fp8", "fp8": {"recipe": "mx", "min_dim": 16}}], ids=str
 )
 def test_without_units_fp8_is_bfloat16_and_says_so(policy):
   w, x = weights(*[128] * 4), normal(128, 128)
@@ -57,7 +57,7 @@ def test_a_step_warns_too():
 # Values
 
 
-@pytest.mark.parametrize("recipe", ["current", "block", "delayed"])
+@pytest.mark.parametrize("recipe", ["current", "mx", "delayed"])
 def test_what_is_not_finite_reaches_the_loss_scale(recipe):
   policy = {**fp8(recipe=recipe), "compute_dtype": "float16", "loss_scaling": {"init_scale": 2.0**10}}
   of = lambda w, batch: loss([w["first"], w["inner"], w["last"]], batch)

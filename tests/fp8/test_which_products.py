@@ -49,10 +49,10 @@ RECIPES = [
   ((D,) * 6, {"first_layer": True, "last_layer": True}, "88888"),
   ((D,) * 6, {"min_dim": 64}, "bbbbb"),
   ((D,) * 6, {"min_dim": 32}, "b888b"),
-  ((D,) * 6, {"recipe": "block"}, "b888b"),
+  ((D,) * 6, {"recipe": "mx"}, "b888b"),
   ((D, D, 40, D, D, D), {}, "bbb8b"),
   ((D, D, 48, D, D, D), {}, "b888b"),
-  ((D, D, 48, D, D, D), {"recipe": "block"}, "bbb8b"),
+  ((D, D, 48, D, D, D), {"recipe": "mx"}, "bbb8b"),
   ((D, D, 8, D, D, D), {}, "bbb8b"),
   ((D, D, D, D, 10), {}, "b88b"),
 ]

@@ -210,7 +210,7 @@ def fp8_products(fun, *args):
 FP8 = {"base": "fp8", "fp8": LAST}
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mx"])
 def test_products_are_fp8_as_those_of_any_last_layer(recipe):
   loss, whole, args = fp8_head()
   fun = jax.value_and_grad(mpjax.autocast(loss, {"base": "fp8", "fp8": {**LAST, "recipe": recipe}}), (0, 1))

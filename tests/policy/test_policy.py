@@ -213,7 +213,7 @@ RECIPES = one(
     amax_compute=some("max", "most_recent"),
     forward_dtype=some("e4m3fn", "float8_e4m3fn"),
   ),
-  build(Recipe, recipe=st.just("block"), gradient_dtype=some("e4m3fn", "e5m2")),
+  build(Recipe, recipe=st.just("mx"), gradient_dtype=some("e4m3fn", "e5m2")),
 )
 OVERRIDES = one(
   some("fp32", "bf16", "float16", "fp8", {"base": "fp8", "compute": "float16"}, {"fp8": None}),

@@ -129,7 +129,7 @@ def test_given_scales_are_the_ones_used_and_saturate(case, lhs, rhs, ct, scales)
   check_product(d_rhs, of(case.lhs, case.out, case.rhs), lhs, ct, E4M3, E5M2, (scales[0], scales[2]))
 
 
-RECIPES = {"current": "current", "block": "block", "saved": SAVED, "amd": AMD, "pow2": POW2}
+RECIPES = {"current": "current", "mx": "mx", "saved": SAVED, "amd": AMD, "pow2": POW2}
 
 
 @functools.cache
@@ -175,7 +175,7 @@ def test_sums_are_of_float32():
 
 
 def test_products_of_nothing():
-  for name in ("current", "block", "saved"):
+  for name in ("current", "mx", "saved"):
     for x, w in (((0, 32), (32, 32)), ((32, 0), (0, 32)), ((32, 32), (32, 0))):
       out, *grads = with_gradients_of(name)(*(np.ones(s, np.float32) for s in (x, w, (x[0], w[1]))))
       assert not np.asarray(out).any(), (name, x, w)
@@ -226,7 +226,7 @@ def test_gradients_beside_those_of_bfloat16():
     ("current", GRADIENT_ERROR, 1e15),
     ("pow2", GRADIENT_ERROR, 1e-15),
     ("amd", GRADIENT_ERROR, 1e15),
-    ("block", FORWARD_ERROR, 1e15),
+    ("mx", FORWARD_ERROR, 1e15),
   ):
     x, w, ct = normal(64, 256, scale=scale), normal(256, 96, seed=1), normal(64, 96, seed=2, scale=1e-6)
     want = [x.astype(np.float64) @ w, ct.astype(np.float64) @ w.T, x.T.astype(np.float64) @ ct]

@@ -28,7 +28,7 @@ def held_along(x, axis, dtype=E4M3):
 
 def test_block_products_are_as_by_hand():
   for gradient in ("e4m3fn", "e5m2"):
-    run = with_gradients(lambda x, w, g=gradient: matmul(x, w, {"recipe": "block", "gradient_dtype": g}))
+    run = with_gradients(lambda x, w, g=gradient: matmul(x, w, {"recipe": "mx", "gradient_dtype": g}))
     of_gradient = E4M3 if gradient == "e4m3fn" else E5M2
     for magnitude in (1e-18, 1.0, 1e18):
       x, w, ct = normal(32, 64, scale=magnitude), normal(64, 96, seed=1), normal(32, 96, seed=2, scale=1e-9)
@@ -50,7 +50,7 @@ def test_blocks_run_along_the_contracted_dimensions_in_their_order(case, lhs, rh
   if contracted % 32:
     case = Product(case.lhs + "z", case.rhs + "z", case.batch, case.contracted + "z", case.sizes | {"z": 32})
   lhs, rhs = lhs(case.shape(case.lhs)), rhs(case.shape(case.rhs))
-  out = fp8_dot_general(lhs, rhs, case.dims, "block")
+  out = fp8_dot_general(lhs, rhs, case.dims, "mx")
 
   def by_hand(x, letters):
     own = [c for c in letters if c not in case.contracted]
@@ -69,7 +69,7 @@ def test_blocks_run_along_the_contracted_dimensions_in_their_order(case, lhs, rh
 def test_vmap_of_blocks():
   x, w = normal(3, 32, 64), normal(64, 32, seed=1)
   got, want = compiled(
-    lambda x: (jax.vmap(lambda x: matmul(x, w, "block"))(x), jnp.stack([matmul(m, w, "block") for m in x]))
+    lambda x: (jax.vmap(lambda x: matmul(x, w, "mx"))(x), jnp.stack([matmul(m, w, "mx") for m in x]))
   )(x)
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
@@ -78,4 +78,4 @@ def test_a_size_that_blocks_do_not_divide_is_refused_with_its_reason():
   # Backward contracts the free dimensions.
   for shapes in (((32, 33), (33, 32)), ((20, 64), (64, 32)), ((32, 64), (64, 20))):
     with pytest.raises(ValueError, match=r"32 divides|multiple of 32"):
-      jax.eval_shape(jax.grad(lambda x, w: jnp.sum(matmul(x, w, "block")), (0, 1)), *map(np.ones, shapes))
+      jax.eval_shape(jax.grad(lambda x, w: jnp.sum(matmul(x, w, "mx")), (0, 1)), *map(np.ones, shapes))

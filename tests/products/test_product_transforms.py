@@ -229,7 +229,7 @@ def test_jacobians_by_vmap():
 # Transforms
 
 
-@pytest.mark.parametrize("recipe", ["current", "block", SAVED], ids=str)
+@pytest.mark.parametrize("recipe", ["current", "mx", SAVED], ids=str)
 def test_scan_remat_and_cond_change_nothing(recipe):
   x, ws = normal(32, 32), normal(3, 32, 32, seed=1, scale=0.2)
   layer = lambda x, w: jnp.tanh(matmul(x, w, recipe))
@@ -286,7 +286,7 @@ SPECS = {
 
 @pytest.mark.parametrize(
   ("recipe", "over"),
-  [*(("current", over) for over in SPECS), (SAVED, "contracted"), ("block", "rhs")],
+  [*(("current", over) for over in SPECS), (SAVED, "contracted"), ("mx", "rhs")],
   ids=str,
 )
 def test_a_product_over_two_devices(over, recipe):
@@ -317,7 +317,7 @@ def test_explicit_sharding_gives_what_a_plain_product_gives():
     arrays = [jax.device_put(x, spec) for x, spec in zip((X, W_, CT), SPECS["lhs"], strict=True)]
     kinds = lambda fun: [a.sharding for a in jax.tree.leaves(jax.eval_shape(with_gradients(fun), *arrays))]
     assert [sharding.spec[0] for sharding in kinds(jnp.matmul)] == ["d", "d", None]
-    for recipe in ("current", SAVED, "block"):
+    for recipe in ("current", SAVED, "mx"):
       assert kinds(lambda x, w, recipe=recipe: matmul(x, w, recipe)) == kinds(jnp.matmul), recipe
 
 
@@ -366,7 +366,7 @@ def test_one_program_for_several_platforms():
 
 def test_blocks_are_lowered_for_a_gpu():
   # The custom call of scaled_matmul cannot be serialised, so this stops before that.
-  lowered = jax.jit(lambda x, w: matmul(x, w, "block")).trace(normal(32, 64), normal(64, 32))
+  lowered = jax.jit(lambda x, w: matmul(x, w, "mx")).trace(normal(32, 64), normal(64, 32))
   text = lowered.lower(lowering_platforms=("cuda",)).as_text()
   assert "block_scaled_dot" in text or "f8E4M3FN" in text
 

@@ -1,0 +1,127 @@
+"""From a wide tensor to blocks with a scale each: MXFP8, MXFP4 and NVFP4, and what NVFP4 training adds.
+
+Blocks lie along the last dimension, which a product contracts. What a block stands for is its codes times its
+scale; for NVFP4 also divided by the tensor's scale.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._types import Array, DTypeLike
+from mpjax.fp8._scaling import amax_of, scale_of
+
+_E8M0_BIAS = 127
+_LARGEST_E8M0 = 2 * _E8M0_BIAS - 1
+_SMALLEST = 2.0**-126
+_NVFP4 = 16
+_FP4, _E4M3 = jnp.float4_e2m1fn, jnp.float8_e4m3fn
+_LARGEST_FP4, _LARGEST_E4M3, _SMALLEST_E4M3 = 6.0, 448.0, 2.0**-9
+
+
+def quantise_mx(x: Array, dtype: DTypeLike, block: int = 32) -> tuple[Array, Array]:
+  """Quantises to a Microscaling format: elements of few bits, and a power of two for every block of them.
+
+  The scale is the smallest power of two that keeps the block's amax in range, so nothing saturates. (The
+  OCP Microscaling specification 1.0, section 6.3, rounds down instead.)
+
+  Args:
+    x: floating, its last dimension a multiple of `block`; where it is not finite its block becomes NaN.
+    dtype: an FP8 or FP4 format.
+    block: elements per scale.
+
+  Returns:
+    q: x divided by its block's scale, in `dtype`.
+    scales: E8M0[*x.shape[:-1], x.shape[-1] / block].
+  """
+  wide = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // block, block)
+  amax = jnp.max(jnp.abs(wide), axis=-1)
+  largest = float(jnp.finfo(dtype).max)
+  known = (amax > 0) & (amax < jnp.inf)
+  bits = jax.lax.bitcast_convert_type(jnp.maximum(jnp.where(known, amax, 1) / largest, _SMALLEST), jnp.uint32)
+  exponent = (bits >> 23) + ((bits & np.uint32(0x7FFFFF)) != 0)  # rounded up
+  exponent = jnp.clip(jnp.where(known, exponent, _E8M0_BIAS), 1, _LARGEST_E8M0)
+  unit = jax.lax.bitcast_convert_type((exponent << 23).astype(jnp.uint32), jnp.float32)
+  q = jnp.clip(wide / unit[..., None], -largest, largest)
+  scales = jnp.where(amax < jnp.inf, unit, jnp.nan)  # FP4 does not have a NaN: the scale tells
+  return q.astype(dtype).reshape(x.shape), scales.astype(jnp.float8_e8m0fnu)
+
+
+def quantise_nvfp4(
+  x: Array, *, squares: bool = False, stochastic: bool = False
+) -> tuple[Array, Array, Array]:
+  """Quantises to NVFP4: E2M1 elements, an E4M3 scale for every 16 of them, and one scale for the tensor.
+
+  The source is arXiv 2509.25149, appendix on the quantisation of tensors, except that the tensor's scale is a
+  power of two: multiplying by it is exact.
+
+  Args:
+    x: floating[..., rows, k], k a multiple of 16; where it is not finite its block becomes NaN.
+    squares: one scale for 16 x 16 elements of the last two dimensions, so that x and its transpose are
+      quantised alike; the number of rows is a multiple of 16.
+    stochastic: round elements at random, so that they are right on average; a hash of value and position
+      gives the random bits.
+
+  Returns:
+    q: E2M1, x's shape.
+    scales: E4M3[*x.shape[:-1], k / 16]; x is about q * scales / tensor_scale.
+    tensor_scale: f32[].
+  """
+  wide = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // _NVFP4, _NVFP4)
+  amax = jnp.max(jnp.abs(wide), axis=-1)  # [..., rows, k / 16]
+  if squares:
+    rows = amax.reshape(*amax.shape[:-2], amax.shape[-2] // _NVFP4, _NVFP4, amax.shape[-1])
+    amax = jnp.broadcast_to(rows.max(-2, keepdims=True), rows.shape).reshape(amax.shape)
+  tensor_scale = scale_of(amax_of(amax) / 4, _E4M3, pow2=True)  # no block needs a scale above 448
+  scaled = jnp.minimum(amax * tensor_scale / _LARGEST_FP4, _LARGEST_E4M3)
+  scales = jnp.where(amax < jnp.inf, jnp.maximum(scaled, _SMALLEST_E4M3), jnp.nan).astype(_E4M3)
+  y = wide * tensor_scale / scales.astype(jnp.float32)[..., None]
+  y = _to_fp4_at_random(y, wide) if stochastic else jnp.clip(y, -_LARGEST_FP4, _LARGEST_FP4)
+  return y.astype(_FP4).reshape(x.shape), scales, tensor_scale
+
+
+def _to_fp4_at_random(y: Array, source: Array) -> Array:
+  """Returns numbers of E2M1, above or below each y with the probability that keeps its mean."""
+  size = jnp.minimum(jnp.abs(y), _LARGEST_FP4)
+  step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+  return jnp.sign(y) * jnp.minimum(jnp.floor(size / step + uniform_of(source)) * step, _LARGEST_FP4)
+
+
+def uniform_of(x: Array) -> Array:
+  """Returns a number in [0, 1) for each element of float32 x, a hash of its bits and its position."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  for i, odd in zip(range(x.ndim), _ODD * (1 + x.ndim // len(_ODD)), strict=False):
+    bits = bits ^ (jax.lax.broadcasted_iota(jnp.uint32, x.shape, i) * np.uint32(odd))
+    bits = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
+  bits = (bits ^ (bits >> 15)) * np.uint32(0x846CA68B)
+  bits = bits ^ (bits >> 16)
+  return (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+
+
+_ODD = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
+
+
+def rotate(x: Array) -> Array:
+  """Multiplies every 16 elements of the last dimension by a Hadamard matrix with random signs, over 4.
+
+  The matrix is orthogonal: a product of two operands that are both rotated along the contracted dimension
+  stays, while outliers are spread over 16 elements (arXiv 2509.25149, section on random Hadamard transforms).
+
+  Args:
+    x: floating[..., k], k a multiple of 16.
+
+  Returns:
+    float32[..., k].
+  """
+  y = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // _NVFP4, _NVFP4) * _SIGNS
+  for half in (1, 2, 4, 8):
+    pairs = y.reshape(*y.shape[:-1], _NVFP4 // (2 * half), 2, half)
+    a, b = pairs[..., 0, :], pairs[..., 1, :]
+    y = jnp.stack([a + b, a - b], axis=-2).reshape(y.shape)
+  return (y * np.float32(0.25)).reshape(x.shape)
+
+
+# One vector for all tensors, as in the paper.
+_SIGNS = np.float32([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, 1, 1])

@@ -1,0 +1,82 @@
+"""`Spec`: the formats, scales and units of one low-precision product."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from mpjax.fp8 import Recipe
+from mpjax.products._member_scales import Members
+
+SCHEMES = {"current": "tensor", "delayed": "tensor", "per_channel": "channel", "mx": "mx", "nvfp4": "nvfp4"}
+ACTIVATION, WEIGHT, GRADIENT, UNKNOWN = "activation", "weight", "gradient", ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """The formats, scales and units of one product.
+
+  Attributes:
+    lhs_dtype: format of the left operand.
+    rhs_dtype: format of the right operand.
+    gradient_dtype: format of gradients and tangents.
+    out_dtype: dtype of the result, and of the gradients that it returns.
+    scheme: what shares a scale: a `tensor`, a `channel` (the values that are summed together), or a block of
+      `mx` or `nvfp4`.
+    roles: of lhs and rhs: ACTIVATION, WEIGHT or GRADIENT, by which `nvfp4` quantises; UNKNOWN: all alike.
+    margin: as in `Recipe`.
+    pow2: as `Recipe.pow2_scales`.
+    backward: whether the products of the backward pass are quantised, too.
+    saved: whether operands are saved in FP8 for the backward pass.
+    given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor.
+    members: dimensions of lhs and rhs that `vmap` maps over; each member has its own scale from the tensor.
+    native: multiply in the format; `None`: if the platform has units.
+    out_sharding: sharding of the result, on a mesh with explicit axes; `None`: from the operands.
+  """
+
+  lhs_dtype: np.dtype
+  rhs_dtype: np.dtype
+  gradient_dtype: np.dtype
+  out_dtype: np.dtype
+  scheme: str = "tensor"
+  roles: tuple[str, str] = (UNKNOWN, UNKNOWN)
+  margin: int = 0
+  pow2: bool = False
+  backward: bool = True
+  saved: bool = False
+  given: tuple[bool, bool, bool] = (False, False, False)
+  members: Members = ((), ())
+  native: bool | None = None
+  out_sharding: jax.sharding.NamedSharding | None = None
+
+  @property
+  def in_blocks(self) -> bool:
+    """Whether blocks of the contracted dimension have a scale each."""
+    return self.scheme in ("mx", "nvfp4")
+
+
+def spec_of(
+  recipe: Recipe,
+  roles: tuple[str, str],
+  given: tuple[bool, bool, bool],
+  out_dtype: np.dtype,
+  native: bool | None,
+) -> Spec:
+  """Returns the `Spec` of one product by a recipe that is not `auto`; `Spec` explains the arguments."""
+  formats = [recipe.gradient if role == GRADIENT else recipe.forward for role in roles]
+  return Spec(
+    lhs_dtype=formats[0],
+    rhs_dtype=formats[1],
+    gradient_dtype=recipe.gradient,
+    out_dtype=out_dtype,
+    scheme=SCHEMES[recipe.recipe],
+    roles=roles,
+    margin=recipe.margin,
+    pow2=recipe.pow2_scales,
+    backward=recipe.backward == "policy",
+    saved=recipe.saved_activations == "fp8",
+    given=given,
+    native=native,
+  )
