@@ -23,12 +23,14 @@ FORMATS = {
 }
 FP4 = "float4_e2m1fn"
 BLOCKS = {"mx": 32, "nvfp4": 16}  # elements with one scale
+_POW2 = {"current": True, "delayed": True, "per_channel": False}
 _AMAX_COMPUTE = ("max", "most_recent")
 _SAVED = ("compute", "fp8")
 _BACKWARD = ("policy", "compute")
 _LARGEST_MARGIN = 64
 _KEEP_LAST = 0.15  # of a 12B model's linear layers, arXiv 2509.25149 keeps 16%
 _DELAYED_ONLY = ("amax_history_len", "amax_compute")
+_SHARED = ("backward", "emulate", "first_layer", "last_layer", "attention", "min_dim", "include", "exclude")
 _TENSORS_ONLY = ("margin", "pow2_scales", "saved_activations")
 # The fields that a kind of recipe does not use. The scales of blocks have formats of their own.
 _UNUSED: dict[str, tuple[str, ...]] = {
@@ -58,7 +60,8 @@ class Recipe:
       forward format.
     backward: products of the backward pass: as the `policy` says, or in the `compute` dtype.
     margin: binades left free above the amax.
-    pow2_scales: round scales down to powers of two, which scale without rounding.
+    pow2_scales: round scales down to powers of two, which scale without rounding, and with which a GPU scales
+      the result back inside the product; by default for `current` and `delayed`.
     amax_history_len: the number of earlier steps that `delayed` uses.
     amax_compute: `max` over them, or the `most_recent`.
     emulate: also quantise on devices without units for the recipe, and multiply in a wider dtype there.
@@ -78,7 +81,7 @@ class Recipe:
   gradient_dtype: str = ""
   backward: str = "policy"
   margin: int = 0
-  pow2_scales: bool = False
+  pow2_scales: bool | None = None
   amax_history_len: int = 1024
   amax_compute: str = "max"
   emulate: bool = False
@@ -99,6 +102,8 @@ class Recipe:
         given.add(field.name)
         object.__setattr__(self, field.name, _value(field.name, field.default, value))
     _check_kind(self.recipe, given, self)
+    if self.pow2_scales is None and self.recipe in _POW2:
+      object.__setattr__(self, "pow2_scales", _POW2[self.recipe])
     if self.keep_last is None:
       object.__setattr__(self, "keep_last", _KEEP_LAST if self.recipe == "nvfp4" else 0.0)
     for name, dtype in zip(("forward_dtype", "gradient_dtype"), self._formats(), strict=True):
@@ -161,6 +166,11 @@ class Recipe:
     backward = "the compute dtype" if self.backward == "compute" else short(self.gradient_dtype)
     return f"{self.recipe} scaling, {short(self.forward_dtype)} forward, {backward} backward"
 
+  def of_kind(self, recipe: str) -> Recipe:
+    """Returns another kind of recipe for the same products: with the fields that every kind has."""
+    shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in _SHARED}
+    return Recipe(recipe, **shared)
+
   def without_histories(self) -> Recipe:
     """Returns the recipe with `current` instead of `delayed` scaling: for inference."""
     if self.recipe != "delayed":
@@ -173,7 +183,7 @@ class Recipe:
   def to_dict(self) -> dict[str, Any]:
     """Returns the fields that the recipe uses as plain data, which `parse_recipe` takes back."""
     used = [f.name for f in dataclasses.fields(self) if f.name not in _UNUSED[self.recipe]]
-    values = {name: getattr(self, name) for name in used if getattr(self, name) != ""}
+    values = {name: getattr(self, name) for name in used if getattr(self, name) not in ("", None)}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
   def shorthand(self) -> str | dict[str, Any]:
@@ -270,7 +280,7 @@ def _value(key: str, default: object, value: Any) -> Any:
     ):
       raise ValueError(f"fp8.keep_last={value!r}: expected a share from 0 to 1")
     return value if value is None else float(value)
-  if isinstance(default, bool):
+  if isinstance(default, bool) or key == "pow2_scales":
     if not isinstance(value, bool):
       raise ValueError(f"fp8.{key}={value!r}: expected true or false")
     return value

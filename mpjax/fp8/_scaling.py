@@ -24,7 +24,7 @@ def amax_of(x: Float[Array, "..."], lead: int = 0) -> Float32[Array, "..."]:
 
 
 def scale_of(
-  amax: Float32[Array, "*lead"], dtype: DTypeLike, margin: int = 0, pow2: bool = False
+  amax: Float32[Array, "*lead"], dtype: DTypeLike, margin: int = 0, pow2: bool = True
 ) -> Float32[Array, "*lead"]:
   """Returns the scale that brings `amax` to the largest number of `dtype`, less `margin` binades.
 
@@ -57,7 +57,21 @@ def quantise(
     dtype: an FP8 format.
   """
   largest = float(jnp.finfo(dtype).max)
-  wide = x.astype(jnp.float32)
-  scaled = wide * scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
-  # 0 times a number that is not finite is NaN. On a GPU, a select would be a second pass over x.
-  return (jnp.clip(scaled, -largest, largest) + 0 * wide).astype(dtype)
+  scaled = as_stored(x) * scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
+  # 0 times a number that is not finite is NaN. On a GPU, a select or 0 * x would be a second pass over x.
+  return (jnp.clip(scaled, -largest, largest) + 0 * scaled).astype(dtype)
+
+
+def as_stored(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
+  """Returns x in float32, as it is in memory.
+
+  A conversion of 16 bits alone would let XLA take the float32 value that x was rounded from, write that to
+  memory for the amax and the quantiser, and so double the bytes of an activation. It does not look through
+  operations on integers.
+  """
+  if x.dtype.itemsize != 2:
+    return x.astype(jnp.float32)
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
+  size = jax.lax.bitcast_convert_type(bits & np.uint16(0x7FFF), x.dtype).astype(jnp.float32)
+  sign = (bits >> 15).astype(jnp.uint32) << 31
+  return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(size, jnp.uint32) | sign, jnp.float32)

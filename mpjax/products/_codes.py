@@ -30,7 +30,9 @@ def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
   if equation.primitive is not fp8_dot_general_p or operand > 1:
     return False
   spec: Spec = equation.params["spec"]
-  if spec.margin or spec.pow2 or spec.members[operand]:  # a parameter that crosses devices has other scales
+  if (
+    spec.margin or not spec.pow2 or spec.members[operand]
+  ):  # a parameter that crosses devices has other scales
     return False
   return (
     spec.scheme == "tensor" and not spec.given[operand] and (spec.lhs_dtype, spec.rhs_dtype)[operand] == dtype

@@ -35,7 +35,7 @@ from mpjax.products._lowering import compute_by_platform
 from mpjax.products._member_scales import Scales, amax_within, members_of_result, with_dimension
 from mpjax.products._spec import ACTIVATION, GRADIENT, UNKNOWN, WEIGHT, Spec, spec_of
 
-_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST = 2.0**127  # also of bfloat16
 
 
 def fp8_dot_general(
@@ -175,7 +175,9 @@ def _compute(
   else:
     product = lhs_scale * rhs_scale
   unit = jnp.minimum(1 / product, _LARGEST)
-  return (out.astype(jnp.float32) * unit.reshape(unit.shape or (1,) * out.ndim)).astype(spec.out_dtype)
+  # A power of two, in the dtype of the product, is exact, and XLA for GPU fuses it with the product.
+  of = wide if spec.pow2 else np.dtype(np.float32)
+  return (out.astype(of) * unit.astype(of).reshape(unit.shape or (1,) * out.ndim)).astype(spec.out_dtype)
 
 
 def quantised(x: Array, scales: Sequence[Array], side: int, spec: Spec, dims: Dims) -> tuple[Array, Array]:
@@ -288,7 +290,7 @@ def _transpose(
     # A gradient of a gradient differs from the values in the history.
     given=(spec.given[first], spec.given[second], False),
     members=(of_ct, spec.members[1]) if of_lhs else (spec.members[0], of_ct),
-    out_dtype=np.dtype(np.float32) if like.dtype == np.float32 else spec.out_dtype,  # for a master weight
+    out_dtype=like.dtype if like.dtype.itemsize > 1 else spec.out_dtype,  # float32 for a master weight
     out_sharding=product.out_sharding,
   )
   out = fp8_dot_general_p.bind(
