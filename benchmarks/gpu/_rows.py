@@ -18,6 +18,12 @@ ROWS: dict[str, dict[str, Any]] = {
   "bf16, fused attention": {"policy": FUSED, "peak": "bfloat16", "attention": "cudnn"},
   "fp16": {"policy": {"base": "fp16"}, "peak": "float16"},
   "fp8, current": {"policy": {"base": "fp8", "fp8": {"recipe": "current"}}, "peak": "float8"},
+  "fp8, per channel": {"policy": {"base": "fp8", "fp8": {"recipe": "per_channel"}}, "peak": "float8"},
+  "fp8, fused attention": {
+    "policy": {"base": "fp8", "fp8": {"recipe": "current"}},
+    "peak": "float8",
+    "attention": "cudnn",
+  },
   "fp8, delayed": {"policy": {"base": "fp8", "fp8": {"recipe": "delayed"}}, "peak": "float8"},
   REFERENCE: {"by": "hand", "policy": "bfloat16", "peak": "bfloat16"},
   "mpx, bf16": {"by": "mpx", "policy": "bfloat16", "peak": "bfloat16"},
@@ -37,7 +43,16 @@ _GPT = (
   "tf32",
   "fp8, delayed",
 )
-_LARGE = ("bf16, fused attention", "bf16", "fp8, current", "torch, bf16", REFERENCE, "fp8, delayed")
+_LARGE = (
+  "bf16, fused attention",
+  "fp8, fused attention",
+  "bf16",
+  "fp8, current",
+  "torch, bf16",
+  REFERENCE,
+  "fp8, delayed",
+  "fp8, per channel",
+)
 _VIT = (
   *_HALF,
   "fp32",

@@ -65,7 +65,8 @@ def fp8_dot_general(
     rhs: floating.
     dimension_numbers: see `jax.lax.dot_general`.
     recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`; `auto` is that of this device.
-    scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors.
+    scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors. For `delayed` with `pow2_scales`
+      they are powers of two.
     out_dtype: dtype of the result; `None`: that of lhs.
     gradient_operand: which operands are gradients themselves.
     weight_operand: which operands are weights, which `nvfp4` quantises in squares.
@@ -90,6 +91,8 @@ def fp8_dot_general(
   out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
   roles = roles_of(gradient_operand, weight_operand)
   spec = spec_of(parsed, roles, (scales is not None,) * 3, out, native)
+  if scales is not None and parsed.recipe != "delayed":  # they may be any numbers
+    spec = dataclasses.replace(spec, pow2=False)
   one = jnp.ones([], jnp.float32)
   factors = (one, one, one) if scales is None else [jnp.asarray(scale, jnp.float32) for scale in scales]
   return bind(lhs, rhs, factors, dimension_numbers, spec)
