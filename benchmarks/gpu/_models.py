@@ -268,7 +268,7 @@ def figures(task: dict[str, Any], fp8: dict[str, Any] | None = None) -> dict[str
   shares = {}
   for name, policy in (fp8 or {}).items():
     policy = mpjax.get_policy(policy | {"fp8": EMULATED | policy.get("fp8", {})}).without_histories()
-    done = sum(row.flops for row in explained(policy).rows if row.after.startswith("float8"))
+    done = sum(row.flops for row in explained(policy).rows if mpjax.formats.narrow_bits(row.after))
     shares[name] = done / forward
   return {
     "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),

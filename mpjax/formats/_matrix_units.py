@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -20,9 +21,9 @@ class MatrixUnit:
 
   Attributes:
     description: the unit, in words.
-    multiples: from a dtype (`float8` stands for E4M3FN and E5M2; `mxfp8` and `nvfp4` are formats of blocks)
-      to the numbers that M, N and K should be multiples of; the unit does not multiply other dtypes. Empty:
-      no matrix units, all shapes run alike.
+    multiples: from a dtype (`float8` stands for E4M3FN and E5M2; `mxfp8`, `mxfp4` and `nvfp4` are formats of
+      blocks) to the numbers that M, N and K should be multiples of; the unit does not multiply other dtypes.
+      Empty: no matrix units, all shapes run alike.
   """
 
   description: str
@@ -38,7 +39,7 @@ def runs_on(unit: MatrixUnit | str, dtype: DTypeLike) -> bool:
 
   Args:
     unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
-    dtype: a dtype, its name, `"float8"` or `"tensorfloat32"`.
+    dtype: a dtype, its name, `"float8"`, `"tensorfloat32"`, or a format of blocks such as `"mxfp8"`.
 
   Returns:
     A Python bool; also true without matrix units (`cpu`), where all dtypes run alike.
@@ -47,6 +48,24 @@ def runs_on(unit: MatrixUnit | str, dtype: DTypeLike) -> bool:
     ValueError: for an unknown name of a unit.
   """
   return _multiples(unit, dtype) is not None
+
+
+def narrow_bits(dtype: DTypeLike) -> int:
+  """Returns the bits of a floating format below 16 bits, of an element for a format of blocks; 0 for others.
+
+  ```python
+  mpjax.formats.narrow_bits("float8_e4m3fn"), mpjax.formats.narrow_bits("bfloat16")  # 8, 0
+  ```
+
+  Args:
+    dtype: a dtype, its name, `"float8"`, or a format of blocks such as `"mxfp8"`.
+  """
+  name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+  found = _NARROW.match(name)
+  return int(found[1]) if found else 0
+
+
+_NARROW = re.compile(r"(?:float|mxfp|nvfp)([468])(?!\d)")
 
 
 def padded(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> tuple[int, int, int]:
@@ -139,7 +158,9 @@ _NVIDIA: Mapping[str, tuple[int, int, int]] = MappingProxyType(
   {"bfloat16": (8, 8, 8), "float16": (8, 8, 8), "tensorfloat32": (4, 4, 4)}
 )
 _NVIDIA_FLOAT8 = MappingProxyType({**_NVIDIA, "float8": (16, 16, 16)})
-_NVIDIA_BLOCKS = MappingProxyType({**_NVIDIA_FLOAT8, "mxfp8": (32, 32, 32), "nvfp4": (16, 16, 16)})
+_NVIDIA_BLOCKS = MappingProxyType(
+  {**_NVIDIA_FLOAT8, "mxfp8": (32, 32, 32), "mxfp4": (32, 32, 32), "nvfp4": (16, 16, 16)}
+)
 _AMD = ("bfloat16", "float16")
 _NVIDIA_FLOAT16 = MappingProxyType({"float16": _NVIDIA["float16"]})
 

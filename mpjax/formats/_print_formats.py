@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpjax._render.plain_text import table, table_width
 from mpjax.dtypes import did_you_mean
 from mpjax.formats._devices import described_devices
-from mpjax.formats._matrix_units import MATRIX_UNITS, runs_on
+from mpjax.formats._matrix_units import LOW_PRECISION, MATRIX_UNITS, runs_on
 from mpjax.formats._numbers import FORMATS, NumberFormat
 
 if TYPE_CHECKING:
@@ -136,9 +136,11 @@ _NOTES = (
   "s+e+f: bits of sign, exponent and fraction. normal, subnormal: the smallest numbers. digits: decimal "
   "digits that always survive. overflow: what a number too large becomes. log2: from the smallest number to "
   "the largest. binades: powers of two between them.",
-  "Matrix units are listed for the operands that policies compute in: not for blocks of 4 to 8 bits with a "
-  "scale in float8_e8m0fnu, nor for float64. A TPU multiplies float32 in one, three or six passes.",
+  "Matrix units are listed for the operands that policies compute in, not for float64. mxfp8, mxfp4: blocks "
+  "of 32 with a scale in float8_e8m0fnu; nvfp4: blocks of 16 with one in float8_e4m3fn. A TPU multiplies "
+  "float32 in one, three or six passes.",
 )
+_BLOCKS = ("mxfp8", "mxfp4", "nvfp4")
 _TITLE, _RULE, _NOTE = "bold cyan", "dim", "dim"
 _WIDTH = 120
 _UNBROKEN = "\N{NO-BREAK SPACE}"
@@ -152,20 +154,42 @@ def _lines(names: Iterable[str] | str | None) -> Iterator[tuple[str, str]]:
   (heading,), *body = table(cells)
   yield from ((heading, _TITLE), (rule, _RULE))
   yield from ((line, "") for (line,) in body)
-  indent = " " * (max(len(row["name"]) for row in rows) + 2)
+  devices = _devices()
+  units = {row["name"]: _joined(row["units"]) for row in rows}
+  recipes: dict[str, dict[str, list[str]]] = {}
+  if names is None:
+    units |= {name: _joined({u: devices[u] for u in devices if runs_on(u, name)}) for name in _BLOCKS}
+    for unit, own in LOW_PRECISION.items():
+      name = f"{own.recipe}, {' and '.join(dict.fromkeys(own[1:]))}"
+      recipes.setdefault(name, {})[unit] = devices[unit]
   yield "", ""
-  yield f"{'format'.ljust(len(indent))}matrix units: devices", _TITLE
-  yield rule, _RULE
-  for row in rows:
-    groups = [f"{unit}: {', '.join(devices)}" for unit, devices in row["units"].items()]
-    units = "; ".join(group.replace(" ", _UNBROKEN) for group in groups) or "none"
-    name = row["name"].ljust(len(indent))
-    for line in textwrap.wrap(units, _WIDTH, initial_indent=name, subsequent_indent=indent):
-      yield line.replace(_UNBROKEN, " "), ""
+  yield from _columns("format", "matrix units: devices", units)
+  if recipes:
+    yield "", ""
+    yield from _columns("recipe auto", "on", {name: _joined(found) for name, found in recipes.items()})
   for note in _NOTES:
     yield "", ""
     for line in textwrap.wrap(note, _WIDTH):
       yield line, _NOTE
+
+
+def _joined(units: Mapping[str, list[str]]) -> str:
+  """Returns units with their devices as text, in which an unbreakable space joins what belongs together."""
+  groups = [f"{unit}: {', '.join(devices)}" if devices else unit for unit, devices in units.items()]
+  return "; ".join(group.replace(" ", _UNBROKEN) for group in groups) or "none"
+
+
+def _columns(first: str, second: str, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+  """Yields the lines of a table with two columns, the second folded, each with its style."""
+  indent = " " * (max(map(len, rows)) + 2)
+  lines = [
+    line.replace(_UNBROKEN, " ")
+    for name, text in rows.items()
+    for line in textwrap.wrap(text, _WIDTH, initial_indent=name.ljust(len(indent)), subsequent_indent=indent)
+  ]
+  yield f"{first.ljust(len(indent))}{second}", _TITLE
+  yield "-" * max(map(len, lines)), _RULE
+  yield from ((line, "") for line in lines)
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpjax.casting import Explanation
+from mpjax.formats import narrow_bits
 from mpjax.jaxpr import layer_pattern
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy, get_policy
@@ -53,7 +54,7 @@ def list_modules(half: Explanation, fp8: Explanation) -> list[Module]:
   for row in half.rows:
     if row.flops or (row.before == "float32" and row.after in ("bfloat16", "float16")):
       paths.setdefault(layer_pattern(row.path), {})[row.path] = None
-  quantised = frozenset(row.path for row in fp8.rows if row.flops and row.after.startswith("float8"))
+  quantised = frozenset(row.path for row in fp8.rows if row.flops and narrow_bits(row.after))
   return [Module(name, tuple(found), frozenset(quantised & found.keys())) for name, found in paths.items()]
 
 

@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax.formats import FORMATS, MATRIX_UNITS, MatrixUnit, describe, eligible, padded, runs_on, utilisation
+from mpjax.formats import (
+  FORMATS,
+  LOW_PRECISION,
+  MATRIX_UNITS,
+  MatrixUnit,
+  describe,
+  eligible,
+  narrow_bits,
+  padded,
+  runs_on,
+  utilisation,
+)
 
 TARGETS = pathlib.Path(mpjax.__file__).parent / "formats" / "devices"
 
@@ -21,22 +32,30 @@ unit_and_dtype = st.sampled_from(
   [(unit, dtype) for unit in MATRIX_UNITS for dtype in (*FORMATS, "float8") if runs_on(unit, dtype)]
 )
 
+BLOCKS = ("mxfp8", "mxfp4", "nvfp4")
 NVIDIA = ("ampere", "ada", "hopper", "blackwell")
 FLOAT8 = ("float8", "float8_e4m3fn", "float8_e5m2")
 WIDE = ("bfloat16", "float16", "float32")
+B11 = ("float8_e4m3b11fnuz", "float8_e5m2")
 MULTIPLES = [  # what the vendors' guides say, by hand
   (("volta", "turing"), ("float16",), (8, 8, 8)),
   (NVIDIA, ("bfloat16", "float16"), (8, 8, 8)),
   (NVIDIA, ("tensorfloat32",), (4, 4, 4)),
   (NVIDIA[1:], FLOAT8, (16, 16, 16)),
+  (("blackwell",), ("mxfp8", "mxfp4"), (32, 32, 32)),
+  (("blackwell",), ("nvfp4",), (16, 16, 16)),
+  (("cdna3",), ("bfloat16", "float16", "float8_e4m3fnuz", "float8_e5m2fnuz"), (16, 16, 16)),
+  (("cdna4",), ("bfloat16", "float16", *FLOAT8), (16, 16, 16)),
   (("tpu",), WIDE, (8, 128, 128)),
-  (("tpu_v6",), WIDE, (8, 256, 256)),
+  (("tpu_v5",), (*WIDE, *B11), (8, 128, 128)),
+  (("tpu_v6",), (*WIDE, *B11), (8, 256, 256)),
+  (("tpu_v7",), (*WIDE, *FLOAT8), (8, 256, 256)),
 ]
 RUNS = {row: sizes for units, dtypes, sizes in MULTIPLES for row in itertools.product(units, dtypes)}
 
 
 def test_smallest_product_of_a_unit():
-  for row in itertools.product(MATRIX_UNITS, [*FORMATS, "float8", "int32", "int8"]):
+  for row in itertools.product(MATRIX_UNITS, [*FORMATS, "float8", *BLOCKS, "int32", "int8"]):
     if row[0] == "cpu":  # without units anything is eligible
       assert runs_on(*row)
       assert eligible(*row, 1, 7, 13)
@@ -54,6 +73,20 @@ def test_smallest_product_of_a_unit():
       assert eligible(*row, m, n, k), row
       for sizes in ((m - 1, n, k), (m, n - 1, k), (m, n, k - 1), (1, n, k), (m, 1, k), (m, n, 1)):
         assert not eligible(*row, *sizes), (row, sizes)
+
+
+def test_bits_of_what_is_below_16():
+  for dtype in (*FORMATS, "float8", *BLOCKS, "int8", "bool", jnp.float8_e5m2, jnp.bfloat16):
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    bits = FORMATS[name].bits if name in FORMATS else {"8": 8, "4": 4}.get(name[-1], 0) * (name != "int8")
+    assert narrow_bits(dtype) == (bits if bits < 16 else 0), dtype
+
+
+def test_the_recipe_of_each_kind_of_units_is_one_that_they_multiply():
+  for unit, (recipe, *dtypes) in LOW_PRECISION.items():
+    assert runs_on(unit, "mxfp8") if recipe == "mx" else all(runs_on(unit, dtype) for dtype in dtypes), unit
+  for unit in MATRIX_UNITS.keys() - LOW_PRECISION.keys() - {"cpu"}:
+    assert not any(runs_on(unit, dtype) for dtype in (*FORMATS, "float8") if narrow_bits(dtype)), unit
 
 
 def test_padded_shape_and_its_useful_share():
@@ -114,8 +147,11 @@ def test_units_are_those_of_the_described_devices():
     device = yaml.safe_load(file.read_text())
     for row in describe():
       key = "float8" if row["name"] in ("float8_e4m3fn", "float8_e5m2") else row["name"]
-      # Rates of float32 on GPUs and of FP8 on TPUs are not those of units for it.
-      has_units = key in device["flops"] and key != {"gpu": "float32", "tpu": "float8"}[device["kind"]]
+      has_units = key in device["flops"]
+      if device["kind"] == "gpu":
+        has_units &= key != "float32"  # the rate is not that of units
+      elif narrow_bits(row["name"]):
+        has_units = row["name"] in LOW_PRECISION[device["matrix_units"]]
       assert (file.stem in row["units"].get(device["matrix_units"], ())) == has_units, (file.stem, row)
 
 
