@@ -11,10 +11,11 @@ import yaml
 
 
 class TpuData(TypedDict):
-  """A TPU compiler's names for slices of a device: the generation, and the smallest slice."""
+  """A TPU compiler's names for slices (generation, smallest one), and the devices of a chip, 1 by default."""
 
   topology: str
   default: str
+  devices: NotRequired[int]
 
 
 class DeviceData(TypedDict):

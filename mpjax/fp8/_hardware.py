@@ -94,6 +94,21 @@ def on_units(recipe: Recipe, units: str) -> Recipe:
   return dataclasses.replace(recipe, recipe=kind, forward_dtype=own.forward_dtype, gradient_dtype=gradient)
 
 
+def in_force(recipe: Recipe, device: jax.Device | None = None) -> str:
+  """Returns the recipe and the formats in force on a device, in words, and whether they are emulated.
+
+  `mx scaling, E4M3FN forward, E4M3FN backward, emulated`; `none, ` and the reason where nothing is quantised.
+
+  Args:
+    recipe: the recipe; `auto` is what it is on the device.
+    device: a `jax.Device`; `None`: the first of the default backend.
+  """
+  has_units, lack = fp8_units(recipe, device)
+  if not has_units and not recipe.emulate:
+    return f"none, {lack}"
+  return str(on_device(recipe, device)) + ("" if has_units else ", emulated")
+
+
 def on_device(recipe: Recipe, device: jax.Device | None = None) -> Recipe:
   """Returns what a recipe is on a device, as `on_units`; `None`: on the first of the default backend."""
   if recipe.recipe != "auto":

@@ -14,7 +14,7 @@ from mpjax._render.html_sections import Shown
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.text_sections import TextSection
 from mpjax._types import PolicyLike, PyTree
-from mpjax.formats import runs_on
+from mpjax.formats import narrow_bits, runs_on
 from mpjax.jaxpr import constants_of
 from mpjax.planner._results import Collective, Compiled, Memory, PlanFigures, ProductGroup
 from mpjax.planner._targets import Target, get_target
@@ -205,11 +205,7 @@ def _notes(traced: TracedStep, graph: Graph, products: Sequence[ProductGroup], d
       f"{device.name} has no matrix units for {half}, which runs at the rate of float32; it has matrix "
       f"units for {other}"
     )
-  if (
-    traced.policy is not None
-    and traced.policy.fp8
-    and not any(p.dtype.startswith("float8") for p in products)
-  ):
+  if traced.policy is not None and traced.policy.fp8 and not any(narrow_bits(p.dtype) for p in products):
     notes.append("no product runs in FP8: mpjax.explain gives the reason for each")
   held = sum(getattr(constant, "nbytes", 0) for constant in constants_of(traced.jaxpr))
   if held > _WORTH_A_NOTE:

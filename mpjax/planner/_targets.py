@@ -8,12 +8,13 @@ import os
 import re
 import types
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
 from mpjax.dtypes import did_you_mean
-from mpjax.formats import DeviceData, described_devices, runs_on
-from mpjax.fp8._hardware import fp8_units
+from mpjax.formats import LOW_PRECISION, DeviceData, described_devices, runs_on
+from mpjax.fp8._hardware import fp8_units, in_force, matrix_units_of, on_units
 from mpjax.policy import Policy
 
 HERE = "here"
@@ -100,7 +101,7 @@ def presets_of(target: Target) -> list[str]:
   """Returns the policy presets that a target has matrix units for, the least memory traffic first."""
   on_gpu = target.kind == "gpu"
   has_units = {
-    "fp8": "float8" in target.flops,
+    "fp8": target.matrix_units in LOW_PRECISION,
     "bf16": runs_on(target.matrix_units, "bfloat16"),
     "fp16": on_gpu and runs_on(target.matrix_units, "float16"),
     "tf32": on_gpu and runs_on(target.matrix_units, "tensorfloat32"),
@@ -141,7 +142,7 @@ def get_target(name: str | Target | None = None) -> Target:
       example = "2x2x1" if sides == 2 else "2x4"
       raise ValueError(f"target {name!r}: expected a slice of chips, such as {base}:{example}, not {shape!r}")
     topology = f"{data['tpu']['topology']}:{shape}"
-    count = math.prod(map(int, shape.split("x")))
+    count = math.prod(map(int, shape.split("x"))) * int(data["tpu"].get("devices", 1))
   else:
     shape = shape or "1"
     if not re.fullmatch(r"\d+(x\d+)?", shape) or 0 in map(int, shape.split("x")):
@@ -212,19 +213,11 @@ def _here() -> Target:
     bandwidth=0.0,
     flops={},
     interconnect=0.0,
-    matrix_units=_units_of(kind, device),
+    matrix_units=matrix_units_of(device) or ("ampere" if kind == "gpu" else "cpu"),
     workspace=0,
     on_chip=0,
     topology="",
   )
-
-
-def _units_of(kind: str, device: jax.Device) -> str:
-  """Returns the row of `MATRIX_UNITS` for a device that no file describes."""
-  if kind == "gpu":
-    capability = str(getattr(device, "compute_capability", ""))
-    return {"7.0": "volta", "7.5": "turing"}.get(capability, "ampere")
-  return "tpu" if kind == "tpu" else "cpu"
 
 
 def device_memory(device: jax.Device | None) -> int:
@@ -238,16 +231,22 @@ def device_memory(device: jax.Device | None) -> int:
 
 
 def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
-  """Returns the policy as the target runs it, whatever this machine has, and a note or an empty text."""
+  """Returns the policy as the target runs it, whatever this machine has, and a note or an empty text.
+
+  The recipe `auto` becomes that of the target. The note says the recipe and the formats in force.
+  """
   recipe = policy.fp8
-  if recipe is None or recipe.emulate or target.is_here:
+  if recipe is None:
     return policy, ""
+  if target.is_here:
+    return policy, f"fp8 on this machine: {in_force(recipe)}"
   major, minor = target.compute_capability
-  device = types.SimpleNamespace(
+  device: Any = types.SimpleNamespace(
     platform=target.kind, device_kind=target.device, compute_capability=f"{major}.{minor}"
   )
-  there, why = fp8_units(recipe, device)
-  if not there:
-    return dataclasses.replace(policy, fp8=None), f"{why}: products run in {policy.compute_dtype.name}"
+  has_units, lack = fp8_units(recipe, device)
+  if not has_units and not recipe.emulate:
+    return dataclasses.replace(policy, fp8=None), f"{lack}: products run in {policy.compute_dtype.name}"
   # Its products must be traced as FP8 on this machine, too; the target decides which kernels they become.
-  return dataclasses.replace(policy, fp8=dataclasses.replace(recipe, emulate=True)), ""
+  there = dataclasses.replace(on_units(recipe, target.matrix_units), emulate=True)
+  return dataclasses.replace(policy, fp8=there), f"fp8 on {target.name}: {in_force(recipe, device)}"

@@ -6,7 +6,7 @@ import pathlib
 
 import jax
 
-from mpjax.fp8._hardware import fp8_units, on_device
+from mpjax.fp8._hardware import in_force
 from mpjax.policy import Policy
 from mpjax.step import Layout, TrainState
 from mpjax.train._optimizers import describe_optimizer
@@ -30,7 +30,7 @@ def header_rows(
   scaling, config = policy.loss_scaling, setup.config
   return {
     "policy": policy.reason or policy.full_label,
-    **_fp8(policy),
+    **({} if policy.fp8 is None else {"fp8": in_force(policy.fp8)}),
     **({} if scaling is None else {"loss scale": f"{scaling.kind}, from {scaling.init_scale:g}"}),
     "model": f"{setup.config.model.kind}, {parameters:,} parameters",
     "data": setup.info.description,
@@ -47,12 +47,3 @@ def _devices(layout: Layout, policy: Policy) -> str:
   axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
   dtype = "float32" if policy.reduce_dtype is None else policy.reduce_dtype.name
   return f"{text} ({axes})" + (f", gradients cross in {dtype}" if layout.shards > 1 else "")
-
-
-def _fp8(policy: Policy) -> dict[str, str]:
-  recipe = policy.fp8
-  if recipe is None:
-    return {}
-  has_units, lack = fp8_units(recipe)
-  how = "" if has_units else ", emulated" if recipe.emulate else f": none, {lack}"
-  return {"fp8": f"{on_device(recipe)}{how}"}

@@ -9,8 +9,10 @@ import jax
 import pytest
 import yaml
 
+import mpjax
 from mpjax import formats
 from mpjax.planner import get_target, presets_of, target_names
+from mpjax.planner._targets import policy_on_target  # what `mpjax.plan` plans for
 
 FOLDER = importlib.resources.files("mpjax").joinpath("formats", "devices")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -29,9 +31,10 @@ PUBLISHED = {
   "rtx4090": (24, 1.0, 165, "ada"),
   "t4": (16, 0.32, 65, "turing"),
   "v100": (16, 0.9, 125, "volta"),
-  "v5e": (16, 0.819, 197, "tpu"),
-  "v5p": (95, 2.765, 459, "tpu"),
+  "v5e": (16, 0.819, 197, "tpu_v5"),
+  "v5p": (95, 2.765, 459, "tpu_v5"),
   "v6e": (32, 1.64, 918, "tpu_v6"),
+  "tpu7x": (96, 7.38 / 2, 2307 / 2, "tpu_v7"),  # half of a chip
 }
 KEYS = {*("device", "kind", "memory", "bandwidth", "flops", "interconnect", "on_chip", "jax_names", "source")}
 KEYS |= {"matrix_units", "cuda", "tpu"}
@@ -56,10 +59,14 @@ def test_figures_are_the_published_ones():
 def test_figures_of_a_device_go_together(name):
   target, data, rates = get_target(name), FILES[name], get_target(name).flops
   half, on_gpu = rates["float16"], name in GPUS
-  assert (target.devices, target.is_here, target.kind) == (1, False, "gpu" if on_gpu else "tpu")
+  of_chip = 2 if name == "tpu7x" else 1
+  assert (target.devices, target.is_here, target.kind) == (of_chip, False, "gpu" if on_gpu else "tpu")
   assert 0.7 * target.memory < target.usable <= target.memory
   assert rates.get("bfloat16", half) == half
   assert rates["float32"] < half <= rates.get("float8", half)
+  assert ("float8" in rates) == (target.matrix_units in formats.LOW_PRECISION)
+  assert rates.get("float8", 2 * half) == pytest.approx(2 * half, rel=0.01)
+  assert ("float4" in rates) == formats.runs_on(target.matrix_units, "nvfp4")
   if on_gpu:
     assert rates["float32"] <= rates.get("tensorfloat32", rates["float32"]) < half
     assert rates.get("tensorfloat32", half / 2) == pytest.approx(half / 2, rel=0.03)
@@ -100,7 +107,8 @@ def test_a_gpus_description_has_each_fact_once_and_agrees_with_its_file(name):
 # Name, devices, topology.
 NAMES = """
 h200 1 1x1x1, h200:1 1 1x1x1, h200:8 8 1x1x8, h100:2x8 16 1x2x8, H100:2x8 16 1x2x8, v5e 1 v5e:1x1, v5e:2x4 8 v5e:2x4,
-v5p:2x2x1 4 v5p:2x2x1, v5p 1 v5p:1x1x1, v6e:1x1 1 v6e:1x1, v6e:16x16 256 v6e:16x16
+v5p:2x2x1 4 v5p:2x2x1, v5p 1 v5p:1x1x1, v6e:1x1 1 v6e:1x1, v6e:16x16 256 v6e:16x16,
+tpu7x 2 tpu7x:1x1x1, tpu7x:2x2x1 8 tpu7x:2x2x1
 """
 
 
@@ -165,7 +173,7 @@ def test_a_device_that_no_file_names_has_its_memory_alone(platform, kind, monkey
 
 
 def test_units_of_a_gpu_that_no_file_describes_are_those_of_its_generation(monkeypatch):
-  for capability, dtypes in (("7.0", 1), ("7.5", 1), ("8.6", 3), ("12.0", 3), ("gfx942", 3)):
+  for capability, dtypes in (("7.0", 1), ("7.5", 1), ("8.6", 3), ("12.0", 3), ("gfx942", 2)):
     target = found_here(monkeypatch, "gpu", "Another GPU", limit=0, compute_capability=capability)
     names = ("float16", "bfloat16", "tensorfloat32")
     runs = [formats.runs_on(target.matrix_units, name) for name in names]
@@ -174,8 +182,26 @@ def test_units_of_a_gpu_that_no_file_describes_are_those_of_its_generation(monke
 
 def test_presets_of_a_target_are_those_that_it_has_units_for():
   presets = {"t4": "fp16 fp32", "v100": "fp16 fp32", "a100": "bf16 fp16 tf32 fp32", "v5p": "fp8 bf16 fp32"}
+  presets["tpu7x"] = "fp8 bf16 fp32"
   for name, found in (presets | {"h200": "fp8 bf16 fp16 tf32 fp32", "here": "bf16 fp32"}).items():
     assert presets_of(get_target(name)) == found.split(), name
+
+
+def test_a_policy_has_the_recipe_of_its_target():
+  fp8, emulated = mpjax.get_policy("fp8"), {"base": "fp8", "fp8": {"recipe": "nvfp4", "emulate": True}}
+  for name, policy, recipe, said in (
+    ("h200", fp8, "current", "fp8 on h200: current scaling, E4M3FN forward, E5M2 backward"),
+    ("b200", fp8, "mx", "fp8 on b200: mx scaling, E4M3FN forward, E4M3FN backward"),
+    ("v5p", fp8, "current", "fp8 on v5p: current scaling, E4M3B11FNUZ forward, E5M2 backward"),
+    ("tpu7x", fp8, "current", "fp8 on tpu7x: current scaling, E4M3FN forward, E5M2 backward"),
+    ("a100", fp8, None, "8.0.*has no FP8 units.*: products run in bfloat16"),
+    ("h200", emulated, "nvfp4", "fp8 on h200: nvfp4 scaling, E2M1FN forward, E2M1FN backward, emulated"),
+    ("here", fp8, "auto", "fp8 on this machine: none, cpu has no FP8 units"),
+  ):
+    there, note = policy_on_target(mpjax.get_policy(policy), get_target(name))
+    assert (there.fp8 and there.fp8.recipe) == recipe, (name, policy)
+    assert re.search(said, note), (name, note)
+  assert policy_on_target(mpjax.get_policy("bf16"), get_target("h200")) == (mpjax.get_policy("bf16"), "")
 
 
 def test_a_target_cannot_be_changed():
