@@ -70,7 +70,7 @@ def measure(model: Any, tokens: Any, policy: Any, device: Any) -> dict[str, Any]
   compiled = jax.jit(gradient(policy, graphdef, delayed)).lower(*arguments).compile()
   found = kernel_products(parse(compiled.as_text() or ""))
   rows = mpjax.explain(loss, model, tokens, policy=policy).rows
-  eligible = [row.flops for row in rows if row.flops and row.after.startswith("float8")]
+  eligible = [row.flops for row in rows if row.flops and mpjax.formats.narrow_bits(row.after)]
   return {
     "eligible": {"products": len(eligible), "flops": sum(eligible)},
     "all_forward_flops": sum(row.flops for row in rows),
@@ -81,7 +81,7 @@ def measure(model: Any, tokens: Any, policy: Any, device: Any) -> dict[str, Any]
 
 def shares(found: list[KernelProduct], forward: int) -> dict[str, float]:
   """FP8 GEMMs over what should be: forward, backward (twice the FLOPs of forward) and in all."""
-  fp8 = [product for product in found if product.fp8]
+  fp8 = [product for product in found if product.is_narrow]
   ahead = sum(product.flops for product in fp8 if not product.backward) / forward
   back = sum(product.flops for product in fp8 if product.backward) / (2 * forward)
   return {"forward": ahead, "backward": back, "all": (min(ahead, 1) + 2 * min(back, 1)) / 3}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from mpjax import _compat
+from mpjax.formats import narrow_bits
 from mpjax.jaxpr import BACKWARD, FORWARD, Trait, has
 from mpjax.planner.analytic._divided_weights import NOT_DIVIDED, DividedWeights
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
@@ -163,7 +164,9 @@ class _Storage:
           gathered.add(id(copy))
           writes.append(copy)
       if operation.equation.primitive is fp8_dot_general_p:  # the quantised operands
-        extra += sum(math.prod(value.shape) for value in operation.operands[:2])
+        spec = operation.equation.params["spec"]
+        for value, dtype in zip(operation.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), strict=True):
+          extra += math.prod(value.shape) * narrow_bits(dtype) // 8
       out.append(StoredOperation(operation, list(reads.values()), writes, int(extra), worst))
     return out
 

@@ -18,6 +18,7 @@ from mpjax.planner._results import KernelGroup, ProductGroup
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 from mpjax.products import fp8_dot_general_p
+from mpjax.products._spec import Spec
 
 _TF32 = ("TF32", "tensorfloat32", "tf32")
 # Padding by more than this share of a weight costs more than it gains.
@@ -135,9 +136,7 @@ def unit_dtype(operation: GraphOperation, target: Target) -> str:
   """Returns the dtype in which a target multiplies: TensorFloat-32 for float32 on a GPU that has it."""
   equation = operation.equation
   if equation.primitive is fp8_dot_general_p:
-    spec = equation.params["spec"]
-    kinds = {str(d) for d in (getattr(spec, "lhs_dtype", ""), getattr(spec, "rhs_dtype", "")) if d}
-    return max(kinds, key=lambda kind: "e5m2" in kind, default="float8_e4m3fn")
+    return _narrow_dtype(equation.params["spec"], target)
   dtypes = [jnp.dtype(dtype_of(atom)) for atom in equation.invars[:2]]
   if "originals" in equation.params:  # a product under autocast, which rounds a float32 operand
     return min(dtypes, key=lambda dtype: dtype.itemsize).name
@@ -145,6 +144,18 @@ def unit_dtype(operation: GraphOperation, target: Target) -> str:
   if dtype == np.float32 and target.kind == "gpu" and precision_of(equation) != "HIGHEST":
     return "tensorfloat32" if formats.runs_on(target.matrix_units, "tensorfloat32") else dtype.name
   return dtype.name
+
+
+def _narrow_dtype(spec: Spec, target: Target) -> str:
+  """Returns the format of a product below 16 bits: that of its blocks, or of the operand that decides.
+
+  An operand in a format that the target's units lack decides, then a gradient's in E5M2.
+  """
+  if spec.in_blocks:
+    bits = formats.narrow_bits(spec.lhs_dtype)
+    return "nvfp4" if spec.scheme == "nvfp4" else f"mxfp{bits}"
+  kinds = {spec.lhs_dtype.name, spec.rhs_dtype.name}
+  return max(kinds, key=lambda kind: (not formats.runs_on(target.matrix_units, kind), "e5m2" in kind))
 
 
 def precision_of(equation: JaxprEqn) -> str:
@@ -193,7 +204,7 @@ def _why(dtype: str, sizes: tuple[int, int, int], wanted: tuple[int, int, int], 
     return f"{target.name} has no matrix units for {dtype}"
   if 1 in sizes:
     return "a matrix times a vector: bound by memory"
-  multiples = formats.MATRIX_UNITS[target.matrix_units].multiples["float8" if "float8" in dtype else dtype]
+  multiples = formats.padded(target.matrix_units, dtype, 1, 1, 1)
   wrong = [
     f"{name}={size} is not a multiple of {step}"
     for name, size, pad, step in zip("MNK", sizes, wanted, multiples, strict=True)
@@ -220,7 +231,7 @@ def serving_dtype(products: tuple[ProductGroup, ...]) -> np.dtype:
   """Returns the dtype of most of the FLOPs, in which the weights would be served."""
   total: dict[str, int] = {}
   for product in products:
-    name = "bfloat16" if product.dtype.startswith("float8") else product.dtype
+    name = "bfloat16" if formats.narrow_bits(product.dtype) else product.dtype
     total[name] = total.get(name, 0) + product.flops
   best = max(total, key=lambda name: total[name], default="float32")
   return jax.dtypes.canonicalize_dtype("float32" if best == "tensorfloat32" else best)

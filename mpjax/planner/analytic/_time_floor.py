@@ -66,9 +66,9 @@ def _rate(operation: GraphOperation, target: Target) -> float:
   dtype = unit_dtype(operation, target)
   if target.kind == "tpu" and dtype == "float32":
     return target.flops["bfloat16"] / _PASSES.get(precision_of(operation.equation), 1)
-  name = "float8" if dtype.startswith("float8") else dtype
-  if name == "float8" and (name not in target.flops or not formats.runs_on(target.matrix_units, "float8")):
-    name = "bfloat16"  # the values are widened to it
+  name, bits = dtype, formats.narrow_bits(dtype)
+  if bits:
+    name = f"float{bits}" if formats.runs_on(target.matrix_units, dtype) else "bfloat16"  # widened to it
   return target.flops.get(name) or target.flops.get("float32") or max(target.flops.values())
 
 

@@ -34,6 +34,7 @@ _PACKAGES = {"plan-tpu": ("libtpu", "flatbuffers"), "plan-cuda": ("jax_cuda13_pl
 _ALTERNATIVES = {"jax_cuda13_plugin": "jax_cuda12_plugin"}
 # The assembler of CUDA 13 does not support a GPU below this compute capability.
 _LEAST_OF_CUDA_13 = (7, 5)
+_BLOCKS = b"xla.scaled_dot"  # a product of blocks in an exported program
 
 
 class CompileError(RuntimeError):
@@ -178,7 +179,7 @@ def _compile_apart(program: bytes, request: dict[str, Any], target: Target, fold
     request["description"] = target.gpu_description()
   (folder / "request.json").write_text(json.dumps(request))
   message = ""
-  for flags in _flags(target):
+  for flags in _flags(target, program):
     code, message = _run(folder, flags)
     if code == 0:
       result = json.loads((folder / "result.json").read_text())
@@ -190,12 +191,16 @@ def _compile_apart(program: bytes, request: dict[str, Any], target: Target, fold
   raise CompileError(f"{target.name}: {_first_lines(message)}", _is_memory(message))
 
 
-def _flags(target: Target) -> tuple[str, ...]:
-  """Returns XLA's flags to try: without a GPU to tune them on, Triton's products may not compile."""
+def _flags(target: Target, program: bytes) -> tuple[str, ...]:
+  """Returns XLA's flags to try: without a GPU to tune them on, Triton's products may not compile.
+
+  Triton alone multiplies blocks; without it, XLA multiplies in bfloat16 what they stand for.
+  """
   if target.kind != "gpu":
     return ("",)
   base = "--xla_gpu_autotune_level=0"
-  return (f"{base} --xla_gpu_enable_triton_gemm=false", base)
+  without = f"{base} --xla_gpu_enable_triton_gemm=false"
+  return (base, without) if _BLOCKS in program else (without, base)
 
 
 def _run(folder: pathlib.Path, flags: str) -> tuple[int, str]:

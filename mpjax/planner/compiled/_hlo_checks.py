@@ -59,7 +59,7 @@ def _own_flops(instruction: HloInstruction, scope: _Scope, module: HloModule, kn
     instruction.op.startswith("all-reduce") and "-done" not in instruction.op
   ):
     return elements
-  if instruction.op in ("dot", "convolution"):
+  if instruction.op in ("dot", "scaled-dot", "convolution"):
     return matrix_flops(instruction, scope)
   inside = [_flops(module, called, known) for called in instruction.called]
   if instruction.op == "reduce":

@@ -12,7 +12,7 @@ from mpjax.planner.compiled._hlo import HloInstruction, HloModule, numpy_name
 from mpjax.planner.compiled._hlo_memory import Buffer, LiveBuffers, live_at_peak
 
 LISTED = 20
-_PRODUCTS = frozenset({"dot", "convolution", "custom-call", "fusion"})
+_PRODUCTS = frozenset({"dot", "scaled-dot", "convolution", "custom-call", "fusion"})
 
 
 def divide_memory(

@@ -1,7 +1,7 @@
 """The matrix products and collectives of an optimised program, read from its HLO.
 
 A product is a GEMM if a cuBLAS call, a Triton or cuDNN fusion or a TPU's matrix unit computes it. On a GPU,
-XLA's own loops compute any other `dot`, without matrix units.
+XLA's own loops compute any other `dot`, without matrix units. A `scaled-dot` multiplies blocks with scales.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
+from mpjax.formats import narrow_bits
 from mpjax.jaxpr import taps
 from mpjax.planner._results import Collective, Crossing, add_up
 from mpjax.planner.compiled._hlo import HloInstruction, HloModule, HloShape, done_of, numpy_name
@@ -48,9 +49,9 @@ class KernelProduct:
   op: str
 
   @property
-  def fp8(self) -> bool:
-    """Returns whether it is a GEMM with both operands in FP8."""
-    return self.kernel != "loop" and all(dtype.startswith("f8") for dtype in self.dtypes)
+  def is_narrow(self) -> bool:
+    """Returns whether it is a GEMM with both operands below 16 bits."""
+    return self.kernel != "loop" and all(narrow_bits(numpy_name(dtype)) for dtype in self.dtypes)
 
   @property
   def backward(self) -> bool:
@@ -161,7 +162,7 @@ def _product(
   text = instruction.rest
   if instruction.op == "convolution":
     return _convolution(instruction, scope, times, kernel)
-  if instruction.op == "dot":
+  if instruction.op in ("dot", "scaled-dot"):
     contracted, batch = integers("lhs_contracting_dims", text), integers("lhs_batch_dims", text)
   elif instruction.op == "custom-call" and "__cublas$" in text:
     config, _ = json.JSONDecoder().raw_decode(text, text.index("backend_config=") + len("backend_config="))

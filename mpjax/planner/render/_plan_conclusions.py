@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mpjax._render.plain_text import bytes_text
+from mpjax.formats import narrow_bits
 from mpjax.planner._results import TRANSIENT_PARTS, Memory, PlanFigures
 
 _MOST_SHARE = 0.97  # the most of a GPU's memory for a process; the driver and the runtime keep the rest
@@ -36,7 +37,7 @@ def _fp8(plans: Sequence[PlanFigures]) -> Iterator[str]:
   """Yields why an FP8 plan needs more memory than a 16-bit plan of the same step, a surprise to many."""
   for narrow, plan in itertools.product(plans, plans):
     same = (narrow.subject, narrow.target, narrow.devices) == (plan.subject, plan.target, plan.devices)
-    if not same or _width(narrow) != 8 or _width(plan) != 16:
+    if not same or not 0 < _width(narrow) <= 8 or _width(plan) != 16:
       continue
     more = narrow.peak - plan.peak
     if more < _WORTH_SAYING * plan.peak:
@@ -58,15 +59,15 @@ def _reason(narrow: PlanFigures, plan: PlanFigures) -> str:
     "FP8 makes products faster, but activations for the backward pass stay in 16 bits, and FP8 copies of "
     "operands are added to them"
   )
-  if any(saved.dtype.startswith("float8") for saved in narrow.memory.saved):
+  if any(narrow_bits(saved.dtype) for saved in narrow.memory.saved):
     return says
   return f"{says}. policy.fp8.saved_activations=fp8 keeps activations in 8 bits"
 
 
 def _width(plan: PlanFigures) -> int:
   """Returns the bits of the narrowest dtype in which a plan multiplies matrices; 0 without any."""
-  widths = {"float8": 8, "float1": 16, "bfloat": 16}
-  return min((widths.get(dtype[:6], 32) for dtype in plan.matrix_flops()), default=0)
+  widths = {"bfloat16": 16, "float16": 16}
+  return min((narrow_bits(dtype) or widths.get(dtype, 32) for dtype in plan.matrix_flops()), default=0)
 
 
 def memory_of(plan: PlanFigures) -> Memory:
