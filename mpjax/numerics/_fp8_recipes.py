@@ -14,8 +14,9 @@ import numpy as np
 
 from mpjax._render.plain_text import table
 from mpjax._types import Array, JaxprEqn, PolicyLike, PyTree
-from mpjax.fp8._recipe import BLOCK
-from mpjax.fp8._scaling import amax_of, quantise, quantise_blocks, scale_of
+from mpjax.fp8._blocks import quantise_mx
+from mpjax.fp8._recipe import BLOCKS
+from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.jaxpr import (
   Rule,
   bind_again,
@@ -357,10 +358,11 @@ def _with_scale(x: Array, scale: Array, dtype: np.dtype) -> Array:
 
 def _in_blocks(rows: Array, dtype: np.dtype) -> Array:
   """Returns float32 rows after a round trip through MXFP8; NaN if blocks do not fit."""
-  if rows.shape[1] % BLOCK:
+  size = BLOCKS["mx"]
+  if rows.shape[1] % size:
     return jnp.full_like(rows, jnp.nan)
-  q, units = quantise_blocks(rows, 1, BLOCK, dtype)
-  return q.astype(jnp.float32) * jnp.repeat(units.astype(jnp.float32), BLOCK, 1)
+  q, units = quantise_mx(rows, dtype, size)
+  return q.astype(jnp.float32) * jnp.repeat(units.astype(jnp.float32), size, 1)
 
 
 def _operands(product: _Product, stats: np.ndarray, recipes: Sequence[str]) -> list[Fp8Operand]:
