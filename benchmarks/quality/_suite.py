@@ -1,4 +1,4 @@
-"""Evaluation loss by policy over several seeds, beside float32 with the same seed.
+"""Evaluation loss by policy over several seeds, beside float32 (FP8 recipes: bf16) with the same seed.
 
     python scripts/bench.py quality [--task gpt,vit] [--policy fp32,bf16] [--seeds N] [--json FILE]
 
@@ -29,7 +29,7 @@ import jax
 
 from benchmarks._record import origin, write
 from benchmarks.quality._tables import pictures, tables
-from mpjax.train import load_config, load_plugins
+from mpjax.train import load_config, load_plugins, make_setup
 from mpjax.train.monitors import RunDirectory
 
 __all__ = ["add_arguments", "pictures", "run", "tables"]
@@ -60,6 +60,19 @@ POLICIES = {
   "stochastic": ("bf16_lean, stochastic", ["policy={base: bf16_lean, master_weights: stochastic}"]),
   "no-masters": ("bf16_lean, no master weights", ["policy={base: bf16_lean, master_weights: none}"]),
 }
+_EMULATED = {"emulate": True, "min_dim": 64}  # a key of the Llama has 64 columns
+RECIPES = {
+  "current": ("current", {"recipe": "current"}),
+  "delayed": ("delayed", {"recipe": "delayed"}),
+  "per-channel": ("per_channel", {"recipe": "per_channel"}),
+  "mx": ("mx", {"recipe": "mx"}),
+  "nvfp4": ("nvfp4", {"recipe": "nvfp4"}),
+  "e4m3b11": ("current, E4M3B11FNUZ", {"recipe": "current", "forward_dtype": "e4m3b11fnuz"}),
+}
+POLICIES |= {
+  name: (f"fp8 {title}", [f"policy={json.dumps({'base': 'fp8', 'fp8': fp8 | _EMULATED})}"])
+  for name, (title, fp8) in RECIPES.items()
+}
 USUAL = ("fp32", "fp16-unscaled", "fp16", "bf16", "tf32")
 
 
@@ -68,6 +81,7 @@ class Task:
   """What is trained: a config, what is set otherwise in it, and how it is shown.
 
   Attributes:
+    base: the policy that the others are compared with.
     seeds: more of them where they are quick and far apart.
     plugin: registers the config's model.
   """
@@ -77,6 +91,7 @@ class Task:
   config: str
   overrides: tuple[str, ...] = ()
   policies: tuple[str, ...] = USUAL
+  base: str = "fp32"
   seeds: int = 3
   plugin: str | None = None
 
@@ -107,6 +122,19 @@ def _small_gpt(optimizer: str, rate: str, policies: tuple[str, ...], seeds: int 
     ),
     policies,
     seeds,
+  )
+
+
+def _recipes(title: str, config: str, *overrides: str, plugin: str | None = None) -> Task:
+  """A model under every FP8 recipe."""
+  return Task(
+    f"{title}, 1,024 bytes a batch",
+    "51,200 bytes held out",
+    config,
+    (*overrides, "model.layers=2", "data.batch_size=8", "data.eval_batches=50", "train.steps=300", *_ONCE),
+    ("bf16", *RECIPES),
+    base="bf16",
+    plugin=plugin,
   )
 
 
@@ -172,6 +200,14 @@ TASKS = {
     ("model.layers=2", "data.batch_size=8", "data.eval_batches=100", "train.steps=300", *_ONCE),
     FEW_BYTES,
     plugin="examples/llama/llama.py",
+  ),
+  "gpt-recipes": _recipes("GPT", "configs/gpt_stdlib.yaml"),
+  "llama-recipes": _recipes("Llama", "examples/llama/stdlib.yaml", plugin="examples/llama/llama.py"),
+  "moe-recipes": _recipes(
+    "Mixture of 4 experts",
+    "configs/gpt_stdlib.yaml",
+    "model.kind=moe",
+    plugin="benchmarks/quality/moe.py",
   ),
 }
 
@@ -267,7 +303,7 @@ def _opened(options: argparse.Namespace) -> dict[str, Any]:
       runs = old["runs"]
     else:
       print(f"{options.json} is of another device or other versions: all runs are done again", flush=True)
-  shown = ("title", "evaluated", "config", "overrides")
+  shown = ("title", "evaluated", "config", "overrides", "base")
   return {
     **head,
     "left_out": {} if _has_tf32() else {"tf32": f"no TensorFloat-32 on {jax.devices()[0].platform}"},
@@ -329,8 +365,18 @@ def _train(each: Run, folder: pathlib.Path) -> tuple[dict[str, Any], float]:
     raise RuntimeError(f"exit status {status} of {each.command}:\n{text[-3000:]}")
   if each.policy == "fp16" and each.seed == 0 and status == 0:
     found["float16"] = _numerics(out, folder)
+  if TASKS[each.task].base == "bf16":
+    found["low_precision"] = _low_precision(each)
   known = {"task": each.task, "policy": each.policy, "seed": each.seed, "command": each.command}
   return {**known, **found}, time.perf_counter() - start
+
+
+def _low_precision(each: Run) -> float:
+  """The share of the forward products' FLOPs that are in less than 16 bits."""
+  config = load_config(ROOT / TASKS[each.task].config, each.changes)
+  rows = make_setup(config).explain().rows
+  low = sum(row.flops for row in rows if row.after.startswith(("float8", "float4")))
+  return low / sum(row.flops for row in rows)
 
 
 def _numerics(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:

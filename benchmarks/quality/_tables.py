@@ -10,15 +10,16 @@ from typing import Any
 from benchmarks._record import provenance
 from mpjax._render.picture_style import GREY, PALE, SMALL, new_figure, picture_style, policy_colour
 
-# Of float32's mean loss.
-BAR = 0.01
+# Shares of the mean loss of what a policy is compared with.
+BAR, BAR_OF_4_BITS = 0.01, 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A policy on a task beside float32 with the same seeds; differences are shares of float32's mean loss."""
+  """A policy on a task beside `base` with the same seeds; differences are shares of that one's mean loss."""
 
   policy: str
+  base: str
   runs: list[dict[str, Any]]
   losses: list[float]
   differences: list[float]
@@ -47,22 +48,23 @@ class Row:
 
   @property
   def verdict(self) -> str:
-    """Against the bar: within one standard error or 1%, whichever is larger."""
+    """Against the bar: within one standard error or 1% (in 4 bits 2%), whichever is larger."""
     if self.diverged:
       return f"{self.diverged} of {len(self.losses)} diverged"
     if not math.isfinite(self.difference):
-      return "fp32 diverged"
+      return f"{self.base} diverged"
     if len(self.losses) < 2:
       return "one seed"
-    if abs(self.difference) <= max(BAR, self.error):
+    if abs(self.difference) <= max(BAR_OF_4_BITS if self.policy == "nvfp4" else BAR, self.error):
       return "within"
     return "better" if self.difference < 0 else "worse"
 
 
 def rows_of(report: dict[str, Any], task: str) -> list[Row]:
-  """A row for each policy, of the seeds that float32 has too."""
+  """A row for each policy, of the seeds that its base has too."""
   runs = [run for run in report["runs"] if run["task"] == task]
-  base = {run["seed"]: float(run["eval_loss"]) for run in runs if run["policy"] == "fp32"}
+  name = report["tasks"][task].get("base", "fp32")
+  base = {run["seed"]: float(run["eval_loss"]) for run in runs if run["policy"] == name}
   rows = []
   for policy in report["policies"]:
     paired = [run for run in runs if run["policy"] == policy and run["seed"] in base]
@@ -70,7 +72,7 @@ def rows_of(report: dict[str, Any], task: str) -> list[Row]:
       scale = statistics.fmean(base[run["seed"]] for run in paired)
       losses = [float(run["eval_loss"]) for run in paired]
       differences = [(float(run["eval_loss"]) - base[run["seed"]]) / scale for run in paired]
-      rows.append(Row(policy, paired, losses, differences))
+      rows.append(Row(policy, name, paired, losses, differences))
   return rows
 
 
@@ -94,17 +96,20 @@ def tables(report: dict[str, Any]) -> str:
 def _losses(report: dict[str, Any], rows: list[Row]) -> str:
   accuracy = "eval_accuracy" in rows[0].runs[0]
   heads = ["policy", "eval loss by seed", "mean", "difference", "standard error", "verdict", "skipped steps"]
-  lines = [[*heads, "accuracy"] if accuracy else heads]
+  shares = "low_precision" in rows[0].runs[0]
+  lines = [[*heads, *["accuracy"] * accuracy, *["FLOPs below 16 bits"] * shares]]
   lines.append(["---"] * len(lines[0]))
   for row in rows:
     cells = [report["policies"][row.policy], _by_seed(row.losses), f"{row.mean:.4f}"]
-    same = row.policy == "fp32"
+    same = row.policy == row.base
     error = f"{row.error:.2%}" if len(row.losses) > 1 else "-"
     cells += ["-"] * 3 if same else [f"{row.difference:+.2%}", error, row.verdict]
     skipped = [run["skipped_steps"] for run in row.runs]
     cells.append(" ".join(map(str, skipped)) if any(skipped) else "0")
     if accuracy:
       cells.append(f"{statistics.fmean(float(run.get('eval_accuracy', 'nan')) for run in row.runs):.2%}")
+    if shares:
+      cells.append(f"{row.runs[0]['low_precision']:.0%}")
     lines.append(cells)
   return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -135,8 +140,8 @@ def _gradients(report: dict[str, Any]) -> str:
 
 @picture_style()
 def pictures(report: dict[str, Any]) -> dict[str, Any]:
-  """A panel for each task: seeds as dots, the mean as a bar, relative to float32 with the same seed."""
-  shown = {task: [row for row in rows_of(report, task) if row.policy != "fp32"] for task in report["tasks"]}
+  """A panel for each task: seeds as dots, the mean as a bar, relative to its base with the same seed."""
+  shown = {task: [row for row in rows_of(report, task) if row.policy != row.base] for task in report["tasks"]}
   shown = {task: rows for task, rows in shown.items() if rows}
   if not shown:
     return {}
