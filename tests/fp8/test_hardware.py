@@ -1,4 +1,4 @@
-"""Which devices multiply FP8 in hardware, by what JAX says of them."""
+"""Which devices multiply which recipe in hardware, and what `auto` is there, by what JAX says of them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import re
 import types
 
 import jax
+import pytest
+
+import mpjax
 
 # No public function takes a device that is not there.
-from mpjax.fp8._hardware import fp8_units
+from mpjax.fp8._hardware import fp8_units, on_device
 from mpjax.fp8._recipe import parse_recipe
-
-FNUZ = {"forward_dtype": "e4m3fnuz", "gradient_dtype": "e5m2fnuz"}
+from tests.fp8._programs import mlp, weights
+from tests.fp8._reference import normal
 
 
 def device(platform, kind, capability=None):
@@ -21,64 +24,126 @@ def device(platform, kind, capability=None):
   return made
 
 
-# Device, and for OCP's formats, AMD's and MXFP8: whether it has units.
+OCP = "current scaling, E4M3FN forward, E5M2 backward"
+AMD = "current scaling, E4M3FNUZ forward, E5M2FNUZ backward"
+B11 = "current scaling, E4M3B11FNUZ forward, E5M2 backward"
+MX = "mx scaling, E4M3FN forward, E4M3FN backward"
+# Device, the recipes that it has units for, and what `auto` is there.
 DEVICES = {
-  "cpu": (device("cpu", "cpu"), "no no no"),
-  "V100": (device("gpu", "Tesla V100-SXM2-16GB", "7.0"), "no no no"),
-  "A100": (device("gpu", "NVIDIA A100-SXM4-40GB", "8.0"), "no no no"),
-  "RTX 3090": (device("gpu", "NVIDIA GeForce RTX 3090", "8.6"), "no no no"),
-  "Orin": (device("gpu", "Orin", "8.7"), "no no no"),
-  "L4": (device("gpu", "NVIDIA L4", "8.9"), "yes no no"),
-  "RTX 4090": (device("cuda", "NVIDIA GeForce RTX 4090", "8.9"), "yes no no"),
-  "H100": (device("gpu", "NVIDIA H100 80GB HBM3", "9.0"), "yes no no"),
-  "H200": (device("gpu", "NVIDIA H200", "9.0"), "yes no no"),
-  "B200": (device("gpu", "NVIDIA B200", "10.0"), "yes no yes"),
-  "B300": (device("gpu", "NVIDIA B300", "10.3"), "yes no yes"),
-  "RTX 5090": (device("gpu", "NVIDIA GeForce RTX 5090", "12.0"), "yes no yes"),
-  "MI250": (device("gpu", "AMD Instinct MI250X", "gfx90a"), "no no no"),
-  "MI300": (device("gpu", "AMD Instinct MI300X", "gfx942"), "no yes no"),
-  "MI300 with features": (device("rocm", "AMD Instinct MI300X", "gfx942:sramecc+:xnack-"), "no yes no"),
-  "MI350": (device("gpu", "AMD Instinct MI355X", "gfx950"), "yes no no"),
-  "RX 7900": (device("gpu", "AMD Radeon RX 7900 XTX", "gfx1100"), "no no no"),
-  "RX 9070": (device("gpu", "AMD Radeon RX 9070", "gfx1201"), "yes no no"),
-  "TPU v2": (device("tpu", "TPU v2"), "no no no"),
-  "TPU v4": (device("tpu", "TPU v4"), "no no no"),
-  "TPU v5e": (device("tpu", "TPU v5 lite"), "no no no"),
-  "TPU v5p": (device("tpu", "TPU v5p"), "no no no"),
-  "TPU v6e": (device("tpu", "TPU v6 lite"), "no no no"),
-  "TPU v7": (device("tpu", "TPU7x"), "yes no no"),
-  "Metal": (device("METAL", "Apple M3"), "no no no"),
-  "unknown": (device("neuron", "trn2"), "no no no"),
+  "cpu": (device("cpu", "cpu"), "", OCP),
+  "V100": (device("gpu", "Tesla V100-SXM2-16GB", "7.0"), "", OCP),
+  "A100": (device("gpu", "NVIDIA A100-SXM4-40GB", "8.0"), "", OCP),
+  "RTX 3090": (device("gpu", "NVIDIA GeForce RTX 3090", "8.6"), "", OCP),
+  "Orin": (device("gpu", "Orin", "8.7"), "", OCP),
+  "L4": (device("gpu", "NVIDIA L4", "8.9"), "OCP", OCP),
+  "RTX 4090": (device("cuda", "NVIDIA GeForce RTX 4090", "8.9"), "OCP", OCP),
+  "H100": (device("gpu", "NVIDIA H100 80GB HBM3", "9.0"), "OCP", OCP),
+  "H200": (device("gpu", "NVIDIA H200", "9.0"), "OCP", OCP),
+  "B200": (device("gpu", "NVIDIA B200", "10.0"), "OCP mx nvfp4", MX),
+  "B300": (device("gpu", "NVIDIA B300", "10.3"), "OCP mx nvfp4", MX),
+  "RTX 5090": (device("gpu", "NVIDIA GeForce RTX 5090", "12.0"), "OCP mx nvfp4", MX),
+  "MI250": (device("gpu", "AMD Instinct MI250X", "gfx90a"), "", OCP),
+  "MI300": (device("gpu", "AMD Instinct MI300X", "gfx942"), "FNUZ", AMD),
+  "MI300 with features": (device("rocm", "AMD Instinct MI300X", "gfx942:sramecc+:xnack-"), "FNUZ", AMD),
+  "MI350": (device("gpu", "AMD Instinct MI355X", "gfx950"), "OCP", OCP),
+  "RX 7900": (device("gpu", "AMD Radeon RX 7900 XTX", "gfx1100"), "", OCP),
+  "RX 9070": (device("gpu", "AMD Radeon RX 9070", "gfx1201"), "OCP", OCP),
+  "TPU v2": (device("tpu", "TPU v2"), "", OCP),
+  "TPU v4": (device("tpu", "TPU v4"), "", OCP),
+  "TPU v5e": (device("tpu", "TPU v5 lite"), "B11", B11),
+  "TPU v5p": (device("tpu", "TPU v5p"), "B11", B11),
+  "TPU v6e": (device("tpu", "TPU v6 lite"), "B11", B11),
+  "TPU v7": (device("tpu", "TPU7x"), "OCP", OCP),
+  "Metal": (device("METAL", "Apple M3"), "", OCP),
+  "unknown": (device("neuron", "trn2"), "", OCP),
 }
-RECIPES = {"current": "current", "FNUZ": {"recipe": "current", **FNUZ}, "mx": "mx"}
+RECIPES = {
+  "OCP": "current",
+  "FNUZ": {"recipe": "current", "forward_dtype": "e4m3fnuz"},
+  "B11": {"recipe": "current", "forward_dtype": "e4m3b11fnuz"},
+  "mx": "mx",
+  "nvfp4": "nvfp4",
+}
 
 
 # Device, recipe, and what is said of a device without.
 LACKS = [
-  ("cpu", "current", "cpu has no FP8 units"),
-  ("A100", "current", "8.0.*no FP8 units: they start with 8.9"),
-  ("H100", "mx", r"MXFP8.*starts with compute capability 10\.0"),
-  ("H100", "FNUZ", "no FNUZ formats: use e4m3fn and e5m2"),
-  ("MI300", "current", "gfx942.*use e4m3fnuz and e5m2fnuz"),
-  ("MI350", "FNUZ", "gfx950.*use e4m3fn and e5m2"),
-  ("MI250", "current", "gfx90a.*no FP8 units"),
-  ("TPU v6e", "current", "TPU v6 lite has no FP8 units"),
-  ("TPU v7", "FNUZ", "TPU7x has no FNUZ formats"),
-  ("unknown", "current", "trn2.*unknown"),
+  ("cpu", "OCP", "cpu has no FP8 units"),
+  ("A100", "OCP", "8.0.*no FP8 units: they start with 8.9"),
+  ("H100", "mx", r"blocks of 32.*MXFP8.*starts with NVIDIA's compute capability 10\.0"),
+  ("H100", "nvfp4", r"blocks of 16.*NVFP4.*starts with NVIDIA's compute capability 10\.0"),
+  ("H100", "FNUZ", "no units for float8_e4m3fnuz and float8_e5m2fnuz: use float8_e4m3fn and float8_e5m2"),
+  ("MI300", "OCP", "MI300X.*use float8_e4m3fnuz and float8_e5m2fnuz, or recipe: auto"),
+  ("MI350", "FNUZ", "MI355X.*use float8_e4m3fn and float8_e5m2"),
+  ("MI250", "OCP", "gfx90a.*no FP8 units"),
+  ("TPU v4", "OCP", "TPU v4 has no FP8 units: they start with TPU v5"),
+  ("TPU v6e", "OCP", "TPU v6 lite has no units for float8_e4m3fn: use float8_e4m3b11fnuz and float8_e5m2"),
+  ("TPU v7", "FNUZ", "TPU7x has no units for float8_e4m3fnuz"),
+  ("TPU v7", "mx", "TPU7x.*MXFP8"),
+  ("unknown", "OCP", "trn2.*unknown"),
 ]
 
 
-def test_devices():
-  for name, (made, answers) in DEVICES.items():
-    for recipe, answer in zip(RECIPES, answers.split(), strict=True):
-      has_units, lack = fp8_units(parse_recipe(RECIPES[recipe]), made)
-      assert has_units is (answer == "yes"), (name, recipe)
-      assert lack == "" if has_units else lack.startswith(made.device_kind), (name, recipe)
-    # Scaling by tensor needs the same units.
-    assert fp8_units(parse_recipe("delayed"), made) == fp8_units(parse_recipe("current"), made)
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_units_of_a_device_and_its_own_recipe(name):
+  made, has, own = DEVICES[name]
+  for recipe, spec in RECIPES.items():
+    has_units, lack = fp8_units(parse_recipe(spec), made)
+    assert has_units is (recipe in has.split()), recipe
+    assert lack == "" if has_units else lack.startswith(made.device_kind), recipe
+  # Scales of tensors and of channels need the same units; a device has those of its own recipe, if any.
+  assert fp8_units(parse_recipe("delayed"), made) == fp8_units(parse_recipe("current"), made)
+  assert fp8_units(parse_recipe("per_channel"), made)[0] is ("OCP" in has)
+  assert fp8_units(parse_recipe("auto"), made)[0] is bool(has)
+  assert str(on_device(parse_recipe("auto"), made)) == own
+  assert on_device(parse_recipe("nvfp4"), made) == parse_recipe("nvfp4")
+
+
+def test_what_a_device_lacks():
   for name, recipe, words in LACKS:
-    assert re.search(words, fp8_units(parse_recipe(RECIPES[recipe]), DEVICES[name][0])[1]), name
+    said = fp8_units(parse_recipe(RECIPES[recipe]), DEVICES[name][0])[1]
+    assert re.search(words, said), said
+
+
+# Fields beside `recipe: auto`, and what it is with them on a B200 and on a TPU v5e.
+WITH = [
+  ({"min_dim": 16, "keep_last": 0.1}, MX, B11),
+  ({"gradient_dtype": "e5m2"}, "mx scaling, E4M3FN forward, E5M2 backward", B11),
+  ({"backward": "compute"}, MX.replace("E4M3FN backward", "the compute dtype backward"),
+   B11.replace("E5M2", "the compute dtype")),
+  ({"margin": 1}, OCP, B11),
+  ({"pow2_scales": True}, OCP, B11),
+  ({"saved_activations": "fp8"}, OCP, B11),
+  ({"forward_dtype": "e4m3fn"}, OCP, OCP),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "on_b200", "on_v5e"), WITH, ids=str)
+def test_auto_keeps_the_fields_that_are_given(fields, on_b200, on_v5e):
+  recipe = parse_recipe({"recipe": "auto", **fields})
+  for name, want in (("B200", on_b200), ("TPU v5e", on_v5e)):
+    found = on_device(recipe, DEVICES[name][0])
+    assert str(found) == want
+    given = parse_recipe(fields)
+    assert all(getattr(found, key) == getattr(given, key) for key in fields)
 
 
 def test_the_first_device_is_asked_of_if_none_is_named():
-  assert fp8_units(parse_recipe("current")) == fp8_units(parse_recipe("current"), jax.devices()[0])
+  for name in ("current", "auto"):
+    assert fp8_units(parse_recipe(name)) == fp8_units(parse_recipe(name), jax.devices()[0])
+
+
+@pytest.mark.parametrize("name", ["cpu", "H200", "B200", "MI300", "TPU v6e", "TPU v7"])
+def test_the_preset_is_the_devices_own_recipe_where_products_are_decided(name, monkeypatch):
+  made, has, own = DEVICES[name]
+  monkeypatch.setattr(jax, "devices", lambda *_: [made])
+  monkeypatch.setattr(jax, "default_backend", lambda: made.platform)
+  w, x = weights(*[128] * 4), normal(128, 128)
+  rows = [row for row in mpjax.explain(mlp, w, x, policy="fp8").rows if row.flops]
+  inner, forward = rows[1], f"float8_{own.split()[2].lower()}"
+  if not has:
+    assert "has no FP8 units" in inner.why
+    rows = mpjax.explain(mlp, w, x, policy={"base": "fp8", "fp8": {"emulate": True}}).rows
+    inner = [row for row in rows if row.flops][1]
+  assert inner.why == f"an FP8 product ({own})"
+  assert inner.after == forward

@@ -11,12 +11,13 @@ import yaml
 
 import mpjax
 from mpjax.fp8 import Recipe
-from mpjax.fp8._recipe import parse_recipe  # a policy gives only what it made of the mapping
+from mpjax.fp8._recipe import RECIPES, parse_recipe  # a policy gives only what it made of the mapping
 
 DEFAULTS = {
-  "recipe": "current",
-  "forward_dtype": "float8_e4m3fn",
-  "gradient_dtype": "float8_e5m2",
+  "recipe": "auto",
+  "forward_dtype": "",
+  "gradient_dtype": "",
+  "backward": "policy",
   "margin": 0,
   "pow2_scales": False,
   "amax_history_len": 1024,
@@ -24,6 +25,7 @@ DEFAULTS = {
   "emulate": False,
   "first_layer": False,
   "last_layer": False,
+  "keep_last": 0.0,
   "attention": False,
   "min_dim": 128,
   "include": (),
@@ -32,9 +34,10 @@ DEFAULTS = {
 }
 # Every key with a value that is not its default, and what is parsed of it.
 OTHER = {
-  "recipe": ("delayed", "delayed"),
-  "forward_dtype": (jnp.float8_e4m3fn, "float8_e4m3fn"),
+  "recipe": ("nvfp4", "nvfp4"),
+  "forward_dtype": (jnp.float8_e4m3b11fnuz, "float8_e4m3b11fnuz"),
   "gradient_dtype": ("e4m3fn", "float8_e4m3fn"),
+  "backward": ("compute", "compute"),
   "margin": (3, 3),
   "pow2_scales": (True, True),
   "amax_history_len": (16, 16),
@@ -42,49 +45,65 @@ OTHER = {
   "emulate": (True, True),
   "first_layer": (True, True),
   "last_layer": (True, True),
+  "keep_last": (1, 1.0),
   "attention": (True, True),
   "min_dim": (16, 16),
   "include": (["mlp", "block_[0-3]"], ("mlp", "block_[0-3]")),
   "exclude": ("head", ("head",)),
   "saved_activations": ("fp8", "fp8"),
 }
+# Fields of a recipe where they differ from the defaults: its formats, and what comes with them.
+E4M3, E5M2, FP4 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
+OWN = {
+  "auto": {},
+  "current": {"forward_dtype": E4M3, "gradient_dtype": E5M2},
+  "delayed": {"forward_dtype": E4M3, "gradient_dtype": E5M2},
+  "per_channel": {"forward_dtype": E4M3, "gradient_dtype": E4M3},
+  "mx": {"forward_dtype": E4M3, "gradient_dtype": E4M3},
+  "nvfp4": {"forward_dtype": FP4, "gradient_dtype": FP4, "keep_last": 0.15},
+}
+MULTIPLES = {"mx": 32}
 DELAYED = ("amax_history_len", "amax_compute")
-
-
-def mapping(key, value):
-  return {"recipe": "delayed", key: value} if key in DELAYED else {key: value}
 
 
 def test_defaults_are_documented_ones_and_every_key_is_tested_here():
   assert dataclasses.asdict(Recipe()) == DEFAULTS
   assert OTHER.keys() == DEFAULTS.keys()
-  assert parse_recipe({"recipe": "current"}) == Recipe()
+  assert set(OWN) == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_name_alone_is_a_recipe_with_its_own_formats(name):
+  recipe = parse_recipe(name)
+  assert dataclasses.asdict(recipe) == DEFAULTS | {"recipe": name} | OWN[name]
+  assert recipe == Recipe(name) == parse_recipe({"recipe": name})
+  assert recipe.multiple == MULTIPLES.get(name, 16)
+
+
+def test_nothing_is_no_recipe_and_blocks_of_older_configs_are_mx():
+  for empty in (None, {}, (), []):
+    assert parse_recipe(empty) is None
+  assert parse_recipe("block") == parse_recipe({"recipe": "block"}) == Recipe("block") == Recipe("mx")
 
 
 def test_a_key_sets_its_own_field_and_no_other():
   for key, (given, want) in OTHER.items():
-    recipe = parse_recipe(mapping(key, given))
-    want_fields = DEFAULTS | {key: want} | ({"recipe": "delayed"} if key in DELAYED else {})
-    assert dataclasses.asdict(recipe) == want_fields, key
+    name = "delayed" if key in DELAYED else "nvfp4" if key == "recipe" else "current"
+    recipe = parse_recipe({"recipe": name, key: given})
+    assert dataclasses.asdict(recipe) == DEFAULTS | {"recipe": name} | OWN[name] | {key: want}, key
     hash(recipe)
 
 
-def test_a_name_alone_is_a_recipe_and_nothing_is_none():
-  for empty in (None, {}, (), []):
-    assert parse_recipe(empty) is None
-  for name in ("current", "delayed", "mx"):
-    assert parse_recipe(name) == parse_recipe({"recipe": name})
-    assert parse_recipe(name).recipe == name
-
-
-def test_blocks_take_e4m3_for_gradients_too_unless_told():
-  assert parse_recipe("mx").gradient_dtype == Recipe(recipe="mx").gradient_dtype == "float8_e4m3fn"
-  assert parse_recipe({"recipe": "mx", "gradient_dtype": "e5m2"}).gradient_dtype == "float8_e5m2"
-  assert parse_recipe("mx").multiple == 32
-  assert parse_recipe("current").multiple == parse_recipe("delayed").multiple == 16
-  # The gradient's default must not be the reason that the mapping is refused without saying what to write.
-  amd = parse_recipe({"recipe": "mx", "forward_dtype": "e4m3fnuz", "gradient_dtype": "e4m3fnuz"})
-  assert (amd.forward_dtype, amd.gradient_dtype) == ("float8_e4m3fnuz", "float8_e4m3fnuz")
+def test_a_gradient_format_goes_with_the_forward_one():
+  for name, forward, gradient in (
+    ("current", "e4m3b11fnuz", E5M2),
+    ("current", "e4m3fnuz", "float8_e5m2fnuz"),
+    ("auto", "e4m3fnuz", "float8_e5m2fnuz"),
+    ("per_channel", "e4m3fnuz", "float8_e4m3fnuz"),
+    ("mx", "e4m3fnuz", "float8_e4m3fnuz"),
+  ):
+    assert parse_recipe({"recipe": name, "forward_dtype": forward}).gradient_dtype == gradient, name
+  assert parse_recipe({"recipe": "mx", "gradient_dtype": "e5m2"}).gradient_dtype == E5M2
 
 
 def test_a_format_goes_by_short_name_long_name_or_dtype():
@@ -110,14 +129,20 @@ WRONG = {
   "unknown key that is no string": ({3: "current"}, ["3", "recipe"]),
   "unknown recipe": (
     {"recipe": "curent"},
-    ["recipe", "'curent'", "current, delayed, block", "did you mean 'current'"],
+    ["recipe", "'curent'", "auto, current, delayed, per_channel, mx, nvfp4", "did you mean 'current'"],
   ),
-  "unknown recipe by name": ("mxfp8", ["recipe", "'mxfp8'", "current, delayed, block"]),
-  "recipe of none": ({"recipe": None}, ["recipe", "None", "current, delayed, block"]),
-  "recipe that is a list": ({"recipe": ["current"]}, ["recipe", "['current']", "current, delayed, block"]),
+  "unknown recipe by name": (
+    "mxfp8",
+    ["recipe", "'mxfp8'", "auto, current, delayed, per_channel, mx, nvfp4"],
+  ),
+  "recipe of none": ({"recipe": None}, ["recipe", "None", "auto, current, delayed, per_channel, mx, nvfp4"]),
+  "recipe that is a list": (
+    {"recipe": ["current"]},
+    ["recipe", "['current']", "auto, current, delayed, per_channel, mx, nvfp4"],
+  ),
   "forward format": (
     {"forward_dtype": "e4m3"},
-    ["forward_dtype", "'e4m3'", "e4m3fn, e5m2, e4m3fnuz, e5m2fnuz"],
+    ["forward_dtype", "'e4m3'", "e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e4m3b11fnuz"],
   ),
   "gradient format": ({"gradient_dtype": "bfloat16"}, ["gradient_dtype", "'bfloat16'", "e5m2fnuz"]),
   "format that is a dtype": ({"gradient_dtype": jnp.bfloat16}, ["gradient_dtype", "bfloat16", "e5m2fnuz"]),
@@ -127,9 +152,18 @@ WRONG = {
     {"forward_dtype": "e4m3fnuz", "gradient_dtype": "e5m2"},
     ["forward_dtype", "gradient_dtype", "float8_e5m2", "fnuz"],
   ),
+  "FP4 in another recipe": ({"recipe": "mx", "forward_dtype": FP4}, [FP4, "nvfp4", "mx"]),
+  "a format of NVFP4": ({"recipe": "nvfp4", "forward_dtype": "e4m3fn"}, ["forward_dtype", "nvfp4"]),
+  "a share that is none": ({"keep_last": 1.5}, ["keep_last", "1.5", "from 0 to 1"]),
+  "a share that is a truth value": ({"keep_last": True}, ["keep_last", "True", "from 0 to 1"]),
+  "backward": ({"backward": "bf16"}, ["backward", "'bf16'", "policy, compute"]),
+  "saved FP8 by channel": (
+    {"recipe": "per_channel", "saved_activations": "fp8"},
+    ["saved_activations", "per_channel"],
+  ),
   "E5M2 twice": ({"forward_dtype": "e5m2"}, ["forward_dtype", "gradient_dtype", "float8_e5m2", "e4m3"]),
   "FNUZ gradient only": (
-    {"gradient_dtype": "e5m2fnuz"},
+    {"recipe": "current", "gradient_dtype": "e5m2fnuz"},
     ["forward_dtype", "gradient_dtype", "float8_e4m3fn"],
   ),
   "margin below zero": ({"margin": -1}, ["margin", "-1", "at least 0"]),
@@ -158,7 +192,7 @@ WRONG = {
   "exclude of numbers": ({"exclude": [1]}, ["exclude", "[1]", "regular expressions"]),
   "a pattern that is none": ({"exclude": ["mlp", "("]}, ["exclude", "'('", "regular expression"]),
   "saved_activations": ({"saved_activations": "bf16"}, ["saved_activations", "'bf16'", "compute, fp8"]),
-  "history without delay": ({"amax_history_len": 16}, ["amax_history_len", "delayed", "current"]),
+  "history without delay": ({"amax_history_len": 16}, ["amax_history_len", "delayed", "auto"]),
   "amax_compute in blocks": (
     {"recipe": "mx", "amax_compute": "max"},
     ["amax_compute", "delayed", "mx"],
@@ -223,8 +257,12 @@ def test_patterns_match_whole_components_of_the_module_path():
 
 
 SPECS = [
-  "current",
-  "mx",
+  *RECIPES,
+  "block",
+  {"recipe": "nvfp4", "keep_last": 0, "backward": "compute"},
+  {"recipe": "auto", "gradient_dtype": "e4m3fn", "keep_last": 0.25},
+  {"recipe": "per_channel", "margin": 1, "forward_dtype": "e4m3b11fnuz"},
+  {"margin": 1, "saved_activations": "fp8"},
   {"recipe": "delayed", "amax_history_len": 4, "amax_compute": "most_recent"},
   {"forward_dtype": "e4m3fnuz", "gradient_dtype": "e5m2fnuz"},
   {"forward_dtype": jnp.float8_e4m3fn, "margin": 2, "emulate": True},
@@ -232,8 +270,6 @@ SPECS = [
   [("recipe", "current"), ("pow2_scales", True)],
   Recipe(),
   Recipe(margin=1, include=("mlp",)),
-  parse_recipe("delayed"),
-  parse_recipe("mx"),
 ]
 
 
@@ -249,10 +285,11 @@ def test_a_recipe_and_its_policy_come_back_from_plain_data():
       assert again == policy, spec
       assert hash(again) == hash(policy)
       assert again.fp8 == recipe
+    assert mpjax.get_policy(str(policy)) == policy, str(policy)
 
 
 def test_the_preset_has_a_recipe():
-  assert mpjax.get_policy("fp8").fp8 == Recipe(recipe="current")
+  assert mpjax.get_policy("fp8").fp8 == Recipe()
   assert mpjax.get_policy("bf16").fp8 is None
 
 

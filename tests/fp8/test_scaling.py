@@ -1,4 +1,4 @@
-"""Amax, scales, the saturating cast and MXFP8 blocks against float64 NumPy."""
+"""Amax, scales and the saturating cast against float64 NumPy."""
 
 import itertools
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpjax.fp8 import _scaling  # a product shows its scales and casts only together
-from tests.fp8._reference import FORMATS, OPTIONS, bits, flushed, held_in_blocks, rounded, scale_for
+from tests.fp8._reference import FORMATS, OPTIONS, bits, flushed, rounded, scale_for
 
 # The quick code generators of XLA for CPU do not round to the fnuz formats.
 pytestmark = pytest.mark.optimised
@@ -29,7 +29,6 @@ def compiled(fun):
 
 
 quantise = compiled(lambda dtype, x, scale: _scaling.quantise(x, scale, dtype))
-quantise_blocks = compiled(lambda dtype, x: _scaling.quantise_blocks(x, 1, 32, dtype))
 
 
 def wide(x):
@@ -181,74 +180,3 @@ def test_nothing_saturates_with_the_scale_of_its_own_amax():
       back = wide(q) / float(scale)
       bound = np.maximum(2.0 ** -(fraction + 1) * np.abs(x), 2.0 ** (smallest - fraction - 1) / float(scale))
       assert (np.abs(back - x) <= bound + 2.0**-22 * np.abs(x)).all(), (name, magnitude)
-
-
-# blocks
-
-
-def test_blocks_are_as_by_hand():
-  for magnitude in np.float32([1e-30, 1.0, 1e30]):
-    x = spread(3, 128, low=-6, high=6) * magnitude
-    x[0, 32:64] = 0
-    for name, (q, scales) in quantise_blocks(x).items():
-      assert (q.dtype, scales.dtype) == (DTYPES[name], jnp.float8_e8m0fnu)
-      assert (q.shape, scales.shape) == ((3, 128), (3, 4))
-      want, unit = held_in_blocks(x, name)
-      np.testing.assert_array_equal(wide(scales), unit)
-      np.testing.assert_array_equal(wide(q) * np.repeat(unit, 32, 1), want)
-
-
-def test_a_block_at_a_power_of_two_of_the_largest_number_keeps_its_scale():
-  for name, (fraction, _, largest) in FORMATS.items():
-    above = np.nextafter(np.float32(largest), np.float32(np.inf))
-    amax = np.array([largest, above, largest * 2, largest / 2, -above], np.float32)
-    x = np.full((5, 32), 1e-3, np.float32)
-    x[:, 7] = amax
-    q, scales = quantise_blocks(x)[name]
-    np.testing.assert_array_equal(wide(scales)[:, 0], [1, 2, 2, 0.5, 2])
-    np.testing.assert_allclose(wide(q)[:, 7], amax / wide(scales)[:, 0], rtol=2.0 ** -(fraction + 1))
-
-
-def test_no_block_saturates_anywhere_in_the_range():
-  magnitudes = np.float32([2.0**-149, 2.0**-130, 2.0**-126, 2.0**-118, 1e-30, 1.0, 1e30, 3.4028235e38])
-  x = np.zeros((32, 32), np.float32)
-  x[:, 3] = np.outer(magnitudes, np.float32([1, -1, 0.75, 0.5])).ravel()
-  for name, (q, scales) in quantise_blocks(x).items():
-    q, scales = wide(q), wide(scales)
-    assert np.isfinite(q).all()
-    assert (scales >= 2.0**-126).all()
-    assert (scales <= 2.0**127).all()
-    assert (np.frexp(scales)[0] == 0.5).all()
-    bound = 2.0 ** -(FORMATS[name][0] + 1) * np.abs(x[:, 3]) + 2.0**-126
-    assert (np.abs(q[:, 3] * scales[:, 0] - x[:, 3]) <= bound).all(), name
-
-
-def test_a_block_that_is_not_finite_leaves_the_others_alone():
-  x = spread(2, 64, low=-2, high=2)
-  clean = quantise_blocks(x)
-  keep = np.ones((2, 64), bool)
-  keep[0, 32:] = False
-  for bad in BAD:
-    x[0, 40] = bad
-    for name, (q, scales) in quantise_blocks(x).items():
-      want_q, want_scales = clean[name]
-      assert np.isnan(wide(q)[0, 40])
-      assert np.isfinite(wide(scales)).all()
-      np.testing.assert_array_equal(bits(q)[keep], bits(want_q)[keep])
-      np.testing.assert_array_equal(bits(scales)[keep[:, ::32]], bits(want_scales)[keep[:, ::32]])
-
-
-def test_blocks_lie_along_the_axis_asked_for():
-  for axis, dtype in enumerate(WIDE):
-    x = np.moveaxis(spread(2, 5, 96, low=-4, high=4, seed=axis), 2, axis).astype(
-      getattr(ml_dtypes, dtype, dtype)
-    )
-    q, scales = jax.jit(lambda x, axis=axis: _scaling.quantise_blocks(x, axis, 32, jnp.float8_e4m3fn))(x)
-    want, unit = held_in_blocks(np.moveaxis(wide(x), axis, 2), "float8_e4m3fn")
-    np.testing.assert_array_equal(np.moveaxis(wide(scales), axis, 2), unit)
-    np.testing.assert_array_equal(np.moveaxis(wide(q), axis, 2) * np.repeat(unit, 32, 2), want)
-  for shape in [(0, 32), (2, 0), (0, 0)]:
-    q, scales = jax.eval_shape(
-      lambda x: _scaling.quantise_blocks(x, 1, 32, jnp.float8_e5m2), jnp.zeros(shape)
-    )
-    assert (q.shape, scales.shape) == (shape, (shape[0], shape[1] // 32))

@@ -23,9 +23,7 @@ def test_the_warning_names_the_users_line():
   assert said[0].filename == __file__
 
 
-@pytest.mark.parametrize(
-  "policy", ["fp8", {"base": "fp8", "fp8": {"recipe": "mx", "min_dim": 16}}], ids=str
-)
+@pytest.mark.parametrize("policy", ["fp8", {"base": "fp8", "fp8": {"recipe": "mx", "min_dim": 16}}], ids=str)
 def test_without_units_fp8_is_bfloat16_and_says_so(policy):
   w, x = weights(*[128] * 4), normal(128, 128)
   with pytest.warns(

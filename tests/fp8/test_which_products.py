@@ -86,7 +86,9 @@ def test_a_dimension_that_is_symbolic_may_be_no_multiple_of_16():
 def test_reasons():
   rows = [row for row in mpjax.explain(mlp, W, X, policy=fp8()).rows if row.flops]
   assert ["first layer" in rows[0].why, "last layer" in rows[-1].why] == [True, True]
-  assert {row.why for row in rows[1:-1]} == {"an FP8 product (current scaling)"}
+  assert {row.why for row in rows[1:-1]} == {
+    "an FP8 product (current scaling, E4M3FN forward, E5M2 backward)"
+  }
   reason = lambda fun, w, x=X, **options: [
     row.why for row in mpjax.explain(fun, w, x, policy=fp8(**options)).rows if row.flops
   ]

@@ -292,7 +292,7 @@ def test_errors_say_what_is_wrong():
   x, w = normal(4, 8), normal(8, 4)
   for arguments, message in (
     ((x, w, "delayed"), "scales"),
-    ((x, w, "curent"), "current, delayed, block"),
+    ((x, w, "curent"), "auto, current, delayed, per_channel, mx, nvfp4"),
     ((x.astype(np.int32), w), "int32"),
     ((x, w.astype(np.complex64)), "complex64"),
   ):

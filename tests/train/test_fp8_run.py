@@ -46,7 +46,7 @@ def flat(tmp_path_factory):
 def test_a_killed_run_resumes_bit_for_bit(flat, tmp_path, monkeypatch, capsys):
   arguments, out = [*flat, POLICIES["delayed"], *SMALL], tmp_path / "run"
   train(arguments, tmp_path / "whole")
-  assert "delayed scaling, emulated" in capsys.readouterr().out
+  assert "delayed scaling, E4M3FN forward, E5M2 backward, emulated" in capsys.readouterr().out
   with monkeypatch.context() as patch:
     interrupt(patch, 5, kill)
     with pytest.raises(Killed):
@@ -66,7 +66,9 @@ def test_without_units_a_run_is_one_of_bfloat16_and_says_so_once(flat, tmp_path,
     train(flat, tmp_path / "run", "train.steps=1", "policy=fp8")
   # Python shows those of one place once: the evaluation is traced too.
   assert len({(str(w.message), w.filename, w.lineno) for w in said}) == 1
-  assert "current scaling: none, cpu has no FP8 units" in capsys.readouterr().out
+  assert (
+    "current scaling, E4M3FN forward, E5M2 backward: none, cpu has no FP8 units" in capsys.readouterr().out
+  )
 
 
 def test_a_checkpoint_knows_of_fp8_only_where_there_is_a_state(flat, tmp_path):
