@@ -13,10 +13,14 @@ import jax
 import jax.extend.core
 from jax._src import clusters, distributed, sharding_impls, source_info_util
 from jax._src.interpreters import partial_eval
+from jax._src.lax import lax
 from jax.core import AbstractValue, ShapedArray
 from jax.sharding import NamedSharding
 
 from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, Jaxpr, JaxprEqn, PyTree
+
+# Waits for a public name of the primitive.
+ragged_dot_general_p: jax.extend.core.Primitive = lax.ragged_dot_general_p
 
 
 def newer(name: str) -> jax.extend.core.Primitive | str:
@@ -78,13 +82,13 @@ def cotangents_of(out: Any) -> Sequence[Any]:
 
 
 def product_type(
-  product: jax.extend.core.Primitive, lhs: ShapedArray, rhs: ShapedArray, **parameters: Any
+  product: jax.extend.core.Primitive, *operands: ShapedArray, **parameters: Any
 ) -> ShapedArray:
   """Returns the type of a matrix product or convolution, with its sharding and the axes that it varies over.
 
   Waits for a public function from operands' types to a result's type, usable in a primitive's own rule.
   """
-  return product.abstract_eval(lhs, rhs, **parameters)[0]
+  return product.abstract_eval(*operands, **parameters)[0]
 
 
 def function_name(jaxpr: AnyJaxpr) -> str:

@@ -1,13 +1,13 @@
 """Products of half-precision operands, whose gradients of float32 values are never rounded.
 
-`half_dot_general_p` and `half_conv_p` are JAX's products of two half-precision operands, with two more
-operands: the originals, float32 values that an operand was rounded from. The derivative goes to the original:
-its gradient is a product with a float32 result, and JAX adds several gradients in float32.
+`half_dot_general_p`, `half_conv_p` and `half_ragged_dot_p` are JAX's products of two half-precision operands,
+with two more operands: the originals, float32 values that an operand was rounded from. The derivative goes to
+the original: its gradient is a product with a float32 result, and JAX adds several gradients in float32.
 
 XLA for CPU passes some products to a library before it folds transposes into them. If the library refuses
 one, XLA multiplies it with partial sums in bfloat16, with an error of 0.02 instead of 0.0017 for one
 rounding. The gradient of a weight is such a product; whether others are depends on the operations around
-them. So all of these products multiply in float32 on a CPU, and round once; other platforms use JAX's
+them. So all `dot_general`s multiply in float32 on a CPU, and round once; other platforms use JAX's
 product. On a GPU a convolution returns half precision, also as the gradient of a float32 value: for a float32
 result cuDNN would need float32 operands.
 """
@@ -34,14 +34,20 @@ from mpjax.products._lowering import compute_by_platform
 
 FLOAT32 = np.dtype(np.float32)
 
-# Operands: lhs, rhs, and an original for each side (0, 1) in the parameter `originals`. A lhs or rhs in
-# float32 is a tangent of an original: it is rounded to the dtype of the other, its cotangent is float32.
+# Operands: those of JAX's product, and an original for each side (0, 1) in the parameter `originals`. A
+# lhs or rhs in float32 is a tangent of an original: it is rounded to the dtype of the other, its cotangent
+# is float32.
 #
 # In a derivative, the product of the primal values is JAX's own again, which policies of
 # `jax.checkpoint` recognise; tangents and cotangents use these products.
 half_dot_general_p = Primitive("dot_general")
 half_conv_p = Primitive("conv_general_dilated")
-_PLAIN = {half_dot_general_p: jax.lax.dot_general_p, half_conv_p: jax.lax.conv_general_dilated_p}
+half_ragged_dot_p = Primitive("ragged_dot_general")
+_PLAIN = {
+  half_dot_general_p: jax.lax.dot_general_p,
+  half_conv_p: jax.lax.conv_general_dilated_p,
+  half_ragged_dot_p: _compat.ragged_dot_general_p,
+}
 _OWN = {plain: own for own, plain in _PLAIN.items()}
 for _own, _plain in _PLAIN.items():
   register_as(_own, _plain)
@@ -67,7 +73,11 @@ def bind_product(
   """
   plain = equation.primitive is not jax.lax.dot_general_p or operands[0].dtype != jnp.bfloat16
   wide = changes.get("preferred_element_type") == FLOAT32 or bool(originals)
-  if not has_own_gradients(equation) or any(x.dtype.itemsize != 2 for x in operands) or (plain and not wide):
+  if (
+    not has_own_gradients(equation)
+    or any(x.dtype.itemsize != 2 for x in operands[:2])
+    or (plain and not wide)
+  ):
     return _compat.bind(equation, list(operands), **changes)
   with _compat.context_of(equation):
     parameters = {**equation.params, **changes, "originals": tuple(originals)}
@@ -84,25 +94,25 @@ def _common(operands: Sequence[Array | ShapedArray]) -> np.dtype:
   return next((x.dtype for x in operands if x.dtype != FLOAT32), FLOAT32)
 
 
-def _rounded(operands: Sequence[Array]) -> list[Array]:
-  """Returns lhs and rhs; a float32 one is rounded to the dtype of the other."""
-  half = _common(operands)
-  return [x.astype(half) for x in operands]
+def _rounded(operands: Sequence[Array], originals: tuple[int, ...] = ()) -> list[Array]:
+  """Returns the operands of JAX's product; a float32 lhs or rhs is rounded to the dtype of the other."""
+  half = _common(operands[:2])
+  return [*(x.astype(half) for x in operands[:2]), *operands[2 : len(operands) - len(originals)]]
 
 
 def _bind_plain(
   own: Primitive, *operands: Array, originals: tuple[int, ...] = (), **parameters: Any
 ) -> Array:
-  return _PLAIN[own].bind(*_rounded(operands[:2]), **parameters)
+  return _PLAIN[own].bind(*_rounded(operands, originals), **parameters)
 
 
 def _bind_on_cpu(
   own: Primitive, *operands: Array, originals: tuple[int, ...] = (), **parameters: Any
 ) -> Array:
-  lhs, rhs = _rounded(operands[:2])
+  lhs, rhs, *_ = plain = _rounded(operands, originals)
   out_dtype = parameters["preferred_element_type"] or lhs.dtype
-  if own is half_conv_p or (lhs.dtype != jnp.bfloat16 and out_dtype != FLOAT32):
-    return _PLAIN[own].bind(lhs, rhs, **parameters)
+  if own is not half_dot_general_p or (lhs.dtype != jnp.bfloat16 and out_dtype != FLOAT32):
+    return _PLAIN[own].bind(*plain, **parameters)
   parameters = {**parameters, "preferred_element_type": FLOAT32}
   lhs, rhs = lhs.astype(FLOAT32), rhs.astype(FLOAT32)
   (lhs_contract, rhs_contract), (lhs_batch, _) = dims = parameters["dimension_numbers"]
@@ -118,7 +128,7 @@ def _bind_on_cpu(
 
 def _bind_on_gpu(own: Primitive, *operands: Array, **parameters: Any) -> Array:
   """Binds a convolution with a half-precision result: for a float32 one cuDNN needs float32 operands."""
-  if own is half_dot_general_p or parameters["preferred_element_type"] != FLOAT32:
+  if own is not half_conv_p or parameters["preferred_element_type"] != FLOAT32:
     return _bind_plain(own, *operands, **parameters)
   return _bind_plain(own, *operands, **{**parameters, "preferred_element_type": None}).astype(FLOAT32)
 
@@ -127,13 +137,13 @@ def _abstract(
   own: Primitive,
   lhs: ShapedArray,
   rhs: ShapedArray,
-  *_: ShapedArray,
+  *others: ShapedArray,
   originals: tuple[int, ...],
   **params: Any,
 ) -> ShapedArray:
   half = _common((lhs, rhs))
   lhs, rhs = (x.update(dtype=half, weak_type=False) for x in (lhs, rhs))
-  return _compat.product_type(_PLAIN[own], lhs, rhs, **params)
+  return _compat.product_type(_PLAIN[own], lhs, rhs, *others[: len(others) - len(originals)], **params)
 
 
 def _jvp(
@@ -144,12 +154,12 @@ def _jvp(
   originals: tuple[int, ...],
   **parameters: Any,
 ) -> tuple[Array, Array | ad.Zero]:
-  values = _rounded(primals[:2])
+  values = _rounded(primals, originals)
   moving = {side: tangents[side] for side in (0, 1)}
-  moving |= dict(zip(originals, tangents[2:], strict=True))
+  moving |= dict(zip(originals, tangents[len(values) :], strict=True))
   out = _PLAIN[own].bind(*values, **parameters)
-  bind = lambda _, lhs, rhs: own.bind(lhs, rhs, originals=(), **parameters)
-  return out, sum_of_tangents(out, values, moving.items(), bind)
+  bind = lambda _, lhs, rhs: own.bind(lhs, rhs, *values[2:], originals=(), **parameters)
+  return out, sum_of_tangents(out, values[:2], moving.items(), bind)
 
 
 def _transpose(
@@ -164,14 +174,17 @@ def _transpose(
   if isinstance(ct, ad.Zero):
     return out
   side = 0 if isinstance(operands[0], ad.UndefinedPrimal) else 1
-  place = 2 + originals.index(side) if side in originals else side
+  plain = operands[: len(operands) - len(originals)]
+  place = len(plain) + originals.index(side) if side in originals else side
   x, y = cast(ad.UndefinedPrimal, operands[place]), cast(Array, operands[1 - side])
   if ct.dtype == FLOAT32:  # of a product with a float32 result, which a half product reads
     ct = ct.astype(y.dtype)
   if x.aval.dtype == FLOAT32:
     parameters["preferred_element_type"] = FLOAT32
-  rule = _dot_gradient if own is half_dot_general_p else _conv_gradient
-  out[place] = rule(ct, x, y, side, parameters)
+  if own is half_dot_general_p:
+    out[place] = _dot_gradient(ct, x, y, side, parameters)
+  else:
+    out[place] = _gradient_of_jax(own, ct, x, [y, *cast(Sequence[Array], plain[2:])], side, parameters)
   return out
 
 
@@ -185,35 +198,53 @@ def _dot_gradient(
   return product.in_layout(out)
 
 
-def _conv_gradient(
-  ct: Array, x: ad.UndefinedPrimal, y: Array, side: int, parameters: Mapping[str, Any]
+def _gradient_of_jax(
+  own: Primitive,
+  ct: Array,
+  x: ad.UndefinedPrimal,
+  others: Sequence[Array],
+  side: int,
+  parameters: Mapping[str, Any],
 ) -> Array:
-  """Returns the cotangent of an operand as JAX's rule does: views of the operands, and a convolution."""
-  rule = ad.primitive_transposes[jax.lax.conv_general_dilated_p]
-
-  def of_jax(ct: Array, y: Array) -> Array:
-    return rule(ct, *((x, y) if side == 0 else (y, x)), **parameters)[side]
-
-  if ct.size == 0 or _compat.is_explicit(x.aval):
-    return of_jax(ct, y)
-  closed = jax.make_jaxpr(of_jax)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (ct, y)))
-  return _with_own_convs(closed, [[ct], [y]], ())
-
-
-def _with_own_convs(closed: ClosedJaxpr, operands: list[list[Array]], originals: tuple[int, ...]) -> Array:
-  """Returns the result of views and a convolution, bound as mpjax's own.
+  """Returns the cotangent of an operand as JAX's rule does: views of the operands, and a product.
 
   Args:
+    own: the primitive.
+    ct: the cotangent of the result.
+    x: the operand.
+    others: the other of lhs and rhs, and the operands after them.
+    side: 0 if the operand is the lhs, 1 if it is the rhs.
+    parameters: of the product.
+  """
+  rule = ad.primitive_transposes[_PLAIN[own]]
+
+  def of_jax(ct: Array, y: Array, *more: Array) -> Array:
+    return rule(ct, *((x, y) if side == 0 else (y, x)), *more, **parameters)[side]
+
+  if ct.size == 0 or _compat.is_explicit(x.aval):
+    return of_jax(ct, *others)
+  values = (ct, *others)
+  closed = jax.make_jaxpr(of_jax)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values))
+  return _with_own(own, closed, [[a] for a in values], ())
+
+
+def _with_own(
+  own: Primitive, closed: ClosedJaxpr, operands: list[list[Array]], originals: tuple[int, ...]
+) -> Array:
+  """Returns the result of views and a product of JAX, bound as mpjax's own.
+
+  Args:
+    own: the primitive.
     closed: the program, with half-precision operands.
-    operands: lhs and rhs; each followed by its original, if there is one.
-    originals: the `originals` of the convolution.
+    operands: lhs and rhs, each followed by its original, if there is one; then the others.
+    originals: the `originals` of the product.
   """
 
   def rule(equation: JaxprEqn, values: list[list[Array]]) -> list[list[Array]]:
-    if equation.primitive is not jax.lax.conv_general_dilated_p:
+    if equation.primitive is not _PLAIN[own]:
       return [[_compat.bind(equation, [x])[0] for x in values[0]]]
     flat = [x[0] for x in values] + [values[side][1] for side in originals]
-    return [[half_conv_p.bind(*flat, originals=originals, **equation.params)]]
+    return [[own.bind(*flat, originals=originals, **equation.params)]]
 
   return interpret(closed, operands, rule)[0][0]
 
@@ -235,20 +266,27 @@ def _batch_dot(
   return half_dot_general_p.bind(*operands, **parameters), axis
 
 
-def _batch_conv(
-  operands: Sequence[Array], axes: Sequence[int | None], *, originals: tuple[int, ...], **parameters: Any
+def _batch_as_jax(
+  own: Primitive,
+  operands: Sequence[Array],
+  axes: Sequence[int | None],
+  *,
+  originals: tuple[int, ...],
+  **parameters: Any,
 ) -> tuple[Array, int | None]:
-  """Applies JAX's form of a mapped convolution: views of the operands, and a convolution."""
+  """Applies JAX's form of a mapped product: views of the operands, and a product."""
   operands, axes = _with_axes_alike(operands, axes, originals)
-  half = next(x.dtype for x in operands[:2] if x.dtype != FLOAT32)
-  mapped = jax.vmap(functools.partial(jax.lax.conv_general_dilated_p.bind, **parameters), tuple(axes[:2]))
+  half = _common(operands[:2])
+  n = len(operands) - len(originals)
+  mapped = jax.vmap(functools.partial(_PLAIN[own].bind, **parameters), tuple(axes[:n]))
   if any(x.size == 0 for x in operands):  # JAX binds no convolution
-    return mapped(*_rounded(operands[:2])), 0
-  closed = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(x.shape, half) for x in operands[:2]))
-  pairs = [[x] for x in operands[:2]]
-  for side, x in zip(originals, operands[2:], strict=True):
-    pairs[side].append(x)
-  return _with_own_convs(closed, pairs, originals), 0
+    return mapped(*_rounded(operands, originals)), 0
+  dtypes = [half, half, *(x.dtype for x in operands[2:n])]
+  avals = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(operands, dtypes, strict=False)]
+  groups = [[x] for x in operands[:n]]
+  for side, x in zip(originals, operands[n:], strict=True):
+    groups[side].append(x)
+  return _with_own(own, jax.make_jaxpr(mapped)(*avals), groups, originals), 0
 
 
 def _with_axes_alike(
@@ -256,7 +294,7 @@ def _with_axes_alike(
 ) -> tuple[list[Array], list[int | None]]:
   """Returns operands with the mapped axis of each original at the place of its rounded operand's."""
   values, found = list(operands), list(axes)
-  for i, side in enumerate(originals, start=2):
+  for i, side in enumerate(originals, start=len(operands) - len(originals)):
     at, wanted = found[i], found[side]
     if at is not None and wanted is not None:
       values[i], found[i] = jnp.moveaxis(values[i], at, wanted), wanted
@@ -270,4 +308,5 @@ for _own in _PLAIN:
   ad.primitive_jvps[_own] = functools.partial(_jvp, _own)
   ad.primitive_transposes[_own] = functools.partial(_transpose, _own)
 batching.fancy_primitive_batchers[half_dot_general_p] = _batch_dot
-batching.primitive_batchers[half_conv_p] = _batch_conv
+for _own in (half_conv_p, half_ragged_dot_p):
+  batching.primitive_batchers[_own] = functools.partial(_batch_as_jax, _own)

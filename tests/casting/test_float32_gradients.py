@@ -30,6 +30,10 @@ def conv(x, w):
   return lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
 
 
+def experts(w):
+  return lax.ragged_dot(ROWS, w, np.int32([4]))
+
+
 def sharded(w):
   mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   return jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P("data"))(
@@ -56,6 +60,10 @@ FORMS = {  # a function of a parameter of ones, and its shape; every gradient is
   "scaled": (lambda w: ROWS @ (w * 2) / 2, DENSE),
   "masked": (lambda w: ROWS @ jnp.where(w > 0, w, 0.0), DENSE),
   "convolution": (lambda w: conv(ROWS[:, :, None], w), (1, 1, 1)),
+  "experts": (experts, (1, 1, 1)),
+  "experts of members": (
+    lambda w: jax.vmap(lax.ragged_dot)(np.stack([ROWS] * 2), w, np.int32([[4]] * 2)), (2, 1, 1, 1)),
+  "experts in a scan": (lambda w: lax.scan(lambda h, w: (h, experts(w)), 0.0, w)[1], (3, 1, 1, 1)),
   "vmap over rows": (lambda w: jax.vmap(lambda x: x @ w)(ROWS[None]), DENSE),
   "vmap over weights": (lambda w: jax.vmap(lambda w: ROWS @ w)(w), (1, 1, 1)),
   "vmap of a convolution": (lambda w: jax.vmap(lambda w: conv(ROWS[:, :, None], w))(w), (2, 1, 1, 1)),
@@ -112,6 +120,7 @@ REUSES = {
   "tied": lambda w: jnp.sum(ONE @ w @ w.T) + jnp.sum(ONE @ w),
   "chain": lambda w: jnp.sum(ONE @ w @ w @ w),
   "convolution": repeated(lambda w: conv(ONE[None], w[None])),
+  "experts": repeated(lambda w: lax.ragged_dot(ONE, w[None], np.int32([1]))),
   "elementwise": repeated(lambda w: (ONE @ ONE) * w),
   "bias": repeated(lambda w: ONE @ ONE + w[0]),
   "jit": repeated(jax.jit(lambda w: ONE @ w)),

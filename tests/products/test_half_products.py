@@ -27,6 +27,17 @@ def conv(x, w):
   return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
+SIZES = np.int32([96, 0, 128, 32])  # rows of each expert
+
+
+def experts(x, w):
+  return lax.ragged_dot(x, w, SIZES)
+
+
+def experts_of_members(x, w):
+  return jax.vmap(lax.ragged_dot)(x, w, np.stack([SIZES, SIZES[::-1]]))
+
+
 def scanned(x, w):
   return lax.scan(lambda total, row: (total + row @ w, None), jnp.zeros((64, 96)), x)[0]
 
@@ -42,7 +53,10 @@ PRODUCTS = {  # the function, shapes of its operands
     lambda x, w: lax.dot_general(x, w, (((2, 3), (0, 1)), ((), ()))), (4, 64, 4, 32), (4, 32, 96)),
   "attention scores": (einsum("bqhd,bkhd->bhqk"), (4, 64, 4, 32), (4, 48, 4, 32)),
   "attention values": (einsum("bhqk,bkhd->bqhd"), (4, 4, 64, 48), (4, 48, 4, 32)),
-  "experts": (einsum("ecd,edf->ecf"), X3, (4, 64, 96)),
+  "experts of equal loads": (einsum("ecd,edf->ecf"), X3, (4, 64, 96)),
+  "experts": (experts, (256, 64), (4, 64, 96)),
+  "vmap of experts": (experts_of_members, (2, 256, 64), (2, 4, 64, 96)),
+  "checkpoint of experts": (jax.checkpoint(experts), (256, 64), (4, 64, 96)),
   "convolution": (conv, (4, 8, 8, 32), (3, 3, 32, 48)),
   "vmap": (jax.vmap(jnp.matmul, (0, None)), X4, (64, 96)),
   "vmap of weights": (jax.vmap(jnp.matmul), X4, (4, 64, 96)),
@@ -53,6 +67,8 @@ SOME = (
   "dense of rank 3",
   "attend to a tied embedding",
   "attention scores",
+  "experts",
+  "vmap of experts",
   "convolution",
   "vmap of weights",
   "scan",
@@ -136,7 +152,8 @@ def test_vmap_keeps_explicit_shardings():
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_other_platforms_have_the_products_of_casts_by_hand(platform):
-  for name in ("dense of rank 3", "attend to a tied embedding", "attention scores", "vmap of weights"):
+  dense = ("dense of rank 3", "attend to a tied embedding", "attention scores", "vmap of weights")
+  for name in (*dense, "experts", "vmap of experts"):
     fun, *shapes = PRODUCTS[name]
     x, w = (a.astype(jnp.bfloat16) for a in operands(shapes, "bfloat16"))
     ct = jax.eval_shape(fun, x, w)
@@ -163,7 +180,7 @@ def test_other_platforms_convolve_in_half_precision_once_for_each_gradient(platf
 
 def products(lowered):
   """The products of a StableHLO module, without the names of values."""
-  lines = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+  lines = [line for line in lowered.as_text().splitlines() if re.search("dot_general|ragged_dot", line)]
   return sorted(re.sub(r"%\w+", "", line).strip() for line in lines)
 
 
