@@ -38,7 +38,7 @@ from mpjax.jaxpr import (
   scopes_of,
   shape_of,
 )
-from mpjax.products import as_product, bind_product
+from mpjax.products import as_product, bind_product, plain_primitive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +187,9 @@ class Emitter:
       out = self._saving_in_fp8(island, values, island.saved, operands)
     else:
       products = frozenset(
-        jax.lax.dot_general_p if n.fp8 else n.equation.primitive for n in island.nodes if n.listed == "allow"
+        jax.lax.dot_general_p if n.fp8 and n.fp8.windows else plain_primitive(n.equation.primitive)
+        for n in island.nodes
+        if n.listed == "allow"
       )
       depth = common_scopes(island)
       if self.tap is None and not any(n.fp8 for n in island.nodes):  # only arrays go in

@@ -57,7 +57,7 @@ from mpjax.jaxpr import (
   without_marks,
 )
 from mpjax.policy import Policy, get_policy
-from mpjax.products import fp8_dot_general_p
+from mpjax.products import is_fp8
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -236,7 +236,7 @@ def _inside(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[E
   floats = [v for v in (*equation.invars, *equation.outvars) if is_float(v.aval)]
   dtypes = zip(equation.invars, node.reads if node.kernel else map(dtype_of, equation.invars), strict=True)
   operands = tuple(dict.fromkeys(str(dtype or dtype_of(a)) for a, dtype in dtypes if is_float(a.aval)))
-  if equation.primitive is fp8_dot_general_p:
+  if is_fp8(equation):
     operands = (str(equation.params["spec"].lhs_dtype),)
   narrow = [dtype for dtype in operands if np.dtype(dtype).itemsize < 4]
   why = "a kernel: it stays in the dtypes of the program" if kernel and node.kernel is None else node.why

@@ -1,22 +1,31 @@
 """Matrix products of few bits: primitives, dimensions, batching, transposes, and lowering by platform.
 
 `_half_products.py` multiplies half-precision operands, `_fp8_dot_general.py` FP8 operands,
-`_block_products.py` blocks with a scale each.
-`_dimensions.py` holds what both share, and only `_lowering.py` deals with compilers. The scaling of FP8
+`_block_products.py` blocks with a scale each, `_fp8_ragged_dot.py` the rows of experts.
+`_dimensions.py` holds what they share, and only `_lowering.py` deals with compilers. The scaling of FP8
 products is in `mpjax/fp8/`; `mpjax/casting/` chooses the products.
 """
 
 from mpjax.products._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe, spread
 from mpjax.products._codes import InFp8, in_fp8, multiply_codes, product, takes_codes
 from mpjax.products._eligibility import Sizes, sizes_of, unfit
-from mpjax.products._fp8_dot_general import as_product, fp8_dot_general, fp8_dot_general_p
+from mpjax.products._fp8_dot_general import fp8_dot_general
+from mpjax.products._fp8_ragged_dot import (
+  fp8_ragged_dot,
+  multiply_ragged,
+  ragged_sizes,
+  recipe_of_experts,
+  why_not_fp8,
+)
 from mpjax.products._half_products import (
   bind_product,
   half_dot_general_p,
+  half_ragged_dot_p,
   has_own_gradients,
 )
 from mpjax.products._lowering import lower_as
 from mpjax.products._scaled_dot import scaled_dot
+from mpjax.products._stand_ins import as_product, is_fp8, plain_primitive
 from mpjax.products._windows import Windows, conv_operands, conv_result, conv_sizes, windows_of
 
 __all__ = [
@@ -33,18 +42,25 @@ __all__ = [
   "conv_result",
   "conv_sizes",
   "fp8_dot_general",
-  "fp8_dot_general_p",
+  "fp8_ragged_dot",
   "half_dot_general_p",
+  "half_ragged_dot_p",
   "has_own_gradients",
   "in_fp8",
+  "is_fp8",
   "lower_as",
   "multiply_codes",
+  "multiply_ragged",
   "observe",
+  "plain_primitive",
   "product",
+  "ragged_sizes",
+  "recipe_of_experts",
   "scaled_dot",
   "sizes_of",
   "spread",
   "takes_codes",
   "unfit",
+  "why_not_fp8",
   "windows_of",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -30,7 +30,7 @@ from mpjax.jaxpr import PrimitiveFacts, Trait, register
 from mpjax.products._amax_probe import batch_size, to_front
 from mpjax.products._block_products import multiply_blocks, require_whole_blocks
 from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
-from mpjax.products._half_products import half_dot_general_p, plain_primitive
+from mpjax.products._half_products import half_dot_general_p
 from mpjax.products._lowering import compute_by_platform
 from mpjax.products._member_scales import Scales, amax_within, members_of_result, with_dimension
 from mpjax.products._spec import ACTIVATION, GRADIENT, UNKNOWN, WEIGHT, Spec, spec_of
@@ -64,7 +64,7 @@ def fp8_dot_general(
     lhs: floating, any shape.
     rhs: floating.
     dimension_numbers: see `jax.lax.dot_general`.
-    recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`; `auto` is that of this device.
+    recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`; `auto` is this device's.
     scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors. For `delayed` with `pow2_scales`
       they are powers of two.
     out_dtype: dtype of the result; `None`: that of lhs.
@@ -327,17 +327,6 @@ def _batch(
     members = (with_dimension(members[0], lhs_axis), with_dimension(members[1], rhs_axis))
   spec = dataclasses.replace(spec, members=members, out_sharding=sharding)
   return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), axis
-
-
-@functools.lru_cache(maxsize=128)
-def as_product(policy: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a policy of `jax.checkpoint` that treats mpjax's own products as matrix products."""
-
-  def asked(primitive: Primitive, *args: object, **params: object) -> object:
-    own = primitive is fp8_dot_general_p
-    return policy(jax.lax.dot_general_p if own else plain_primitive(primitive), *args, **params)
-
-  return asked
 
 
 # The dtypes in which a platform multiplies FP8 numbers, and what blocks stand for; `None`: in the format.

@@ -27,8 +27,9 @@ from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding
 
 from mpjax import _compat
-from mpjax._types import Array, ClosedJaxpr, JaxprEqn
-from mpjax.jaxpr import interpret, register_as
+from mpjax._types import Array, JaxprEqn
+from mpjax.jaxpr import register_as
+from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
 from mpjax.products._dimensions import Dims, batched_product, free_dims, gradient_product, sum_of_tangents
 from mpjax.products._lowering import compute_by_platform
 
@@ -43,13 +44,13 @@ FLOAT32 = np.dtype(np.float32)
 half_dot_general_p = Primitive("dot_general")
 half_conv_p = Primitive("conv_general_dilated")
 half_ragged_dot_p = Primitive("ragged_dot_general")
-_PLAIN = {
+PLAIN = {
   half_dot_general_p: jax.lax.dot_general_p,
   half_conv_p: jax.lax.conv_general_dilated_p,
   half_ragged_dot_p: _compat.ragged_dot_general_p,
 }
-_OWN = {plain: own for own, plain in _PLAIN.items()}
-for _own, _plain in _PLAIN.items():
+_OWN = {plain: own for own, plain in PLAIN.items()}
+for _own, _plain in PLAIN.items():
   register_as(_own, _plain)
 
 
@@ -84,11 +85,6 @@ def bind_product(
     return [_OWN[equation.primitive].bind(*operands, *originals.values(), **parameters)]
 
 
-def plain_primitive(primitive: Primitive) -> Primitive:
-  """Returns JAX's product for mpjax's own; any other primitive unchanged."""
-  return _PLAIN.get(primitive, primitive)
-
-
 def _common(operands: Sequence[Array | ShapedArray]) -> np.dtype:
   """Returns the dtype of a product's operands: half precision, or float32 if a diagnosis asks for it."""
   return next((x.dtype for x in operands if x.dtype != FLOAT32), FLOAT32)
@@ -103,7 +99,7 @@ def _rounded(operands: Sequence[Array], originals: tuple[int, ...] = ()) -> list
 def _bind_plain(
   own: Primitive, *operands: Array, originals: tuple[int, ...] = (), **parameters: Any
 ) -> Array:
-  return _PLAIN[own].bind(*_rounded(operands, originals), **parameters)
+  return PLAIN[own].bind(*_rounded(operands, originals), **parameters)
 
 
 def _bind_on_cpu(
@@ -112,17 +108,17 @@ def _bind_on_cpu(
   lhs, rhs, *_ = plain = _rounded(operands, originals)
   out_dtype = parameters["preferred_element_type"] or lhs.dtype
   if own is not half_dot_general_p or (lhs.dtype != jnp.bfloat16 and out_dtype != FLOAT32):
-    return _PLAIN[own].bind(*plain, **parameters)
+    return PLAIN[own].bind(*plain, **parameters)
   parameters = {**parameters, "preferred_element_type": FLOAT32}
   lhs, rhs = lhs.astype(FLOAT32), rhs.astype(FLOAT32)
   (lhs_contract, rhs_contract), (lhs_batch, _) = dims = parameters["dimension_numbers"]
   if lhs_batch or parameters["out_sharding"] or {*lhs_contract, *rhs_contract} != {*range(len(lhs_contract))}:
-    return _PLAIN[own].bind(lhs, rhs, **parameters).astype(out_dtype)
+    return PLAIN[own].bind(lhs, rhs, **parameters).astype(out_dtype)
   # The gradient of a weight, as in JAX: ct^T x, then a transpose. XLA for CPU computes x^T ct in
   # less time, and folds the two transposes.
   parameters["dimension_numbers"] = ((rhs_contract, lhs_contract), ((), ()))
   free = len(free_dims(rhs.ndim, dims, 1))
-  out = _PLAIN[own].bind(rhs, lhs, **parameters)
+  out = PLAIN[own].bind(rhs, lhs, **parameters)
   return jax.lax.transpose(out, (*range(free, out.ndim), *range(free))).astype(out_dtype)
 
 
@@ -143,7 +139,7 @@ def _abstract(
 ) -> ShapedArray:
   half = _common((lhs, rhs))
   lhs, rhs = (x.update(dtype=half, weak_type=False) for x in (lhs, rhs))
-  return _compat.product_type(_PLAIN[own], lhs, rhs, *others[: len(others) - len(originals)], **params)
+  return _compat.product_type(PLAIN[own], lhs, rhs, *others[: len(others) - len(originals)], **params)
 
 
 def _jvp(
@@ -157,7 +153,7 @@ def _jvp(
   values = _rounded(primals, originals)
   moving = {side: tangents[side] for side in (0, 1)}
   moving |= dict(zip(originals, tangents[len(values) :], strict=True))
-  out = _PLAIN[own].bind(*values, **parameters)
+  out = PLAIN[own].bind(*values, **parameters)
   bind = lambda _, lhs, rhs: own.bind(lhs, rhs, *values[2:], originals=(), **parameters)
   return out, sum_of_tangents(out, values[:2], moving.items(), bind)
 
@@ -184,7 +180,8 @@ def _transpose(
   if own is half_dot_general_p:
     out[place] = _dot_gradient(ct, x, y, side, parameters)
   else:
-    out[place] = _gradient_of_jax(own, ct, x, [y, *cast(Sequence[Array], plain[2:])], side, parameters)
+    others, bind = [y, *cast(Sequence[Array], plain[2:])], functools.partial(_bind_groups, own, ())
+    out[place] = gradient_as_jax(PLAIN[own], ct, x, others, side, parameters, bind)
   return out
 
 
@@ -198,55 +195,12 @@ def _dot_gradient(
   return product.in_layout(out)
 
 
-def _gradient_of_jax(
-  own: Primitive,
-  ct: Array,
-  x: ad.UndefinedPrimal,
-  others: Sequence[Array],
-  side: int,
-  parameters: Mapping[str, Any],
+def _bind_groups(
+  own: Primitive, originals: tuple[int, ...], groups: Sequence[Sequence[Array]], **parameters: Any
 ) -> Array:
-  """Returns the cotangent of an operand as JAX's rule does: views of the operands, and a product.
-
-  Args:
-    own: the primitive.
-    ct: the cotangent of the result.
-    x: the operand.
-    others: the other of lhs and rhs, and the operands after them.
-    side: 0 if the operand is the lhs, 1 if it is the rhs.
-    parameters: of the product.
-  """
-  rule = ad.primitive_transposes[_PLAIN[own]]
-
-  def of_jax(ct: Array, y: Array, *more: Array) -> Array:
-    return rule(ct, *((x, y) if side == 0 else (y, x)), *more, **parameters)[side]
-
-  if ct.size == 0 or _compat.is_explicit(x.aval):
-    return of_jax(ct, *others)
-  values = (ct, *others)
-  closed = jax.make_jaxpr(of_jax)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values))
-  return _with_own(own, closed, [[a] for a in values], ())
-
-
-def _with_own(
-  own: Primitive, closed: ClosedJaxpr, operands: list[list[Array]], originals: tuple[int, ...]
-) -> Array:
-  """Returns the result of views and a product of JAX, bound as mpjax's own.
-
-  Args:
-    own: the primitive.
-    closed: the program, with half-precision operands.
-    operands: lhs and rhs, each followed by its original, if there is one; then the others.
-    originals: the `originals` of the product.
-  """
-
-  def rule(equation: JaxprEqn, values: list[list[Array]]) -> list[list[Array]]:
-    if equation.primitive is not _PLAIN[own]:
-      return [[_compat.bind(equation, [x])[0] for x in values[0]]]
-    flat = [x[0] for x in values] + [values[side][1] for side in originals]
-    return [[own.bind(*flat, originals=originals, **equation.params)]]
-
-  return interpret(closed, operands, rule)[0][0]
+  """Applies a product to its operands, each followed by its original, if there is one."""
+  flat = [group[0] for group in groups] + [groups[side][1] for side in originals]
+  return own.bind(*flat, originals=originals, **parameters)
 
 
 def _batch_dot(
@@ -276,17 +230,12 @@ def _batch_as_jax(
 ) -> tuple[Array, int | None]:
   """Applies JAX's form of a mapped product: views of the operands, and a product."""
   operands, axes = _with_axes_alike(operands, axes, originals)
-  half = _common(operands[:2])
   n = len(operands) - len(originals)
-  mapped = jax.vmap(functools.partial(_PLAIN[own].bind, **parameters), tuple(axes[:n]))
-  if any(x.size == 0 for x in operands):  # JAX binds no convolution
-    return mapped(*_rounded(operands, originals)), 0
-  dtypes = [half, half, *(x.dtype for x in operands[2:n])]
-  avals = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(operands, dtypes, strict=False)]
   groups = [[x] for x in operands[:n]]
   for side, x in zip(originals, operands[n:], strict=True):
     groups[side].append(x)
-  return _with_own(own, jax.make_jaxpr(mapped)(*avals), groups, originals), 0
+  bind = functools.partial(_bind_groups, own, originals)
+  return mapped_as_jax(PLAIN[own], groups, axes[:n], _common(operands[:2]), parameters, bind), 0
 
 
 def _with_axes_alike(
@@ -302,7 +251,7 @@ def _with_axes_alike(
 
 
 _BY_PLATFORM = {None: _bind_plain, "cpu": _bind_on_cpu, "cuda": _bind_on_gpu, "rocm": _bind_on_gpu}
-for _own in _PLAIN:
+for _own in PLAIN:
   compute_by_platform(_own, {name: functools.partial(bind, _own) for name, bind in _BY_PLATFORM.items()})
   _own.def_abstract_eval(functools.partial(_abstract, _own))
   ad.primitive_jvps[_own] = functools.partial(_jvp, _own)

@@ -10,7 +10,7 @@ import jax
 from mpjax.jaxpr import BACKWARD, OTHER, Trait, has
 from mpjax.planner.analytic._graph import Graph, GraphValue
 from mpjax.planner.analytic._liveness import Peak
-from mpjax.products import fp8_dot_general_p
+from mpjax.products import is_fp8
 
 Shape = tuple[int, ...]
 
@@ -69,7 +69,7 @@ def _copies(
     for value in step.writes:
       if step.operation.phase != BACKWARD and from_arguments(value):
         found.append((value.shape, worst.size(value)))
-    if step.operation.equation.primitive is fp8_dot_general_p and step.operation.phase != BACKWARD:
+    if is_fp8(step.operation.equation) and step.operation.phase != BACKWARD:
       for value in step.reads:  # which it quantises
         if value.argument is not None:
           found.append((value.shape, worst.size(value) // value.dtype.itemsize))

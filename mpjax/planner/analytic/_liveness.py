@@ -20,7 +20,7 @@ from mpjax.jaxpr import BACKWARD, FORWARD, Trait, has
 from mpjax.planner.analytic._divided_weights import NOT_DIVIDED, DividedWeights
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 from mpjax.planner.analytic._schedule import Peak, StoredOperation, delayed, greedy
-from mpjax.products import fp8_dot_general_p
+from mpjax.products import is_fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ class _Storage:
         if id(copy) not in gathered:
           gathered.add(id(copy))
           writes.append(copy)
-      if operation.equation.primitive is fp8_dot_general_p:  # the quantised operands
+      if is_fp8(operation.equation):  # the quantised operands
         spec = operation.equation.params["spec"]
         for value, dtype in zip(operation.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), strict=True):
           extra += math.prod(value.shape) * narrow_bits(dtype) // 8

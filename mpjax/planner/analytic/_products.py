@@ -17,7 +17,7 @@ from mpjax.jaxpr import Trait, dtype_of, has, layer_pattern, shape_of
 from mpjax.planner._results import KernelGroup, ProductGroup
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
-from mpjax.products import fp8_dot_general_p
+from mpjax.products import is_fp8
 from mpjax.products._spec import Spec
 
 _TF32 = ("TF32", "tensorfloat32", "tf32")
@@ -135,7 +135,7 @@ def padded_sizes(operation: GraphOperation, target: Target) -> tuple[int, int, i
 def unit_dtype(operation: GraphOperation, target: Target) -> str:
   """Returns the dtype in which a target multiplies: TensorFloat-32 for float32 on a GPU that has it."""
   equation = operation.equation
-  if equation.primitive is fp8_dot_general_p:
+  if is_fp8(equation):
     return _narrow_dtype(equation.params["spec"], target)
   dtypes = [jnp.dtype(dtype_of(atom)) for atom in equation.invars[:2]]
   if "originals" in equation.params:  # a product under autocast, which rounds a float32 operand

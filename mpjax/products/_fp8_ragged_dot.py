@@ -1,0 +1,331 @@
+"""`fp8_ragged_dot`: products of experts with FP8 operands, in the forward and both backward products.
+
+A scale belongs to the values that are summed together: to a row of activations, to a channel of one expert's
+weight, and in the gradient of the weights to a column of one expert's rows, so that experts with small values
+keep their digits. Other extents do not pay here: a scale for a tensor is coarser and needs a pass of its own,
+and blocks of the contracted dimension may cross the end of an expert's rows.
+
+The rows of an expert follow each other; rows after the last expert's are zero in the result, as in
+`jax.lax.ragged_dot`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+from jax.lax import RaggedDotDimensionNumbers
+
+from mpjax import _compat
+from mpjax._types import DTypeLike, JaxprEqn
+from mpjax.fp8 import Recipe
+from mpjax.fp8._hardware import on_device
+from mpjax.fp8._recipe import FP4, RecipeLike, parse_recipe
+from mpjax.fp8._scaling import quantise, scale_of
+from mpjax.jaxpr import PrimitiveFacts, Trait, register, shape_of
+from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
+from mpjax.products._dimensions import free_dims, sum_of_tangents
+from mpjax.products._eligibility import Sizes, sizes_of
+from mpjax.products._half_products import FLOAT32, half_ragged_dot_p
+from mpjax.products._lowering import compute_by_platform
+from mpjax.products._member_scales import amax_within
+from mpjax.products._spec import GRADIENT, UNKNOWN, Spec, spec_of
+
+_Scaled: TypeAlias = tuple[Array, Array]  # codes, and the units of the result that they give it
+
+
+def fp8_ragged_dot(
+  lhs: Array,
+  rhs: Array,
+  group_sizes: Array,
+  recipe: RecipeLike = "per_channel",
+  *,
+  out_dtype: DTypeLike | None = None,
+  native: bool | None = None,
+) -> Array:
+  """Computes `jax.lax.ragged_dot` with FP8 operands and float32 accumulation, forward and backward.
+
+  Operands are scaled, saturated and rounded to the recipe's formats (E4M3FN under `nvfp4`), with scales by
+  row, and by expert and channel, under every recipe.
+
+  Args:
+    lhs: floating[m, k], the rows of one expert after another's.
+    rhs: floating[experts, k, n].
+    group_sizes: int[experts], the rows of each.
+    recipe: a `Recipe`, its mapping or its name; `auto` is that of this device.
+    out_dtype: dtype of the result; `None`: that of lhs.
+    native: whether FP8 units multiply; `None`: if the platform has them.
+
+  Returns:
+    [m, n] in `out_dtype`. The gradient of a float32 operand is float32.
+
+  Raises:
+    ValueError: for an invalid recipe, or operands that are not floating.
+  """
+  lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
+  for name, x in (("lhs", lhs), ("rhs", rhs)):
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+      raise ValueError(f"fp8_ragged_dot: {name} is {x.dtype}, expected float16, bfloat16, float32 or float64")
+  out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
+  closed = jax.make_jaxpr(jax.lax.ragged_dot)(lhs.astype(out), rhs.astype(out), group_sizes)
+  operands = [lhs, rhs, group_sizes]
+  return multiply_ragged(
+    closed.jaxpr.eqns[-1],
+    _compat.vary_like(operands, operands),
+    recipe_of_experts(on_device(parse_recipe(recipe) or Recipe())),
+    out_dtype=out,
+    native=native,
+  )
+
+
+def recipe_of_experts(recipe: Recipe) -> Recipe:
+  """Returns the recipe for products of experts, which are scaled per channel under every recipe."""
+  own = recipe.of_kind("per_channel")
+  if recipe.forward_dtype == FP4:
+    return own
+  return dataclasses.replace(own, forward_dtype=recipe.forward_dtype, gradient_dtype="")
+
+
+def multiply_ragged(
+  equation: JaxprEqn,
+  operands: Sequence[Array],
+  recipe: Recipe,
+  *,
+  out_dtype: np.dtype,
+  gradient_operand: tuple[bool, bool] = (False, False),
+  native: bool | None = None,
+) -> Array:
+  """Computes a `ragged_dot_general` with FP8 operands.
+
+  Args:
+    equation: the product, of a form that `why_not_fp8` has no reason against.
+    operands: lhs and rhs, floating, and the sizes of the groups.
+    recipe: its formats; of `recipe_of_experts`.
+    out_dtype: dtype of the result.
+    gradient_operand: which operands are gradients themselves.
+    native: see `fp8_ragged_dot`.
+  """
+  roles = [GRADIENT if is_gradient else UNKNOWN for is_gradient in gradient_operand]
+  spec = spec_of(recipe, (roles[0], roles[1]), (False,) * 3, out_dtype, native)
+  parameters = {name: value for name, value in equation.params.items() if name != "originals"}
+  return _bind([[x] for x in operands[:3]], spec=spec, **{**parameters, "precision": None})
+
+
+def why_not_fp8(equation: JaxprEqn) -> str | None:
+  """Returns why a `ragged_dot_general` does not have an FP8 form, whatever its sizes; `None` if it does."""
+  dims = cast(RaggedDotDimensionNumbers, equation.params["ragged_dot_dimension_numbers"])
+  (contract, _), (batch, _) = dims.dot_dimension_numbers
+  free = free_dims(len(shape_of(equation.invars[0])), dims.dot_dimension_numbers, 0)
+  (ragged,) = dims.lhs_ragged_dimensions
+  if ragged in batch:
+    return "its groups are of a batch dimension"
+  if (contract if ragged in contract else free) not in ((ragged,), [ragged]):
+    return "its groups are of one of several dimensions"
+  if _compat.is_explicit(equation.outvars[0].aval):
+    return "there is no FP8 ragged product over explicit axes of a mesh"
+  return None
+
+
+def ragged_sizes(equation: JaxprEqn) -> Sizes:
+  """Returns the sizes of a `ragged_dot_general` of all rows, with one expert's weight."""
+  dims = cast(RaggedDotDimensionNumbers, equation.params["ragged_dot_dimension_numbers"])
+  contract, (lhs_batch, rhs_batch) = dims.dot_dimension_numbers
+  lhs, rhs = map(shape_of, equation.invars[:2])
+  return sizes_of(lhs, rhs, (contract, (lhs_batch, (*rhs_batch, *dims.rhs_group_dimensions))))
+
+
+fp8_ragged_dot_p = Primitive("fp8_ragged_dot")
+register(
+  fp8_ragged_dot_p,
+  PrimitiveFacts(
+    "opaque",
+    "an FP8 product, whose operands are quantised already",
+    recompute=False,
+    traits=Trait.PRODUCT | Trait.READS_STORED,
+  ),
+)
+
+
+def _bind(operands: Sequence[Sequence[Array]], *, spec: Spec, **parameters: Any) -> Array:
+  parameters["preferred_element_type"] = spec.out_dtype
+  return fp8_ragged_dot_p.bind(*(x for (x,) in operands), spec=spec, **parameters)
+
+
+def _abstract(
+  lhs: ShapedArray, rhs: ShapedArray, group_sizes: ShapedArray, *, spec: Spec, **parameters: Any
+) -> ShapedArray:
+  lhs, rhs = (x.update(dtype=spec.out_dtype, weak_type=False) for x in (lhs, rhs))
+  return _compat.product_type(_compat.ragged_dot_general_p, lhs, rhs, group_sizes, **parameters)
+
+
+def _compute(
+  lhs: Array, rhs: Array, group_sizes: Array, *, spec: Spec, units: DTypeLike | None, **parameters: Any
+) -> Array:
+  """Computes the product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
+  if spec.native is not None:
+    units = None if spec.native else units or jnp.bfloat16
+  dims = cast(RaggedDotDimensionNumbers, parameters["ragged_dot_dimension_numbers"])
+  of_rows = bool(dims.rhs_group_dimensions)
+  scaled = _by_channel if of_rows else _by_expert
+  (lhs, lhs_unit), (rhs, rhs_unit), dims = scaled(lhs, rhs, group_sizes, dims, spec)
+  if units is not None:  # bfloat16 holds every FP8 number
+    lhs, rhs = lhs.astype(units), rhs.astype(units)
+  # What is not scaled back yet overflows in float16.
+  wide = FLOAT32 if spec.out_dtype == np.float16 else spec.out_dtype
+  out = jax.lax.ragged_dot_general(lhs, rhs, group_sizes, dims, preferred_element_type=wide)
+  # One after the other: their product may leave float32's range.
+  return (out.astype(jnp.float32) * lhs_unit * rhs_unit).astype(spec.out_dtype)
+
+
+def _by_channel(
+  lhs: Array, rhs: Array, group_sizes: Array, dims: RaggedDotDimensionNumbers, spec: Spec
+) -> tuple[_Scaled, _Scaled, RaggedDotDimensionNumbers]:
+  """Quantises the rows of the lhs, and the channels of each expert's rhs.
+
+  Returns:
+    lhs and rhs in FP8, each with units that broadcast to the result [*batch, rows, *rhs free]; `dims`.
+  """
+  contract, batch = dims.dot_dimension_numbers
+  (ragged,), (group,) = dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
+  free = [i for i in free_dims(rhs.ndim, dims.dot_dimension_numbers, 1) if i != group]
+  lhs_scale = _scale(amax_within(lhs, (*batch[0], ragged)), spec.lhs_dtype, spec)
+  rhs_scale = _scale(amax_within(rhs, (*batch[1], group, *free)), spec.rhs_dtype, spec)
+  lead, rows = [lhs.shape[i] for i in batch[0]], lhs.shape[ragged]
+  of_row = (1 / lhs_scale).transpose(*batch[0], ragged, *contract[0])
+  of_row = of_row.reshape(*lead, rows, *(1,) * len(free))
+  of_channel = (1 / rhs_scale).transpose(*batch[1], group, *free, *contract[1])
+  of_channel = of_channel.reshape(math.prod(lead), rhs.shape[group], -1)  # f32[batch, experts, channels]
+  at_rows = _at_rows(of_channel, _experts_of_rows(group_sizes, lead, rows))
+  of_channel = at_rows.reshape(*lead, rows, *(rhs.shape[i] for i in free))
+  lhs, rhs = quantise(lhs, lhs_scale, spec.lhs_dtype), quantise(rhs, rhs_scale, spec.rhs_dtype)
+  return (lhs, of_row), (rhs, of_channel), dims
+
+
+def _by_expert(
+  lhs: Array, rhs: Array, group_sizes: Array, dims: RaggedDotDimensionNumbers, spec: Spec
+) -> tuple[_Scaled, _Scaled, RaggedDotDimensionNumbers]:
+  """Quantises the columns of each expert's rows, which are contracted.
+
+  Returns:
+    lhs and rhs as [*batch, rows, *free] in FP8, each with units that broadcast to the result [experts,
+    *batch, *lhs free, *rhs free]; the dimensions of their product.
+  """
+  contract, batch = dims.dot_dimension_numbers
+  lead = [lhs.shape[i] for i in batch[0]]
+  experts = _experts_of_rows(group_sizes, lead, lhs.shape[contract[0][0]])
+  frees = [free_dims(x.ndim, dims.dot_dimension_numbers, side) for side, x in enumerate((lhs, rhs))]
+  found: list[_Scaled] = []
+  for side, (x, dtype) in enumerate(((lhs, spec.lhs_dtype), (rhs, spec.rhs_dtype))):
+    x = x.transpose(*batch[side], *contract[side], *frees[side])
+    columns = x.reshape(math.prod(lead), experts.shape[1], -1)
+    scale = _scale(_amax_by_expert(columns, experts, group_sizes.shape[-1]), dtype, spec)
+    codes = quantise(columns, _at_rows(scale, experts), dtype).reshape(x.shape)
+    ones = [(1,) * len(free) for free in frees]
+    ones[side] = x.shape[len(lead) + 1 :]
+    found.append((codes, jnp.moveaxis(1 / scale, 1, 0).reshape(-1, *lead, *ones[0], *ones[1])))
+  n = len(lead)
+  numbers = (((n,), (n,)), (tuple(range(n)), tuple(range(n))))
+  return found[0], found[1], RaggedDotDimensionNumbers(numbers, (n,), ())
+
+
+def _scale(amax: Array, dtype: np.dtype, spec: Spec) -> Array:
+  return scale_of(amax, dtype, spec.margin, spec.pow2)
+
+
+def _experts_of_rows(group_sizes: Array, lead: Sequence[int], rows: int) -> Array:
+  """Returns the expert of each row, int32[batch, rows]; after the last expert's rows, their number."""
+  sizes = jnp.broadcast_to(group_sizes.astype(jnp.int32), (*lead, group_sizes.shape[-1]))
+  ends = jnp.cumsum(sizes.reshape(math.prod(lead), -1), -1)
+  return jnp.sum(np.arange(rows)[:, None] >= ends[:, None], -1, dtype=jnp.int32)
+
+
+def _at_rows(of_experts: Array, experts: Array) -> Array:
+  """Returns f32[batch, rows, n] from f32[batch, experts, n]; after the last expert's rows, that expert's."""
+  return jnp.take_along_axis(of_experts, experts[..., None], 1, mode="clip")
+
+
+def _amax_by_expert(x: Array, experts: Array, n: int) -> Array:
+  """Returns the largest magnitude in each column of each expert's rows, f32[batch, n, columns].
+
+  Args:
+    x: floating[batch, rows, columns].
+    experts: the expert of each row, int32[batch, rows]; `n` for none.
+    n: the number of experts.
+  """
+  # Magnitudes are ordered as their bits, NaN the largest; GPUs have an atomic maximum of integers.
+  bits = jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+  none = _compat.vary_like(jnp.zeros((x.shape[0], n, x.shape[2]), jnp.int32), bits)
+  batch = np.arange(x.shape[0])[:, None]
+  largest = none.at[batch, experts].max(bits, mode="drop", indices_are_sorted=True)
+  return jax.lax.bitcast_convert_type(largest, jnp.float32)
+
+
+def _jvp(
+  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, spec: Spec, **parameters: Any
+) -> tuple[Array, Array | ad.Zero]:
+  lhs, rhs, group_sizes = primals
+
+  def term(side: int, lhs: Array, rhs: Array) -> Array:
+    if not spec.backward:
+      lhs, rhs = (x if i == side else x.astype(spec.out_dtype) for i, x in enumerate((lhs, rhs)))
+      return half_ragged_dot_p.bind(lhs, rhs, group_sizes, originals=(), **parameters)
+    changes: dict[str, Any] = {("lhs_dtype", "rhs_dtype")[side]: spec.gradient_dtype}
+    return _bind([[lhs], [rhs], [group_sizes]], spec=dataclasses.replace(spec, **changes), **parameters)
+
+  out = fp8_ragged_dot_p.bind(*primals, spec=spec, **parameters)
+  return out, sum_of_tangents(out, (lhs, rhs), enumerate(tangents[:2]), term)
+
+
+def _transpose(
+  ct: Array | ad.Zero,
+  lhs: Array | ad.UndefinedPrimal,
+  rhs: Array | ad.UndefinedPrimal,
+  group_sizes: Array,
+  *,
+  spec: Spec,
+  **parameters: Any,
+) -> list[Array | None]:
+  if isinstance(ct, ad.Zero):
+    return [None, None, None]
+  side = 0 if isinstance(lhs, ad.UndefinedPrimal) else 1
+  x = cast(ad.UndefinedPrimal, (lhs, rhs)[side])
+  # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
+  changes: dict[str, Any] = {("lhs_dtype", "rhs_dtype")[side]: spec.gradient_dtype}
+  out = FLOAT32 if x.aval.dtype == FLOAT32 else spec.out_dtype  # float32 for a master weight
+  bind = functools.partial(_bind, spec=dataclasses.replace(spec, **changes, out_dtype=out))
+  parameters["preferred_element_type"] = out
+  others = [cast(Array, (lhs, rhs)[1 - side]), group_sizes]
+  result: list[Array | None] = [None, None, None]
+  result[side] = gradient_as_jax(_compat.ragged_dot_general_p, ct, x, others, side, parameters, bind)
+  return result
+
+
+def _batch(
+  operands: Sequence[Array], axes: Sequence[int | None], *, spec: Spec, **parameters: Any
+) -> tuple[Array, int]:
+  """Maps the product as JAX maps its own: each member's rows, columns and channels have their own scales."""
+  bind = functools.partial(_bind, spec=spec)
+  groups = [[x] for x in operands]
+  mapped = mapped_as_jax(_compat.ragged_dot_general_p, groups, axes, spec.out_dtype, parameters, bind)
+  return mapped, 0
+
+
+# XLA for CPU does not have a bfloat16 kernel for some layouts; for a GPU or a TPU it widens what it must.
+_UNITS = {None: jnp.bfloat16, "cpu": jnp.float32, "cuda": None, "rocm": None, "tpu": None}
+compute_by_platform(
+  fp8_ragged_dot_p, {name: functools.partial(_compute, units=u) for name, u in _UNITS.items()}
+)
+fp8_ragged_dot_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[fp8_ragged_dot_p] = _jvp
+ad.primitive_transposes[fp8_ragged_dot_p] = _transpose
+batching.primitive_batchers[fp8_ragged_dot_p] = _batch
