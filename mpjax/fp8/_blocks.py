@@ -1,6 +1,6 @@
 """From a wide tensor to blocks with a scale each: MXFP8, MXFP4 and NVFP4, and what NVFP4 training adds.
 
-Blocks lie along the last dimension, which a product contracts. What a block stands for is its codes times its
+Blocks lie along the dimension that a product contracts. What a block stands for is its codes times its
 scale; for NVFP4 also divided by the tensor's scale.
 """
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import Array, DTypeLike
-from mpjax.fp8._scaling import amax_of, scale_of
+from mpjax.fp8._scaling import amax_of, as_stored, scale_of
 
 _E8M0_BIAS = 127
 _LARGEST_E8M0 = 2 * _E8M0_BIAS - 1
@@ -21,36 +21,36 @@ _FP4, _E4M3 = jnp.float4_e2m1fn, jnp.float8_e4m3fn
 _LARGEST_FP4, _LARGEST_E4M3, _SMALLEST_E4M3 = 6.0, 448.0, 2.0**-9
 
 
-def quantise_mx(x: Array, dtype: DTypeLike, block: int = 32) -> tuple[Array, Array]:
+def quantise_mx(x: Array, axis: int, dtype: DTypeLike, block: int = 32) -> tuple[Array, Array]:
   """Quantises to a Microscaling format: elements of few bits, and a power of two for every block of them.
 
   The scale is the smallest power of two that keeps the block's amax in range, so nothing saturates. (The
   OCP Microscaling specification 1.0, section 6.3, rounds down instead.)
 
   Args:
-    x: floating, its last dimension a multiple of `block`; where it is not finite its block becomes NaN.
+    x: floating, its `axis` a multiple of `block`; where it is not finite its block becomes NaN.
+    axis: the contracted dimension.
     dtype: an FP8 or FP4 format.
     block: elements per scale.
 
   Returns:
     q: x divided by its block's scale, in `dtype`.
-    scales: E8M0[*x.shape[:-1], x.shape[-1] / block].
+    scales: E8M0 of x's shape with `axis` divided by `block`.
   """
-  wide = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // block, block)
-  amax = jnp.max(jnp.abs(wide), axis=-1)
+  amax = _amax_of_blocks(x, axis, block)
   largest = float(jnp.finfo(dtype).max)
   known = (amax > 0) & (amax < jnp.inf)
   bits = jax.lax.bitcast_convert_type(jnp.maximum(jnp.where(known, amax, 1) / largest, _SMALLEST), jnp.uint32)
   exponent = (bits >> 23) + ((bits & np.uint32(0x7FFFFF)) != 0)  # rounded up
   exponent = jnp.clip(jnp.where(known, exponent, _E8M0_BIAS), 1, _LARGEST_E8M0)
   unit = jax.lax.bitcast_convert_type((exponent << 23).astype(jnp.uint32), jnp.float32)
-  q = jnp.clip(wide / unit[..., None], -largest, largest)
+  q = jnp.clip(_in_blocks(as_stored(x), axis, block) / jnp.expand_dims(unit, axis + 1), -largest, largest)
   scales = jnp.where(amax < jnp.inf, unit, jnp.nan)  # FP4 does not have a NaN: the scale tells
   return q.astype(dtype).reshape(x.shape), scales.astype(jnp.float8_e8m0fnu)
 
 
 def quantise_nvfp4(
-  x: Array, *, squares: bool = False, stochastic: bool = False
+  x: Array, axis: int, *, across: int | None = None, stochastic: bool = False
 ) -> tuple[Array, Array, Array]:
   """Quantises to NVFP4: E2M1 elements, an E4M3 scale for every 16 of them, and one scale for the tensor.
 
@@ -58,28 +58,38 @@ def quantise_nvfp4(
   power of two: multiplying by it is exact.
 
   Args:
-    x: floating[..., rows, k], k a multiple of 16; where it is not finite its block becomes NaN.
-    squares: one scale for 16 x 16 elements of the last two dimensions, so that x and its transpose are
-      quantised alike; the number of rows is a multiple of 16.
+    x: floating, its `axis` a multiple of 16; where it is not finite its block becomes NaN.
+    axis: the contracted dimension.
+    across: another dimension, a multiple of 16, with which `axis` is divided into squares of 16 x 16 with one
+      scale each, so that x and its transpose are quantised alike.
     stochastic: round elements at random, so that they are right on average; a hash of value and position
       gives the random bits.
 
   Returns:
     q: E2M1, x's shape.
-    scales: E4M3[*x.shape[:-1], k / 16]; x is about q * scales / tensor_scale.
+    scales: E4M3 of x's shape with `axis` divided by 16; x is about q * scales / tensor_scale.
     tensor_scale: f32[].
   """
-  wide = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // _NVFP4, _NVFP4)
-  amax = jnp.max(jnp.abs(wide), axis=-1)  # [..., rows, k / 16]
-  if squares:
-    rows = amax.reshape(*amax.shape[:-2], amax.shape[-2] // _NVFP4, _NVFP4, amax.shape[-1])
-    amax = jnp.broadcast_to(rows.max(-2, keepdims=True), rows.shape).reshape(amax.shape)
-  tensor_scale = scale_of(amax_of(amax) / 4, _E4M3, pow2=True)  # no block needs a scale above 448
+  amax = _amax_of_blocks(x, axis, _NVFP4)
+  if across is not None:
+    squares = _in_blocks(amax, across, _NVFP4)
+    amax = jnp.broadcast_to(squares.max(across + 1, keepdims=True), squares.shape).reshape(amax.shape)
+  tensor_scale = scale_of(amax_of(amax) / 4, _E4M3)  # no block needs a scale above 448
   scaled = jnp.minimum(amax * tensor_scale / _LARGEST_FP4, _LARGEST_E4M3)
   scales = jnp.where(amax < jnp.inf, jnp.maximum(scaled, _SMALLEST_E4M3), jnp.nan).astype(_E4M3)
-  y = wide * tensor_scale / scales.astype(jnp.float32)[..., None]
+  wide = _in_blocks(as_stored(x), axis, _NVFP4)
+  y = wide * tensor_scale / jnp.expand_dims(scales.astype(jnp.float32), axis + 1)
   y = _to_fp4_at_random(y, wide) if stochastic else jnp.clip(y, -_LARGEST_FP4, _LARGEST_FP4)
   return y.astype(_FP4).reshape(x.shape), scales, tensor_scale
+
+
+def _in_blocks(x: Array, axis: int, block: int) -> Array:
+  """Divides a dimension into blocks: [..., blocks, block, ...]."""
+  return x.reshape(*x.shape[:axis], x.shape[axis] // block, block, *x.shape[axis + 1 :])
+
+
+def _amax_of_blocks(x: Array, axis: int, block: int) -> Array:
+  return jnp.max(jnp.abs(_in_blocks(x, axis, block)), axis=axis + 1, initial=0).astype(jnp.float32)
 
 
 def _to_fp4_at_random(y: Array, source: Array) -> Array:
@@ -103,25 +113,36 @@ def uniform_of(x: Array) -> Array:
 _ODD = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
 
 
-def rotate(x: Array) -> Array:
-  """Multiplies every 16 elements of the last dimension by a Hadamard matrix with random signs, over 4.
+def rotate(x: Array, axis: int, units: DTypeLike) -> Array:
+  """Multiplies every 16 elements of a dimension by a Hadamard matrix with random signs, over 4; puts it last.
 
   The matrix is orthogonal: a product of two operands that are both rotated along the contracted dimension
   stays, while outliers are spread over 16 elements (arXiv 2509.25149, section on random Hadamard transforms).
 
   Args:
-    x: floating[..., k], k a multiple of 16.
+    x: floating, its `axis` a multiple of 16.
+    axis: the dimension.
+    units: the dtype to multiply in.
 
   Returns:
-    float32[..., k].
+    x's dtype, [..., k].
   """
-  y = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // _NVFP4, _NVFP4) * _SIGNS
-  for half in (1, 2, 4, 8):
-    pairs = y.reshape(*y.shape[:-1], _NVFP4 // (2 * half), 2, half)
-    a, b = pairs[..., 0, :], pairs[..., 1, :]
-    y = jnp.stack([a + b, a - b], axis=-2).reshape(y.shape)
-  return (y * np.float32(0.25)).reshape(x.shape)
+  blocks = _in_blocks(x.astype(units), axis, _NVFP4)
+  dims = (((axis + 1,), (0,)), ((), ()))
+  out = jax.lax.dot_general(
+    blocks, _ROTATION.astype(units), dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=units
+  )
+  out = jnp.moveaxis(out, axis, -2)  # [..., blocks, 16]
+  return out.reshape(*out.shape[:-2], x.shape[axis]).astype(x.dtype)
 
 
-# One vector for all tensors, as in the paper.
-_SIGNS = np.float32([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, 1, 1])
+def _rotation() -> np.ndarray:
+  """Returns float32[16, 16]; one vector of signs for all tensors, as in the paper."""
+  matrix = np.ones([1, 1], np.float32)
+  for _ in range(4):
+    matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+  signs = np.float32([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, 1, 1])
+  return signs[:, None] * matrix / 4
+
+
+_ROTATION = _rotation()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from mpjax._types import Array, DTypeLike
 from mpjax.fp8._blocks import quantise_mx, quantise_nvfp4, rotate
@@ -41,6 +43,26 @@ def _in_squares(spec: Spec, side: int) -> bool:
   return spec.scheme == "nvfp4" and spec.roles[side] == WEIGHT
 
 
+def _is_fp4(dtype: np.dtype) -> bool:
+  return jnp.finfo(dtype).bits < 8
+
+
+class _Operand(NamedTuple):
+  """An operand in blocks.
+
+  Attributes:
+    codes: [*batch, *free, k] or [*batch, k, *free].
+    scales: the same with a k smaller by the size of a block.
+    axis: the dimension k.
+    unit: what the product is multiplied by for the scale of the tensor; `None` without one.
+  """
+
+  codes: Array
+  scales: Array
+  axis: int
+  unit: Array | None
+
+
 def multiply_blocks(lhs: Array, rhs: Array, dims: Dims, spec: Spec, units: DTypeLike | None) -> Array:
   """Computes a product of operands that are quantised in blocks along the contracted dimension.
 
@@ -55,60 +77,94 @@ def multiply_blocks(lhs: Array, rhs: Array, dims: Dims, spec: Spec, units: DType
     [batch, lhs free, rhs free] in `spec.out_dtype`.
   """
   batch = len(dims[1][0])
-  operands, shape, unit = [], lhs.shape[:0], None
-  for side, x in enumerate((lhs, rhs)):
-    x = x.transpose(*dims[1][side], *free_dims(x.ndim, dims, side), *dims[0][side])
-    kept = x.shape[: x.ndim - len(dims[0][side])]
-    x = x.reshape(*kept, -1) if len(dims[0][side]) != 1 else x
-    shape = kept if side == 0 else (*shape, *kept[batch:])
-    codes, scales, own = _quantised(x, spec, side, batch)
-    operands.append((codes, scales))
-    unit = own if unit is None or own is None else unit * own
+  shape = [lhs.shape[i] for i in dims[1][0]]
+  shape += [x.shape[i] for side, x in enumerate((lhs, rhs)) for i in free_dims(x.ndim, dims, side)]
+  left, right = (_quantised(x, dims, spec, side, native=units is None) for side, x in enumerate((lhs, rhs)))
   # Float16 holds the result only after it is scaled back.
   wide = _FLOAT32 if spec.out_dtype == np.float16 else spec.out_dtype
-  if units is None:
-    (lhs, lhs_scales), (rhs, rhs_scales) = ((_folded(x, batch), _folded(s, batch)) for x, s in operands)
-    middle = lhs.ndim - 2
-    dims = (((middle + 1,), (middle + 1,)), ((0,), (0,)) if middle else ((), ()))
-    out = jax.lax.scaled_dot(
-      lhs,
-      rhs,
-      lhs_scale=lhs_scales,
-      rhs_scale=rhs_scales,
-      dimension_numbers=dims,
-      preferred_element_type=wide,
-    ).reshape(shape)
-  else:
-    lhs, rhs = (_what_blocks_stand_for(*x, BLOCKS[spec.scheme], units) for x in operands)
-    batches = tuple(range(batch))
-    dims = (((lhs.ndim - 1,), (rhs.ndim - 1,)), (batches, batches))
-    out = jax.lax.dot_general(
-      lhs, rhs, dims, preferred_element_type=_FLOAT32, out_sharding=spec.out_sharding
-    ).astype(wide)
-    out = out if out.shape == shape else out.reshape(shape)
-  return out.astype(spec.out_dtype) if unit is None else (out.astype(_FLOAT32) * unit).astype(spec.out_dtype)
+  multiply = _multiply_blocks if units is None else _multiply_values
+  out = multiply(left, right, batch, spec, units or wide)
+  out = (out if out.shape == tuple(shape) else out.reshape(shape)).astype(wide)
+  if left.unit is not None and right.unit is not None:  # a power of two
+    out = out * (left.unit * right.unit).astype(wide)
+  return out.astype(spec.out_dtype)
 
 
-def _quantised(x: Array, spec: Spec, side: int, batch: int) -> tuple[Array, Array, Array | None]:
-  """Returns codes, scales of blocks, and what the product is multiplied by for the scale of the tensor."""
+def _multiply_blocks(left: _Operand, right: _Operand, batch: int, spec: Spec, out_dtype: DTypeLike) -> Array:
+  folded = []
+  for x in (left, right):
+    first = x.axis == batch and x.codes.ndim > batch + 1
+    codes, scales = (_folded(y, batch, first) for y in (x.codes, x.scales))
+    if _is_fp4(spec.lhs_dtype):
+      # Units take FP4 only if the contracted dimension is last in memory. Without the barrier, XLA fuses what
+      # it does not find a kernel for.
+      codes, scales = jax.lax.optimization_barrier((codes, scales))
+      rows = Layout(tuple(range(codes.ndim)))
+      codes, scales = with_layout_constraint(codes, rows), with_layout_constraint(scales, rows)
+    folded.append((codes, scales, codes.ndim - 1 - first))
+  (lhs, lhs_scale, lhs_axis), (rhs, rhs_scale, rhs_axis) = folded
+  batches = tuple(range(lhs.ndim - 2))
+  return jax.lax.scaled_dot(
+    lhs,
+    rhs,
+    lhs_scale=lhs_scale,
+    rhs_scale=rhs_scale,
+    dimension_numbers=(((lhs_axis,), (rhs_axis,)), (batches, batches)),
+    preferred_element_type=out_dtype,
+  )
+
+
+def _multiply_values(left: _Operand, right: _Operand, batch: int, spec: Spec, dtype: DTypeLike) -> Array:
+  """Multiplies what blocks stand for; bfloat16 holds it except at the ends of its range."""
+
+  def value(x: _Operand) -> Array:
+    size = BLOCKS[spec.scheme]
+    blocks = (*x.scales.shape[: x.axis + 1], size, *x.codes.shape[x.axis + 1 :])
+    scales = jnp.expand_dims(x.scales.astype(_FLOAT32), x.axis + 1)
+    return (x.codes.astype(_FLOAT32).reshape(blocks) * scales).reshape(x.codes.shape).astype(dtype)
+
+  batches = tuple(range(batch))
+  return jax.lax.dot_general(
+    value(left),
+    value(right),
+    (((left.axis,), (right.axis,)), (batches, batches)),
+    preferred_element_type=_FLOAT32,
+    out_sharding=spec.out_sharding,
+  )
+
+
+def _quantised(x: Array, dims: Dims, spec: Spec, side: int, native: bool) -> _Operand:
+  """Quantises an operand with the contracted dimension last; an FP8 one also as it lies if that is first."""
+  batch, contracted, free = dims[1][side], dims[0][side], free_dims(x.ndim, dims, side)
+  kept, length, rows = (tuple(x.shape[i] for i in some) for some in (batch, contracted, free))
+  dtype = (spec.lhs_dtype, spec.rhs_dtype)[side]
+  # For the gradient of a weight.
+  rotated = spec.scheme == "nvfp4" and set(spec.roles) == {ACTIVATION, GRADIENT}
+  first = bool(free) and (*batch, *contracted, *free) == tuple(range(x.ndim))
+  first = first and (rotated or not _is_fp4(dtype))
+  squares = _in_squares(spec, side)
+  if squares:
+    rows = (math.prod(rows),)
+  k = (math.prod(length),)
+  x = x if first else x.transpose(*batch, *free, *contracted)
+  shape = (*kept, *k, *rows) if first else (*kept, *rows, *k)
+  x = x if x.shape == shape else x.reshape(shape)
+  axis = len(kept) if first else x.ndim - 1
+  # Amax and quantiser read it: as one array of 16 bits, where XLA would keep float32 intermediates.
+  stored = jax.lax.optimization_barrier if native and x.dtype.itemsize == 2 else lambda x: x
+  x = stored(x)
+  if rotated:
+    x, axis = stored(rotate(x, axis, x.dtype if native else _FLOAT32)), x.ndim - 1
   if spec.scheme == "mx":
-    return *quantise_mx(x, (spec.lhs_dtype, spec.rhs_dtype)[side]), None
-  if set(spec.roles) == {ACTIVATION, GRADIENT}:  # for the gradient of a weight
-    x = rotate(x)
-  if _in_squares(spec, side):
-    x = x.reshape(*x.shape[:batch], -1, x.shape[-1])
-  is_gradient = spec.roles[side] == GRADIENT
-  codes, scales, scale = quantise_nvfp4(x, squares=_in_squares(spec, side), stochastic=is_gradient)
-  return codes, scales, 1 / scale
+    return _Operand(*quantise_mx(x, axis, dtype), axis, None)
+  across = axis - 1 if squares else None
+  codes, scales, scale = quantise_nvfp4(x, axis, across=across, stochastic=spec.roles[side] == GRADIENT)
+  return _Operand(codes, scales, axis, 1 / scale)
 
 
-def _folded(x: Array, batch: int) -> Array:
-  """Returns [batch, rows, k]; [rows, k] without a batch dimension."""
+def _folded(x: Array, batch: int, first: bool) -> Array:
+  """Returns [batch, rows, k], or [batch, k, rows] if k is `first`; without a batch dimension two."""
   batches = (math.prod(x.shape[:batch]),) if batch else ()
+  if first:
+    return x.reshape(*batches, x.shape[batch], math.prod(x.shape[batch + 1 :]))
   return x.reshape(*batches, math.prod(x.shape[batch:-1]), x.shape[-1])
-
-
-def _what_blocks_stand_for(codes: Array, scales: Array, size: int, dtype: DTypeLike) -> Array:
-  """Multiplies blocks by their scales; bfloat16 holds the results except at the ends of its range."""
-  blocks = codes.astype(jnp.float32).reshape(*scales.shape, size) * scales.astype(jnp.float32)[..., None]
-  return blocks.reshape(codes.shape).astype(dtype)

@@ -65,8 +65,8 @@ def fp8_dot_general(
     rhs: floating.
     dimension_numbers: see `jax.lax.dot_general`.
     recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`; `auto` is this device's.
-    scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors. For `delayed` with `pow2_scales`
-      they are powers of two.
+    scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors. For `delayed` with
+      `pow2_scales` they are powers of two.
     out_dtype: dtype of the result; `None`: that of lhs.
     gradient_operand: which operands are gradients themselves.
     weight_operand: which operands are weights, which `nvfp4` quantises in squares.
@@ -282,6 +282,8 @@ def _transpose(
   operands = (ct, rhs) if of_lhs else (lhs, ct)
   first, second = (2, 1) if of_lhs else (0, 2)
   formats = (spec.gradient_dtype, spec.rhs_dtype) if of_lhs else (spec.lhs_dtype, spec.gradient_dtype)
+  if jnp.float8_e4m3b11fnuz in formats:  # TPU v5 and v6 multiply two numbers of one format
+    formats = (spec.gradient_dtype, spec.gradient_dtype)
   ndims = (like.ndim, ndim) if of_lhs else (ndim, like.ndim)
   of_gradient = GRADIENT if spec.roles != (UNKNOWN, UNKNOWN) else UNKNOWN
   of_ct = members_of_result(spec.members, dimension_numbers, ndims)
