@@ -63,8 +63,9 @@ def _(primals: Sequence[Array], tangents: Sequence[Array]) -> NoReturn:
 
 
 def _narrow(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array, jax.Array]:
+  x = not_differentiable(x)
   scale = scale_of(amax_of(x), dtype)
-  return not_differentiable(quantise(x, scale, dtype)), scale, jnp.zeros([0], x.dtype)
+  return quantise(x, scale, dtype), scale, jnp.zeros([0], x.dtype)
 
 
 def _wide(q: jax.Array, scale: jax.Array, like: jax.Array) -> jax.Array:

@@ -253,14 +253,10 @@ def _saved(
   lhs: Array, rhs: Array, scales: Sequence[Array], spec: Spec, dims: Dims
 ) -> tuple[Array, Array, list[Array], Spec]:
   """Quantises the operands before they are differentiated, so that the backward pass keeps them in FP8."""
-  lhs, lhs_scale = quantised(lhs, scales, 0, spec, dims)
-  rhs, rhs_scale = quantised(rhs, scales, 1, spec, dims)
-  return (
-    not_differentiable(lhs),
-    not_differentiable(rhs),
-    [lhs_scale, rhs_scale, scales[2]],
-    dataclasses.replace(spec, given=(True, True, spec.given[2]), saved=False),
-  )
+  lhs, lhs_scale = quantised(not_differentiable(lhs), scales, 0, spec, dims)
+  rhs, rhs_scale = quantised(not_differentiable(rhs), scales, 1, spec, dims)
+  spec = dataclasses.replace(spec, given=(True, True, spec.given[2]), saved=False)
+  return lhs, rhs, [lhs_scale, rhs_scale, scales[2]], spec
 
 
 def _transpose(

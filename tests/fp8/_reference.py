@@ -47,7 +47,7 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
   return np.where(np.isfinite(x), np.rint(finite / step) * step, np.nan)
 
 
-def scale_for(x: np.ndarray, dtype: str, margin: int = 0, pow2: bool = False) -> float:
+def scale_for(x: np.ndarray, dtype: str, margin: int = 0, pow2: bool = True) -> float:
   """The scale of a tensor: a float32, held in a Python float."""
   amax = float(np.max(np.abs(np.asarray(x, np.float64)), initial=0))
   if amax == 0 or not math.isfinite(amax):
@@ -117,9 +117,7 @@ class Product:
     return tuple(self.sizes[c] for c in letters)
 
 
-def check_product(
-  out, spec: str, x, y, x_dtype: str, y_dtype: str, scales=(None, None), margin=0, pow2=False
-):
+def check_product(out, spec: str, x, y, x_dtype: str, y_dtype: str, scales=(None, None), margin=0, pow2=True):
   """Fails where `out` is further from the einsum `spec` of x and y than FP8's rounding explains.
 
   Args:
@@ -150,7 +148,7 @@ def check_product(
   terms = math.prod(n for letter, n in sizes.items() if letter not in result)
   narrow = jnp.finfo(out_dtype)
   # float32 sums, the unit and the output; what is below the smallest normal number may be flushed to 0.
-  roundings = 2 if out_dtype == jnp.bfloat16 else 1  # before the unit, and after it
+  roundings = 1 if pow2 or out_dtype != jnp.bfloat16 else 2  # before the unit, and after it
   own = (terms + 8) * 2.0**-24 * size + roundings * float(narrow.eps) / 2 * (1 + 1e-2) * np.abs(held_want)
   own = own + float(narrow.tiny) + (size if unit < TINY * 4 else 0)
   fits = np.abs(held_want) + own < float(narrow.max)

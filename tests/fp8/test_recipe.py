@@ -19,7 +19,7 @@ DEFAULTS = {
   "gradient_dtype": "",
   "backward": "policy",
   "margin": 0,
-  "pow2_scales": False,
+  "pow2_scales": None,
   "amax_history_len": 1024,
   "amax_compute": "max",
   "emulate": False,
@@ -39,7 +39,7 @@ OTHER = {
   "gradient_dtype": ("e4m3fn", "float8_e4m3fn"),
   "backward": ("compute", "compute"),
   "margin": (3, 3),
-  "pow2_scales": (True, True),
+  "pow2_scales": (False, False),
   "amax_history_len": (16, 16),
   "amax_compute": ("most_recent", "most_recent"),
   "emulate": (True, True),
@@ -56,9 +56,9 @@ OTHER = {
 E4M3, E5M2, FP4 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 OWN = {
   "auto": {},
-  "current": {"forward_dtype": E4M3, "gradient_dtype": E5M2},
-  "delayed": {"forward_dtype": E4M3, "gradient_dtype": E5M2},
-  "per_channel": {"forward_dtype": E4M3, "gradient_dtype": E4M3},
+  "current": {"forward_dtype": E4M3, "gradient_dtype": E5M2, "pow2_scales": True},
+  "delayed": {"forward_dtype": E4M3, "gradient_dtype": E5M2, "pow2_scales": True},
+  "per_channel": {"forward_dtype": E4M3, "gradient_dtype": E4M3, "pow2_scales": False},
   "mx": {"forward_dtype": E4M3, "gradient_dtype": E4M3},
   "nvfp4": {"forward_dtype": FP4, "gradient_dtype": FP4, "keep_last": 0.15},
 }
@@ -267,7 +267,7 @@ SPECS = [
   {"forward_dtype": "e4m3fnuz", "gradient_dtype": "e5m2fnuz"},
   {"forward_dtype": jnp.float8_e4m3fn, "margin": 2, "emulate": True},
   {"include": ["mlp", "attn"], "exclude": "head", "min_dim": 16},
-  [("recipe", "current"), ("pow2_scales", True)],
+  [("recipe", "current"), ("pow2_scales", False)],
   Recipe(),
   Recipe(margin=1, include=("mlp",)),
 ]

@@ -147,7 +147,7 @@ def test_a_scaled_cast_is_that_of_the_product():
   x = spread(4096, low=-37, high=37)
   for scale in np.float32([2.0**-126, 1e-20, 0.3, 1.0, 448.0, 1e20, 2.0**126]):
     with np.errstate(over="ignore"):
-      scaled = np.clip(x * scale, -1e30, 1e30)
+      scaled = x * scale  # beyond float32 it is not finite, as what is not finite itself
     for name, got in quantise(x, scale).items():
       np.testing.assert_array_equal(wide(got), rounded(scaled, name), err_msg=f"{name} {scale}")
   x, scale = spread(3, 2, 40, low=-3, high=3), np.float32([[1, 2], [0.3, 5], [1e3, 1e-3]])
@@ -157,7 +157,7 @@ def test_a_scaled_cast_is_that_of_the_product():
 
 def test_overflow_saturates_and_what_is_not_finite_becomes_nan():
   x = np.array([6e4, -6e4, *BAD, 0.0, -0.0], np.float32)
-  for dtype, scale in itertools.product(WIDE, np.float32([1, 1e30, 2.0**126])):
+  for dtype, scale in itertools.product(WIDE, np.float32([1, 1e30])):
     for name, q in quantise(x.astype(getattr(ml_dtypes, dtype, dtype)), scale).items():
       largest = FORMATS[name][2]
       np.testing.assert_array_equal(wide(q), [largest, -largest, np.nan, np.nan, np.nan, 0, 0])

@@ -254,7 +254,7 @@ def test_second_derivatives_of_fp8_products_are_near_those_of_float32():
   second = lambda f: jax.grad(lambda k: jnp.vdot(jax.grad(f, 1)(x, k), direction))
   functions = second(mpjax.autocast(loss, FP8)), second(loss)
   found, want = jit(lambda kernel: [f(kernel) for f in functions])(kernel)
-  assert error(found, want) < 0.15
+  assert error(found, want) < 0.16
 
 
 def test_a_row_that_does_not_count_changes_no_scale():
