@@ -155,6 +155,32 @@ def test_what_a_gpu_has_no_units_for_takes_the_time_of_float32():
       assert plan.eligible == (dtype == F16), (target, dtype)
 
 
+def test_what_is_below_16_bits_has_the_rate_of_its_units_or_that_of_bfloat16():
+  size = 4096
+  of = lambda recipe, **options: (
+    {"recipe": recipe, "emulate": True, "last_layer": True, "keep_last": 0} | options
+  )
+  for target, recipe, dtype, rate in (
+    ("h200", of("auto"), "float8_e5m2", 1978.9e12),
+    ("h200", of("mx"), "mxfp8", 989.4e12),
+    ("b200", of("auto"), "mxfp8", 4500e12),
+    ("b200", of("nvfp4"), "nvfp4", 9000e12),
+    ("v5e", of("auto"), "float8_e5m2", 394e12),
+    ("v5e", of("current"), "float8_e4m3fn", 197e12),
+    ("v6e", of("auto"), "float8_e5m2", 1836e12),
+    ("tpu7x", of("per_channel"), "float8_e4m3fn", 2307e12),
+    ("tpu7x", of("mx"), "mxfp8", 1153.5e12),
+  ):
+    loss = lambda w, x: jnp.mean((jnp.tanh(x) @ w) ** 2)
+    policy = {"base": "fp8", "fp8": recipe | {"first_layer": True}}
+    step = jax.grad(lambda w, x: loss(w, x))
+    plan = mpjax.plan(step, *[S((size, size), F32)] * 2, policy=policy, target=target, compile=False)
+    assert dtype in plan.matrix_flops(), (target, recipe, plan.matrix_flops())
+    assert plan.floor.parts["matrix units"] == pytest.approx(2 * 2 * size**3 / rate), (target, recipe)
+    (note,) = [note for note in plan.notes if note.startswith(f"fp8 on {target}: ")]
+    assert ("emulated" in note) == (rate in (989.4e12, 197e12, 1153.5e12)), note
+
+
 def test_an_fp8_policy_on_a_gpu_before_bfloat16_says_both():
   step, state = a_train_step("fp8")
   plan = plan_of(step, state, BATCH, target="t4")

@@ -1,5 +1,6 @@
 """Programs for described devices: how a step travels to their compilers, and plans by what those make of it."""
 
+import functools
 import json
 import types
 
@@ -38,13 +39,15 @@ class Compilers:
 
   Attributes:
     requests, topologies, flags: of each program.
+    platform: what programs are exported for.
     failures: what happens instead, for each: the exit code and output of a process.
   """
 
   def __init__(self, patch):
     self.requests, self.topologies, self.flags, self.failures = [], [], [], []
+    self.platform = "cpu"
     export = jax.export.export
-    patch.setattr(jax.export, "export", lambda f, platforms, **kw: export(f, platforms=["cpu"], **kw))
+    patch.setattr(jax.export, "export", lambda f, platforms, **kw: export(f, platforms=[self.platform], **kw))
     patch.setattr(topologies, "get_topology_desc", self.describe)
     patch.setattr(_compile, "_run", self.run)
 
@@ -126,6 +129,16 @@ def test_a_compiler_that_fails_is_quoted_and_a_gpu_is_tried_with_other_flags(com
   compilers.failures = [(-6, "")] * 2
   with pytest.raises(CompileError, match="h200: the compiler stopped without a message"):
     compile_step(*args)
+
+
+def test_a_gpus_product_of_blocks_is_compiled_with_triton_which_alone_has_it(compilers, monkeypatch):
+  monkeypatch.setattr(_worker, "_compile", lambda *_: {"error": "not on this machine"})
+  compilers.platform = "cuda"
+  for format in ("mxfp8", "nvfp4"):
+    product = functools.partial(mpjax.scaled_dot, format=format)
+    with pytest.raises(CompileError, match="not on this machine"):
+      compile_step(product, (SQUARE, SQUARE), [], get_target("b200"))
+    assert ["enable_triton_gemm=false" in flags for flags in compilers.flags[-2:]] == [False, True]
 
 
 def test_a_step_that_is_refused_or_too_large_says_so(compilers, monkeypatch):

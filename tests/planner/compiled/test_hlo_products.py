@@ -207,7 +207,7 @@ def test_flops_of_products_and_convolutions_which_leave_out_the_padding():
     found[int(re.search(r"row(\d+)", product.op)[1])].append(product)
   for i, (name, _, _, flops) in enumerate(rows):
     assert total(found[i]) == flops, name
-    assert {(p.kernel, p.times, p.fp8) for p in found[i]} == {
+    assert {(p.kernel, p.times, p.is_narrow) for p in found[i]} == {
       ("dot", 7 if name == "seven times" else 1, False)
     }, name
 
@@ -233,13 +233,18 @@ def test_a_gpus_products_are_of_the_kernel_that_multiplies():
     (("bf16", "bf16"), f"ROOT %d = (bf16[8,4], s8[32]) custom-call(%a, %b), {CUBLAS}", "cublas"),
     (("f8e4m3fn", "f8e5m2"), FUSION.replace("KIND", "__triton_gemm"), "triton"),
     (("f8e4m3fn", "f8e4m3fn"), FUSION.replace("KIND", "__cudnn$fusion"), "cudnn"),
+    (("f4e2m1fn", "f4e2m1fn"), FUSION.replace("KIND", "__triton_nested_gemm_fusion"), "triton"),
   ):
     read = f"%a = {dtypes[0]}[8,16] parameter(0); %b = {dtypes[1]}[16,4] parameter(1)"
-    module = program(f"{read}; {line}", computation("%gemm", f"{read}; {DOT_OF}"))
+    inside = DOT_OF
+    if dtypes[0] == "f4e2m1fn":  # with scales
+      read += "; %s = f8e4m3fn[8,1] parameter(2); %t = f8e4m3fn[1,4] parameter(3)"
+      inside = "ROOT %d = bf16[8,4] scaled-dot(%a, %b, %s, %t), DOT"
+    module = program(f"{read}; {line}", computation("%gemm", f"{read}; {inside}"))
     (found,) = kernel_products(module)
     assert (found.kernel, found.dtypes, found.flops) == (kernel, dtypes, 2 * 8 * 16 * 4), line
-    is_fp8 = dtypes[0].startswith("f8")
-    assert (found.fp8, found.backward) == (is_fp8, dtypes[1] == "f8e5m2"), line
+    is_narrow = dtypes[0] not in ("f32", "bf16")
+    assert (found.is_narrow, found.backward) == (is_narrow, dtypes[1] == "f8e5m2"), line
 
 
 def test_cudnns_calls_with_a_stride_multiply_as_often_in_each_pass():
