@@ -34,6 +34,7 @@ from mpjax.casting._kernels import IN_FLOAT32, runs_in_float32, way_out
 from mpjax.casting._kinds import Kind, castable, is_float
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced
+from mpjax.fp8._hardware import in_force
 from mpjax.jaxpr import (
   UNKNOWN,
   Trait,
@@ -72,6 +73,7 @@ class Explanation(Shown, ExplainedProgram):
     unknown: names of the primitives that mpjax does not know and therefore leaves as they are: put them on
       a list with `OpLists.default().replace(infer=...)`.
     gathers: one for each parameter that a step on a mesh gathers; only `TrainStep.explain` fills it.
+    fp8: the recipe and the formats in force on this machine, or why there are none; empty without a recipe.
     note: a sentence about autocasts that the function has itself; empty if it has none.
     fragile: one for each operation whose result half precision may destroy: a difference of products, an
       angle made by one, an order among noisy values, the end of a loop. `mpjax.inspect_numerics` measures
@@ -144,6 +146,7 @@ def explain(
     carries=tuple(explained.carries),
     unknown=tuple(sorted(unknown)),
     fragile=tuple(map(_fragility, fragile_nodes(plan, rules))),
+    fp8=", ".join(map(in_force, rules.overrides.recipes)),
     note=_of_autocasts_inside(plan, resolved, ops is not None or bool(overrides)),
   )
 

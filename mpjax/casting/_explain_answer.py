@@ -61,7 +61,7 @@ def answer_of(explanations: Sequence[ExplainedProgram], *, in_config: bool = Fal
 
 
 def _figures(one: ExplainedProgram) -> list[str]:
-  """Returns the shares of the matrix FLOPs by dtype, and the note about an autocast of the function's own."""
+  """Returns the shares of the matrix FLOPs by dtype, the FP8 recipe in force, and the note."""
   flops = one.matrix_flops()
   total = sum(flops.values())
   full = sum(map(is_full, one.rows))
@@ -70,7 +70,7 @@ def _figures(one: ExplainedProgram) -> list[str]:
   products = f"{with_prefix(total, 'FLOP')} of matrix products"
   said = ", ".join([products, *shares]) + precision if total else "no matrix products"
   lead = f"policy {named(one.policy)}: {said}; {full} of {len(one.rows)} operations in float32"
-  return [lead, one.note] if one.note else [lead]
+  return [lead, *([f"fp8: {one.fp8}"] if one.fp8 else []), *([one.note] if one.note else [])]
 
 
 def _costs(one: ExplainedProgram) -> list[str]:

@@ -66,6 +66,8 @@ def _totals(explanations: Sequence[ExplainedProgram]) -> TextSection:
     row("casts", lambda one: str(sum(r.casts for r in one.rows))),
     row("  bytes written", lambda one: bytes_text(sum(r.cast_bytes for r in one.rows))),
   ]
+  if any(one.fp8 for one in explanations):
+    rows.append(row("  fp8", lambda one: one.fp8 or "-"))
   labels = [named(one.policy) for one in explanations]
   return beside("What runs in which dtype", labels, [rows, others], name="totals")
 

@@ -142,6 +142,7 @@ class ExplainedProgram:
   gathers: tuple[ExplainedGather, ...] = ()
   fragile: tuple[ExplainedFragility, ...] = ()
   note: str = ""
+  fp8: str = ""
 
   def matrix_flops(self) -> dict[str, int]:
     """Floating-point operations of matrix products, convolutions and kernels, by dtype."""

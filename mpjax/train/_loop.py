@@ -27,7 +27,7 @@ from mpjax.train._files import GONE
 from mpjax.train._init_from import start_from
 from mpjax.train._optimizers import describe_end, describe_growth
 from mpjax.train._records import Records
-from mpjax.train._run_header import header_rows
+from mpjax.train._run_header import fp8_row, header_rows
 from mpjax.train._setup import Setup, for_evaluation
 from mpjax.train._tasks import mean_of_batches
 from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, NonFiniteLeaves, nonfinite_text
@@ -450,6 +450,7 @@ class TrainingRun:
       )
     summary = {
       "policy": self.config.policy if isinstance(self.config.policy, str) else str(self.policy),
+      **fp8_row(self.policy),
       "backend": jax.default_backend(),
       "steps": self.config.train.steps,
       **self._records.summary(),

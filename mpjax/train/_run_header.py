@@ -30,7 +30,7 @@ def header_rows(
   scaling, config = policy.loss_scaling, setup.config
   return {
     "policy": policy.reason or policy.full_label,
-    **({} if policy.fp8 is None else {"fp8": in_force(policy.fp8)}),
+    **fp8_row(policy),
     **({} if scaling is None else {"loss scale": f"{scaling.kind}, from {scaling.init_scale:g}"}),
     "model": f"{setup.config.model.kind}, {parameters:,} parameters",
     "data": setup.info.description,
@@ -47,3 +47,8 @@ def _devices(layout: Layout, policy: Policy) -> str:
   axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
   dtype = "float32" if policy.reduce_dtype is None else policy.reduce_dtype.name
   return f"{text} ({axes})" + (f", gradients cross in {dtype}" if layout.shards > 1 else "")
+
+
+def fp8_row(policy: Policy) -> dict[str, str]:
+  """Returns a row with the recipe and the formats in force on this machine, or none without a recipe."""
+  return {} if policy.fp8 is None else {"fp8": in_force(policy.fp8)}

@@ -196,6 +196,18 @@ def test_the_answer_has_twelve_lines_at_most_of_116_columns():
       assert all(len(line) == len(line.rstrip()) for line in lines)
 
 
+def test_the_recipe_and_the_formats_in_force_are_said():
+  for recipe, said in (
+    ({"emulate": True}, "current scaling, E4M3FN forward, E5M2 backward, emulated"),
+    ({"recipe": "mx", "emulate": True}, "mx scaling, E4M3FN forward, E4M3FN backward, emulated"),
+    ({}, "none, cpu has no FP8 units"),
+  ):
+    found = explained(network, W, X, policy={"base": "fp8", "fp8": recipe})
+    assert f"\nfp8: {said}\n" in str(found)
+    assert said in found.table("totals")
+  assert "fp8" not in str(explained(network, W, X))
+
+
 def test_policies_share_one_list_of_reasons():
   report = side_by_side([explained(network, W, X, policy=policy) for policy in ("fp32", "bf16", "fp16")])
   answer = str(report)
