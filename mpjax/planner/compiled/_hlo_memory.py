@@ -280,6 +280,10 @@ def _buffers(instructions: list[HloInstruction], module: HloModule) -> dict[str,
       own = [None] * len(own)
     elif instruction.op.endswith("-start") and (done := done_of(instruction, scope)) is not None:
       own = _started(instruction, done, operands)
+    elif instruction.op == "custom-call-update" and (done := done_of(instruction, scope)) is not None:
+      own = _started(instruction, done, operands[1:])  # a TPU's SparseCore: the start only prepares
+    elif instruction.op == "async-update" and operands:
+      own = list(operands[0])
     elif instruction.op.endswith("-done") and operands:
       own = operands[0][len(operands[0]) - len(own) :]
     elif instruction.op == "get-tuple-element":
@@ -333,5 +337,5 @@ def _aliased_operands(instruction: HloInstruction) -> Iterator[tuple[int, int]]:
   if not text:
     return
   text = text[: text.find(", metadata") if ", metadata" in text else None]
-  for out, operand in re.findall(r"\{([\d, ]*)\}: \((\d+),", text):
+  for out, operand in re.findall(r"\{(\d*)\}: \((\d+),", text):  # no parts of parts
     yield int(out or 0), int(operand)

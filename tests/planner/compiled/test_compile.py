@@ -194,7 +194,8 @@ ROWS, WIDTH, HIDDEN = 32768, 512, 2048
 WEIGHTS = 2 * WIDTH * HIDDEN
 PARAMS = {"up": S((WIDTH, HIDDEN), F32), "down": S((HIDDEN, WIDTH), F32)}
 BATCH = {name: S((ROWS, WIDTH), F32) for name in ("x", "y")}
-residual = mean_squares(lambda params, x: x + jnp.tanh(x @ params["up"]) @ params["down"])
+residual_block = lambda params, x: x + jnp.tanh(x @ params["up"]) @ params["down"]
+residual = mean_squares(residual_block)
 
 
 def bytes_on_a_tpu(tree):
@@ -228,7 +229,7 @@ def test_plan_for_one_described_device(target, size_of, table):
 
 
 @for_devices
-@pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
+@pytest.mark.parametrize("target", ["v5e:2x2", "tpu7x:1x2x1", "h200:4"])
 def test_plan_of_a_data_mesh(target):
   tx, mesh = optax.adamw(1e-3), mesh_of(AxisType.Explicit if target == "h200:4" else AxisType.Auto, data=4)
   args = on(mesh, PARAMS), on(mesh, jax.eval_shape(tx.init, PARAMS)), on(mesh, BATCH, "data")
@@ -245,6 +246,21 @@ def test_plan_of_a_data_mesh(target):
   # A floor: a ring sends more, and no network less than what each device must hear of.
   sent = plan.floor.parts["interconnect"] * get_target(target).interconnect
   assert reduced.nbytes / 2 <= sent <= 2 * reduced.nbytes * 3 / 4
+
+
+@for_devices
+@pytest.mark.parametrize(("recipe", "dtype"), [("auto", "f8e4m3fn"), ("nvfp4", "f4e2m1fn")])
+def test_blocks_are_multiplied_as_blocks_and_take_less_memory_than_bfloat16(recipe, dtype):
+  blocks = mean_squares(lambda params, x: functools.reduce(lambda x, p: residual_block(p, x), params, x))
+  args = [PARAMS] * 4, {name: S((4 * HIDDEN, WIDTH), F32) for name in BATCH}
+  plans = {
+    policy: mpjax.plan(
+      jax.grad(blocks), *args, policy={"base": policy, **fp8}, target=described("b200"), compile=True
+    )
+    for policy, fp8 in {"bf16": {}, "fp8": {"fp8": {"recipe": recipe, "first_layer": True}}}.items()
+  }
+  assert f"triton: {dtype} x {dtype}" in plans["fp8"].compiled.kernels
+  assert plans["fp8"].compiled.temporaries < plans["bf16"].compiled.temporaries
 
 
 @for_devices

@@ -101,6 +101,17 @@ def test_updates_in_place_take_no_memory_of_their_own():
   assert live(lines).nbytes == 64 * 1024 * 4  # the row is in the result's memory
 
 
+def test_a_gather_by_a_tpus_sparse_core_reads_from_its_update_on_and_makes_its_result():
+  kind = "((X), BIG, (s32[2]{0}, s32[0]{0}))"
+  aliased = "output_to_operand_aliasing={{2,0}: (0, {2,0}), {2,1}: (0, {2,1})}"
+  lines = (
+    "a = p . p; %s = ((), (), (s32[2]{0}, s32[0]{0})) custom-call-start(), called_computations={%c};"
+    f"%u = {kind} custom-call-update(%s, %a), {aliased}; b = p . p; %d = BIG custom-call-done(%u);"
+    "ROOT %r = f32[] custom-call(%d, %b)"
+  )
+  assert live(lines).nbytes == 64 * 1024 * 4 + 2 * A
+
+
 def test_call_that_writes_over_its_operand():
   call = "a = p . p; b = a . p; %t = (X, s8[100]{0}) custom-call(%a, %b)"
   end = "%c = X get-tuple-element(%t), index=0; ROOT %d = f32[] custom-call(%c, %a)"
