@@ -1,4 +1,4 @@
-"""`compare_fp8_recipes`: the error of each product's operands in FP8, by format and extent of a scale."""
+"""`compare_fp8_recipes`: the error of each product's operands in FP8 and NVFP4, by extent of a scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax._render.plain_text import table
 from mpjax._types import Array, JaxprEqn, PolicyLike, PyTree
-from mpjax.fp8._blocks import quantise_mx
+from mpjax.fp8._blocks import quantise_mx, quantise_nvfp4, rotate
 from mpjax.fp8._recipe import BLOCKS
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.jaxpr import (
@@ -36,11 +36,18 @@ from mpjax.numerics._batches import listed
 from mpjax.numerics._instrumented_step import differentiated, reference_state, reference_step
 from mpjax.products import conv_operands, conv_result, windows_of
 
-FORMATS = {"E4M3": np.dtype(jnp.float8_e4m3fn), "E5M2": np.dtype(jnp.float8_e5m2)}
-SCALES = ("tensor", "row", "block", "delayed")
-# `E4M3 tensor` is what recipe: current does; `E4M3 block` is MXFP8.
-RECIPES = tuple(f"{name} {scale}" for name in FORMATS for scale in SCALES)
-OPERANDS = ("lhs", "rhs", "gradient")
+FORMATS = {
+  "E4M3": np.dtype(jnp.float8_e4m3fn),
+  "E5M2": np.dtype(jnp.float8_e5m2),
+  "B11": np.dtype(jnp.float8_e4m3b11fnuz),
+}
+# `E4M3 tensor` is what recipe: current does; `E4M3 mx` is MXFP8, which TPU v5 and v6, with B11, do not have.
+RECIPES = (
+  *(f"{name} {scale}" for name in ("E4M3", "E5M2") for scale in ("tensor", "channel", "mx", "delayed")),
+  *(f"B11 {scale}" for scale in ("tensor", "channel", "delayed")),
+  "NVFP4",
+)
+OPERANDS = LHS, RHS, GRADIENT = ("lhs", "rhs", "gradient")
 _PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p)
 # Position of the largest value in the figures of an operand.
 _AMAX = 1 + 4 * len(RECIPES)
@@ -56,16 +63,16 @@ class _Product(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Operand:
-  """The error that each FP8 recipe makes in one operand of a matrix product.
+  """The error that each recipe makes in one operand of a matrix product.
 
   Attributes:
     module: module path of the product.
     line: line of the user's program, such as `model.py:31`.
     operand: `lhs` or `rhs` of the forward product, or `gradient`, the gradient of its result.
     shape: shape of the operand.
-    errors: by recipe, |quantised - value| / |value|; `None` if blocks do not fit. Rows and blocks of lhs and
-      rhs run along the dimensions that the product sums; rows and blocks of the gradient run along those that
-      the gradient of lhs sums.
+    errors: by recipe, |quantised - value| / |value|; `None` if blocks do not fit. Channels and blocks of lhs
+      and rhs run along the dimensions that the product sums; those of the gradient run along those that the
+      gradient of lhs sums.
     underflow: by recipe, the share of nonzero values that become zero; or `None`.
     transposed: `errors` in the other product that reads the operand. For lhs and gradient it computes the
       gradient of rhs (the weight's); for rhs it computes the gradient of lhs.
@@ -84,11 +91,11 @@ class Fp8Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Comparison:
-  """The errors that FP8 recipes make in the operands of a model's products.
+  """The errors that recipes below 16 bits make in the operands of a model's products.
 
   Attributes:
     operands: three for each product, in program order.
-    recipes: names of the recipes, such as `E4M3 tensor`.
+    recipes: names of the recipes, such as `E4M3 tensor`; `B11` is E4M3B11FNUZ, that of TPU v5 and v6.
   """
 
   operands: tuple[Fp8Operand, ...]
@@ -124,7 +131,7 @@ def compare_fp8_recipes(
   earlier: PyTree | None = None,
   **init: Any,
 ) -> Fp8Comparison:
-  """Compares the errors of FP8 recipes in the operands and output gradient of each matrix product.
+  """Compares the errors of low-precision recipes in the operands and output gradient of each matrix product.
 
   ```python
   comparison = mpjax.numerics.compare_fp8_recipes(loss_fn, params, batch)
@@ -134,12 +141,13 @@ def compare_fp8_recipes(
   Runs the loss and its gradients once in float32, whatever the policy. Only copies are quantised; the run
   itself stays in float32.
 
-  The values that share a scale are a `tensor` (recipe: current), a `row` (the values that are summed
-  together) or a `block` of 32 values of a row (recipe: block). With `earlier` batches there is also
-  `delayed`: its scale comes from the largest value in those batches, and larger values are clipped. Two
-  products read each operand and sum along different dimensions, so each operand has figures for both. In a
-  convolution whose windows overlap, a value is in several sums: its operands have figures only for `tensor`
-  and `delayed`.
+  The values that share a scale are a `tensor` (recipe: current), a `channel` (the values that are summed
+  together; recipe: per_channel) or 32 values of a channel (recipe: mx). `NVFP4` is recipe: nvfp4, with rhs as
+  the weight, gradients rounded at random, and operands of the weight's gradient rotated. With `earlier`
+  batches there is also `delayed`: its scale comes from the largest value in those batches, and larger values
+  are clipped. Two products read each operand and sum along different dimensions, so each operand has figures
+  for both. In a convolution whose windows overlap, a value is in several sums: its operands have figures only
+  for `tensor` and `delayed`.
 
   Products inside a `while_loop`, a `shard_map` or a custom derivative rule are left out, and products that
   the loss does not depend on. The steps of a loop share one row, without a figure for `delayed`.
@@ -276,7 +284,10 @@ def _look(out: Array, lhs: Array, rhs: Array, probe: Array, dims: Any) -> Array:
 def _look_forward(
   out: Array, lhs: Array, rhs: Array, probe: Array, dims: Any
 ) -> tuple[Array, tuple[Array, Array, tuple[Array, Array]]]:
-  kept = [_kept(x, *_summed(x, dims, i), probe[i, _AMAX]) for i, x in enumerate((lhs, rhs))]
+  kept = [
+    _kept(x, name, *_summed(x, dims, i), probe[i, _AMAX])
+    for i, (x, name) in enumerate(((lhs, LHS), (rhs, RHS)))
+  ]
   return out, (jnp.stack(kept), probe[2, _AMAX], (jnp.zeros_like(lhs), jnp.zeros_like(rhs)))
 
 
@@ -289,7 +300,7 @@ def _look_backward(
     (_, contracted), (_, batch) = dims
     first = ct.ndim - (rhs.ndim - len(contracted) - len(batch))
     along = range(first, ct.ndim), range(len(batch), first)
-  of_ct = _kept(ct, *along, amax)
+  of_ct = _kept(ct, GRADIENT, *along, amax)
   return ct, lhs, rhs, jnp.concatenate([of_operands, of_ct[None]])
 
 
@@ -304,7 +315,13 @@ def _summed(x: Array, dims: Any, i: int) -> tuple[Sequence[int] | None, Sequence
   return summed, [d for d in range(x.ndim) if d not in (*summed, *batch)]
 
 
-def _kept(x: Array, summed: Sequence[int] | None, summed_next: Sequence[int] | None, earlier: Array) -> Array:
+def _kept(
+  x: Array,
+  name: str,
+  summed: Sequence[int] | None,
+  summed_next: Sequence[int] | None,
+  earlier: Array,
+) -> Array:
   """Returns the figures of an operand: float32[2 + 4 * recipes].
 
   They are 1; by recipe the squared relative error and the share that is lost; both again for the other
@@ -312,6 +329,7 @@ def _kept(x: Array, summed: Sequence[int] | None, summed_next: Sequence[int] | N
 
   Args:
     x: the operand.
+    name: of `OPERANDS`.
     summed: dimensions that the product sums; `None` if a value is in several sums.
     summed_next: dimensions that the other product sums.
     earlier: the largest value of earlier batches, f32[]; 0 without earlier batches.
@@ -321,12 +339,12 @@ def _kept(x: Array, summed: Sequence[int] | None, summed_next: Sequence[int] | N
   # In a unit that is a power of two, squares stay in float32's range and scales of blocks do not change.
   unit = scale_of(amax, jnp.float8_e5m2, pow2=True)
   x, whole = x * unit, {}
-  for name, dtype in FORMATS.items():
-    whole[f"{name} tensor"] = _figures(x, _with_scale(x, scale_of(amax * unit, dtype), dtype))
+  for key, dtype in FORMATS.items():
+    whole[f"{key} tensor"] = _figures(x, _with_scale(x, scale_of(amax * unit, dtype), dtype))
     late = _figures(x, _with_scale(x, scale_of(earlier * unit, dtype), dtype))
-    whole[f"{name} delayed"] = tuple(jnp.where(earlier > 0, figure, jnp.nan) for figure in late)
+    whole[f"{key} delayed"] = tuple(jnp.where(earlier > 0, figure, jnp.nan) for figure in late)
   both = []
-  for along in (summed, summed_next):
+  for is_next, along in enumerate((summed, summed_next)):
     if along is None:
       figures = {recipe: whole.get(recipe, (jnp.nan, jnp.nan)) for recipe in RECIPES}
       both += [figures[recipe][i] for i in (0, 1) for recipe in RECIPES]
@@ -336,11 +354,14 @@ def _kept(x: Array, summed: Sequence[int] | None, summed_next: Sequence[int] | N
     # [rows, summed values]
     rows = rows.reshape(math.prod(x.shape[i] for i in rest), math.prod(x.shape[i] for i in along))
     figures = dict(whole)
-    for name, dtype in FORMATS.items():
-      figures[f"{name} row"] = _figures(
-        rows, _with_scale(rows, scale_of(amax_of(rows, 1), dtype)[:, None], dtype)
-      )
-      figures[f"{name} block"] = _figures(rows, _in_blocks(rows, dtype))
+    for key, dtype in FORMATS.items():
+      scale = scale_of(amax_of(rows, 1), dtype)[:, None]
+      figures[f"{key} channel"] = _figures(rows, _with_scale(rows, scale, dtype))
+      if key != "B11":
+        figures[f"{key} mx"] = _figures(rows, _in_mx(rows, dtype))
+    if is_next and name != RHS and not rows.shape[1] % BLOCKS["nvfp4"]:  # for the gradient of the weight
+      rows = rotate(rows)
+    figures["NVFP4"] = _figures(rows, _in_nvfp4(rows, name))
     both += [figures[recipe][i] for i in (0, 1) for recipe in RECIPES]
   return jnp.stack([jnp.ones([]), *both, amax]).astype(jnp.float32)
 
@@ -356,13 +377,22 @@ def _with_scale(x: Array, scale: Array, dtype: np.dtype) -> Array:
   return quantise(x * scale, jnp.ones([]), dtype).astype(jnp.float32) / scale
 
 
-def _in_blocks(rows: Array, dtype: np.dtype) -> Array:
+def _in_mx(rows: Array, dtype: np.dtype) -> Array:
   """Returns float32 rows after a round trip through MXFP8; NaN if blocks do not fit."""
   size = BLOCKS["mx"]
   if rows.shape[1] % size:
     return jnp.full_like(rows, jnp.nan)
   q, units = quantise_mx(rows, dtype, size)
   return q.astype(jnp.float32) * jnp.repeat(units.astype(jnp.float32), size, 1)
+
+
+def _in_nvfp4(rows: Array, name: str) -> Array:
+  """Returns float32 rows after a round trip through NVFP4, as recipe: nvfp4 makes it of an operand."""
+  size = BLOCKS["nvfp4"]
+  if rows.shape[1] % size or (name == RHS and rows.shape[0] % size):
+    return jnp.full_like(rows, jnp.nan)
+  q, units, scale = quantise_nvfp4(rows, squares=name == RHS, stochastic=name == GRADIENT)
+  return q.astype(jnp.float32) * jnp.repeat(units.astype(jnp.float32), size, 1) / scale
 
 
 def _operands(product: _Product, stats: np.ndarray, recipes: Sequence[str]) -> list[Fp8Operand]:

@@ -1,4 +1,4 @@
-"""What FP8 recipes would do to the operands of products, against NumPy."""
+"""What low-precision recipes would do to the operands of products, against NumPy."""
 
 import functools
 
@@ -13,7 +13,11 @@ import mpjax
 
 conv = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 PATCHES = "Net/patches"
-DTYPES = {"E4M3": (ml_dtypes.float8_e4m3fn, 448.0), "E5M2": (ml_dtypes.float8_e5m2, 57344.0)}
+DTYPES = {
+  "E4M3": (ml_dtypes.float8_e4m3fn, 448.0),
+  "E5M2": (ml_dtypes.float8_e5m2, 57344.0),
+  "B11": (ml_dtypes.float8_e4m3b11fnuz, 30.0),
+}
 
 
 def normal(seed, *shape, scale=1.0):
@@ -26,20 +30,36 @@ def rounded(x, unit, recipe):
   return np.clip(x / unit, -largest, largest).astype(np.float32).astype(dtype).astype(np.float64) * unit
 
 
-def by_hand(x, axis, recipe):
+def by_hand(x, axis, recipe, squares=False):
   """(error, share that is lost) of an array whose products sum along an axis."""
-  name, scale = recipe.split()
-  largest = DTYPES[name][1]
   rows = np.moveaxis(np.asarray(x, np.float64), axis, -1)
-  if scale == "block":
-    blocks = rows.reshape(*rows.shape[:-1], -1, 32)
-    unit = 2.0 ** np.ceil(np.log2(np.maximum(np.abs(blocks).max(-1, keepdims=True), 1e-30) / largest))
-    unit = np.broadcast_to(unit, blocks.shape).reshape(rows.shape)
+  if recipe == "NVFP4":
+    back = in_nvfp4(rows, squares)
   else:
-    unit = np.maximum(np.abs(rows).max(None if scale == "tensor" else -1, keepdims=True), 1e-30) / largest
-  back = rounded(rows, unit, recipe)
+    name, scale = recipe.split()
+    largest = DTYPES[name][1]
+    if scale == "mx":
+      blocks = rows.reshape(*rows.shape[:-1], -1, 32)
+      unit = 2.0 ** np.ceil(np.log2(np.maximum(np.abs(blocks).max(-1, keepdims=True), 1e-30) / largest))
+      unit = np.broadcast_to(unit, blocks.shape).reshape(rows.shape)
+    else:
+      unit = np.maximum(np.abs(rows).max(None if scale == "tensor" else -1, keepdims=True), 1e-30) / largest
+    back = rounded(rows, unit, recipe)
   lost = ((back == 0) & (rows != 0)).sum() / (rows != 0).sum()
   return np.linalg.norm(back - rows) / np.linalg.norm(rows), lost
+
+
+def in_nvfp4(rows, squares):
+  """What NVFP4 makes of rows, to the nearest: E2M1, with E4M3 scales and a power of two for the tensor."""
+  blocks = rows.reshape(rows.shape[0], -1, 16)
+  amax = np.abs(blocks).max(-1)
+  if squares:
+    amax = np.repeat(amax.reshape(-1, 16, amax.shape[1]).max(1), 16, 0)
+  unit = 2.0 ** np.ceil(np.log2(amax.max() / (4 * 448.0)))
+  scales = np.clip(amax / unit / 6, 2.0**-9, 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+  step = scales.astype(np.float64)[..., None] * unit
+  codes = np.clip(blocks / step, -6, 6).astype(np.float32).astype(ml_dtypes.float4_e2m1fn)
+  return (codes.astype(np.float64) * step).reshape(rows.shape)
 
 
 def assert_as_by_hand(found, x, axis):
@@ -50,10 +70,14 @@ def assert_as_by_hand(found, x, axis):
       (axis, found.errors, found.underflow),
       (1 - axis, found.transposed, found.transposed_underflow),
     ):
-      if recipe.endswith("block") and x.shape[axis_of] % 32:
+      if recipe.endswith("mx") and x.shape[axis_of] % 32:
         assert errors[recipe] is underflow[recipe] is None, key
         continue
-      error, lost = by_hand(x, axis_of, recipe)
+      error, lost = by_hand(x, axis_of, recipe, squares=found.operand == "rhs")
+      if recipe == "NVFP4" and (found.operand == "gradient" or (found.operand == "lhs" and axis_of != axis)):
+        # Rounded at random, or rotated before.
+        assert 0.6 * error < errors[recipe] < 2.5 * error, key
+        continue
       assert errors[recipe] == pytest.approx(error, rel=0.02), key
       assert underflow[recipe] == pytest.approx(lost, abs=2e-3), key
 
@@ -117,8 +141,8 @@ def test_the_operands_of_products_and_convolutions_have_the_errors_of_numpy():
     assert found.of(*name)[0].shape == values.shape or name[0] == PATCHES
 
   [lhs] = found.of("one", "lhs")  # rows of different sizes want scales of their own
-  assert lhs.underflow["E4M3 row"] < 0.01 < lhs.underflow["E4M3 tensor"]
-  assert lhs.errors["E4M3 row"] < lhs.errors["E5M2 row"]
+  assert lhs.underflow["E4M3 channel"] < 0.01 < lhs.underflow["E4M3 tensor"]
+  assert lhs.errors["E4M3 channel"] < lhs.errors["E5M2 channel"]
   exact = x.astype(np.float64)
   back = rounded(exact, np.abs(exact).max() / 8 / 448, "E4M3 delayed")
   wanted = np.linalg.norm(back - exact) / np.linalg.norm(exact)
@@ -137,7 +161,7 @@ def test_the_operands_of_products_and_convolutions_have_the_errors_of_numpy():
       wanted, _ = by_hand(values, -1, f"{name} tensor")
       assert o.errors[f"{name} tensor"] == pytest.approx(wanted, rel=0.02)
       assert o.transposed[f"{name} tensor"] == o.errors[f"{name} tensor"]
-      assert o.errors[f"{name} row"] is o.errors[f"{name} block"] is None
+      assert o.errors[f"{name} channel"] is o.errors["E4M3 mx"] is o.errors["NVFP4"] is None
 
   assert str(found).splitlines()[0].split()[:2] == ["module", "operand"]
   assert "E4M3 delayed" in str(found)
