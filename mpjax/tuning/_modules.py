@@ -58,12 +58,15 @@ def list_modules(half: Explanation, fp8: Explanation) -> list[Module]:
   return [Module(name, tuple(found), frozenset(quantised & found.keys())) for name, found in paths.items()]
 
 
-def mixed_policy(levels: Mapping[Module, str], among: Sequence[str]) -> Policy:
+def mixed_policy(
+  levels: Mapping[Module, str], among: Sequence[str], recipe: Mapping[str, Any] | None = None
+) -> Policy:
   """Returns the simplest policy under which each module has its level.
 
   Args:
     levels: one of `LEVELS` by module.
     among: all module paths of the program; a pattern must match only those of its module.
+    recipe: fields of the level fp8.
   """
   count: Counter[str] = Counter()
   for module, level in levels.items():
@@ -78,8 +81,9 @@ def mixed_policy(levels: Mapping[Module, str], among: Sequence[str]) -> Policy:
   spec: dict[str, Any] = {"base": base}
   if has_fp8:
     excluded = [m for m, level in levels.items() if level == "bf16" and m.fp8]
-    if excluded:
-      spec["fp8"] = {"recipe": "current", "exclude": [pattern_of(m, among) for m in excluded]}
+    fields = {**(recipe or {}), **({"exclude": [pattern_of(m, among) for m in excluded]} if excluded else {})}
+    if fields:
+      spec["fp8"] = fields
   if changed:
     # The deepest first, because the first matching pattern decides.
     ordered = sorted(changed, key=lambda m: -m.name.count("/"))

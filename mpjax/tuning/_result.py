@@ -15,6 +15,7 @@ import yaml
 from mpjax._render.html_sections import Shown
 from mpjax._render.plain_text import bytes_text, fold, table, with_prefix
 from mpjax._render.text_sections import TextSection, answer_lines, of_rows
+from mpjax.fp8 import Recipe
 from mpjax.numerics.render import plain_data
 from mpjax.policy import Policy, get_policy
 from mpjax.tuning._gradient_error import Noise
@@ -164,12 +165,13 @@ class TuneResult(Shown):
         lines.append("  overrides:  # the first pattern that matches a module decides")
         lines += [f"    {_plain(pattern)}: {_plain(to)}  # {self._why(pattern)}" for pattern, to in value]
       elif key == "fp8":
-        lines += ["  fp8:", f"    recipe: {value['recipe']}  # scales of each tensor's own largest entry"]
+        own = Recipe(value["recipe"]).to_dict()
+        lines += ["  fp8:", f"    recipe: {value['recipe']}  # {_RECIPES[value['recipe']]}"]
         for name, setting in value.items():
           if name == "exclude" and setting:
             lines.append("    exclude:  # modules that FP8 costs more than it gives")
             lines += [f"      - {_plain(pattern)}  # {self._why(pattern)}" for pattern in setting]
-          elif name != "recipe" and setting != usual["fp8"].get(name):
+          elif name != "recipe" and setting != own.get(name):
             lines.append(f"    {name}: {_plain(setting)}  # {_WHY.get(name, _CHEAPER)}")
       elif key == "loss_scaling":
         why = "float16 needs it: its range begins at 6e-8" if value else "the loss is not scaled"
@@ -319,7 +321,16 @@ class TuneResult(Shown):
 
 
 _CHEAPER = "cheaper, and within the tolerance"
+_RECIPES = {
+  "auto": "what the device multiplies best",
+  "current": "scales of each tensor's own largest entry",
+  "delayed": "scales of each tensor's largest entries in earlier steps",
+  "per_channel": "scales of the entries that are summed together",
+  "mx": "a power of two for every 32 entries",
+  "nvfp4": "4 bits, with a scale for every 16 entries",
+}
 _WHY = {
+  "backward": "products of the backward pass need more digits",
   "last_layer": "the last layer in FP8 stays within the tolerance",
   "attention": "attention's products in FP8 stay within the tolerance",
   "saved_activations": "keeps less for the backward pass",

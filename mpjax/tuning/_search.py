@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mpjax.formats import runs_on
+from mpjax.fp8 import Recipe
+from mpjax.fp8._hardware import on_units
 from mpjax.planner import Plan
 from mpjax.policy import Policy, get_policy
 from mpjax.tuning._gradient_error import Gradients
@@ -20,8 +23,11 @@ from mpjax.tuning._trials import Cost, Trial, TrialFile
 PRESETS = ("bf16", "fp16", "fp8", "tf32", "fp32")
 # How often a failing set is made smaller, and a passing set larger; the most equal layers to separate.
 _BACK_OFF, _ADD, _LAYERS = 6, 3, 16
+# Fields that NVFP4 has its own values of.
+_NVFP4 = {"recipe": "nvfp4", "forward_dtype": "", "gradient_dtype": "", "keep_last": None}
 # Options to try on top of the policy: (condition, label, fields).
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+  ("fp8", "fp8.recipe=nvfp4", dict(_NVFP4)),
   ("fp8", "fp8.last_layer", {"last_layer": True}),
   ("fp8", "fp8.attention", {"attention": True}),
   ("fp8", "fp8.saved_activations", {"saved_activations": "fp8"}),
@@ -68,12 +74,15 @@ class Search:
     has_state: bool,
     recompute: Sequence[str],
     devices: int,
+    matrix_units: str,
   ):
     self._gradients, self._plan_of, self._modules = gradients, plan_of, list(modules)
     self._paths = [path for module in modules for path in module.paths]
     self._tolerance, self._objective, self._kept = tolerance, objective, kept
     self._deadline, self._say, self._has_state, self._recompute = deadline, progress, has_state, recompute
-    self._devices = devices
+    self._devices, self._units = devices, matrix_units
+    # Fields of the FP8 recipe of mixed policies.
+    self._recipe: dict[str, str] = {}
     # Fields of all later policies, and the presets with these fields.
     self._across: dict[str, str] = {}
     self._presets: dict[str, Trial] = {}
@@ -101,17 +110,22 @@ class Search:
     for trial in self.trials:
       if trial.policy == policy:
         return trial
-    cost, error = self._cost(policy), self._kept.get(policy)
+    there = policy if policy.fp8 is None else get_policy({"base": policy, "fp8": self._recipe_of(policy)})
+    cost, error = self._cost(policy), self._kept.get(there)
     if error is None:
       self._check_time(always)
       number = len(self.trials) + 1
       self._say(f"policy {number} of {self._at_most}{max(number, self._total)}: {label}")
-      error = self._gradients.error(policy)
-      self._kept.put(policy, error)
+      error = self._gradients.error(there)
+      self._kept.put(there, error)
     passes = error.total <= self._tolerance
     trial = Trial(label, kind, policy, cost, error, passes, predicted=predicted, reasons=reasons or {})
     self.trials.append(trial)
     return trial
+
+  def _recipe_of(self, policy: Policy) -> Recipe:
+    """Returns what the FP8 recipe of a policy is on the target."""
+    return on_units(policy.fp8 or Recipe(), self._units)
 
   def _cost(self, policy: Policy) -> Cost:
     """Returns the cost of a policy, planned only once."""
@@ -164,8 +178,9 @@ class Search:
         "separately"
       )
     try:
-      best = self._by_module(self._between_devices(best))
-      best = self._with_options(best)
+      best = self._per_channel(self._between_devices(best))
+      best = self._by_module(best)
+      best = self._with_options(self._forward_alone(best))
     except OutOfTime:
       best = self._best()
       self.notes.append(
@@ -236,6 +251,38 @@ class Search:
   def _with_across(self, policy: Policy) -> Policy:
     return get_policy({"base": policy, **self._across}) if self._across else policy
 
+  def _per_channel(self, best: Trial) -> Trial:
+    """Returns a cheaper trial with FP8 scales by channel, if a scale for each tensor is too coarse.
+
+    If it fails, too, but is better, mixed policies have its scales.
+    """
+    fp8 = self._presets.get("fp8")
+    if fp8 is None or fp8.passes or not self._recipe_of(fp8.policy).of_tensors:
+      return best
+    fields = {"recipe": "per_channel", "forward_dtype": self._recipe_of(fp8.policy).forward_dtype}
+    trial = self._fp8_with(best, "fp8.recipe=per_channel", fields)
+    if trial is None or trial.passes:
+      return trial or best
+    if trial.error.total < fp8.error.total:
+      self._recipe = fields
+    return best
+
+  def _forward_alone(self, best: Trial) -> Trial:
+    """Returns a cheaper trial whose backward pass is in half precision, if FP8 in both is too coarse."""
+    fp8 = self._presets.get("fp8")
+    if fp8 is None or fp8.passes:
+      return best
+    trial = self._fp8_with(best, "fp8.backward=compute", {**self._recipe, "backward": "compute"})
+    return trial if trial is not None and trial.passes else best
+
+  def _fp8_with(self, best: Trial, label: str, fields: dict[str, str]) -> Trial | None:
+    """Tries the preset fp8 with other fields of its recipe; `None` if it is not cheaper than the best."""
+    self._check_time()
+    policy = self._with_across(get_policy({"base": "fp8", "fp8": fields}))
+    if not self._cost(policy).cheaper(best.cost, self._objective):
+      return None
+    return self.try_policy(policy, f"fp8, {label}{_suffix(self._across)}", "option")
+
   def _by_module(self, best: Trial) -> Trial:
     """Returns a cheaper trial than the best preset, with only some modules at a cheaper level."""
     trials = {name: trial for name, trial in self._presets.items() if name in LEVELS}
@@ -267,7 +314,7 @@ class Search:
   def _single(self, options: SingleChanges, module: Module, level: str) -> None:
     """Measures a preset with one module changed, if the change saves something."""
     levels = options.levels(self._everything(options, module), {module: level})
-    policy = self._with_across(mixed_policy(levels, self._paths))
+    policy = self._with_across(mixed_policy(levels, self._paths, self._recipe))
     self._check_time()
     saves = options.saves(self._cost(policy), level)
     if saves > 0:
@@ -313,7 +360,7 @@ class Search:
   def _mixed(self, options: SingleChanges, everything: list[Module], chosen: Mapping[Module, str]) -> Trial:
     reasons = {pattern_of(m, self._paths): why for m, why in options.reasons(chosen, self._objective).items()}
     return self.try_policy(
-      self._with_across(mixed_policy(options.levels(everything, chosen), self._paths)),
+      self._with_across(mixed_policy(options.levels(everything, chosen), self._paths, self._recipe)),
       _set_label(options.level, everything, chosen) + _suffix(self._across),
       "mixed",
       predicted=options.predicted(chosen),
@@ -327,7 +374,7 @@ class Search:
       self._expect(len(_OPTIONS) - i)
       policy = best.policy
       if applies == "fp8":
-        if policy.fp8 is None:
+        if policy.fp8 is None or not self._applies(policy, fields):
           continue
         recipe = dataclasses.replace(policy.fp8, **fields)
         changed = get_policy({"base": policy, "fp8": recipe})
@@ -350,6 +397,12 @@ class Search:
         if trial.passes:
           best, taken = trial, with_it
     return best
+
+  def _applies(self, policy: Policy, fields: Mapping[str, Any]) -> bool:
+    """Returns whether fields may be set in a policy's FP8 recipe on the target."""
+    if "saved_activations" in fields:
+      return self._recipe_of(policy).of_tensors
+    return "recipe" not in fields or runs_on(self._units, fields["recipe"])
 
   def _with_recompute(self, best: Trial) -> Trial:
     """Returns the trial with recomputation in the backward pass if memory counts; it adds no error."""

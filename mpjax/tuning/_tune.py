@@ -67,7 +67,8 @@ def tune(
   The search tries the presets first. If a cheaper preset than the best one that passes fails, it tries each
   module at that preset's level, one module at a time. To first order the squares of these errors add up, so
   it can choose the set of modules that saves most within the tolerance. It measures the set, and makes it
-  smaller while it fails. The tries and their order depend only on the arguments.
+  smaller while it fails. If FP8 fails as a whole, it also tries scales by channel and a backward pass in half
+  precision. The tries and their order depend only on the arguments.
 
   Give parameters after a little training: initial gradients are large, and say less.
 
@@ -139,6 +140,7 @@ def tune(
       has_state=bool(jax.tree.leaves(jax.eval_shape(step.inner_tx.init, state.arrays))),
       recompute=[c for c in RECOMPUTE if c != step.options.recompute] if recompute is None else recompute,
       devices=1 if step.layout is None else step.layout.shards,
+      matrix_units=device.matrix_units,
     )
     size = 1 if step.layout is None else step.layout.mesh.size
     if device.devices > size and not device.is_here:

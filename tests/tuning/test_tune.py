@@ -70,6 +70,19 @@ def test_the_best_set_of_a_planted_model_is_found(layers, kept):
   assert len(counts) <= len(result.trials) <= int(counts[-1][3])
 
 
+def test_the_recipe_of_the_target_is_measured_and_one_that_is_too_coarse_is_tried_by_channel():
+  found = {
+    target: tuned(layers=("first", "one", "two", "last"), target=target, tolerance=0.06)
+    for target in ("h200", "b200", "v5e")
+  }
+  recipes = {target: result.policy.fp8.recipe for target, result in found.items()}
+  assert recipes == {"h200": "per_channel", "b200": "auto", "v5e": "per_channel"}
+  assert found["v5e"].policy.fp8.forward_dtype == "float8_e4m3b11fnuz"
+  assert "recipe: per_channel  # scales of the entries that are summed together" in found["h200"].yaml
+  errors = {t: next(x.error.total for x in r.table if x.label == "fp8") for t, r in found.items()}
+  assert errors["b200"] < 0.06 < min(errors["h200"], errors["v5e"])
+
+
 def test_the_answer_has_the_policy_its_cost_its_error_and_what_was_dropped(kept):
   result = tuned(*FAULTS, layers=("first", *FAULTS, "last"), trials=kept)
   lines = str(result).splitlines()
@@ -257,6 +270,9 @@ def test_a_policy_is_written_so_that_it_reads_as_itself():
     {"base": "fp16", "loss_scaling": 128},
     {"base": "fp16", "loss_scaling": {"kind": "dynamic", "growth_interval": 7}},
     {"base": "fp8", "fp8": {"recipe": "delayed", "margin": 1}},
+    {"base": "fp8", "fp8": {"recipe": "per_channel", "backward": "compute"}},
+    {"base": "fp8", "fp8": {"recipe": "nvfp4", "keep_last": 0.3}},
+    {"base": "fp8", "fp8": {"recipe": "current", "forward_dtype": "e4m3b11fnuz"}},
     {"base": "fp8", "fp8": {"recipe": "current", "include": ["b: c"], "exclude": ["#a"], "min_dim": 16}},
     {"base": "bf16", "overrides": {"a: b#": "float32", "^x$": {"recompute": "nothing"}}},
   ):
