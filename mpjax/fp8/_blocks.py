@@ -62,8 +62,8 @@ def quantise_nvfp4(
     axis: the contracted dimension.
     across: another dimension, a multiple of 16, with which `axis` is divided into squares of 16 x 16 with one
       scale each, so that x and its transpose are quantised alike.
-    stochastic: round elements at random, so that they are right on average; a hash of value and position
-      gives the random bits.
+    stochastic: round elements at random and scales up, so that elements are right on average; a hash of
+      value and position gives the random bits.
 
   Returns:
     q: E2M1, x's shape.
@@ -76,6 +76,10 @@ def quantise_nvfp4(
     amax = jnp.broadcast_to(squares.max(across + 1, keepdims=True), squares.shape).reshape(amax.shape)
   tensor_scale = scale_of(amax_of(amax) / 4, _E4M3)  # no block needs a scale above 448
   scaled = jnp.minimum(amax * tensor_scale / _LARGEST_FP4, _LARGEST_E4M3)
+  if stochastic:  # what a scale that is rounded down clips is missing on average
+    bits = jax.lax.bitcast_convert_type(scaled, jnp.uint32)
+    up = (bits + np.uint32(0xFFFFF)) & np.uint32(0xFFF00000)  # to the 3 bits of E4M3
+    scaled = jax.lax.bitcast_convert_type(up, jnp.float32)
   scales = jnp.where(amax < jnp.inf, jnp.maximum(scaled, _SMALLEST_E4M3), jnp.nan).astype(_E4M3)
   wide = _in_blocks(as_stored(x), axis, _NVFP4)
   y = wide * tensor_scale / jnp.expand_dims(scales.astype(jnp.float32), axis + 1)

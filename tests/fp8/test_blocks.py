@@ -147,6 +147,13 @@ def test_stochastic_rounding_is_right_on_average_and_otherwise_to_a_neighbour():
     assert abs((a * b).mean() / 0.0625) < 4 / np.sqrt(a.size), axis
 
 
+def test_the_largest_of_a_block_is_right_on_average_whatever_its_scale_is_rounded_to():
+  x = normal(1 << 14, 16)
+  q, scales, tensor = at_random(x)
+  back = wide(q) * wide(scales) / float(tensor)
+  np.testing.assert_allclose((back * x).sum() / (x * x).sum(), 1, atol=1e-3)
+
+
 def test_random_bits_are_those_of_value_and_position():
   x = normal(32, 64)
   first, again = at_random(x), at_random(x)
