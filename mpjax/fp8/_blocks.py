@@ -21,7 +21,7 @@ _FP4, _E4M3 = jnp.float4_e2m1fn, jnp.float8_e4m3fn
 _LARGEST_FP4, _LARGEST_E4M3, _SMALLEST_E4M3 = 6.0, 448.0, 2.0**-9
 
 
-def quantise_mx(x: Array, axis: int, dtype: DTypeLike, block: int = 32) -> tuple[Array, Array]:
+def quantise_mx(x: Array, dtype: DTypeLike, axis: int = -1, block: int = 32) -> tuple[Array, Array]:
   """Quantises to a Microscaling format: elements of few bits, and a power of two for every block of them.
 
   The scale is the smallest power of two that keeps the block's amax in range, so nothing saturates. (The
@@ -29,14 +29,15 @@ def quantise_mx(x: Array, axis: int, dtype: DTypeLike, block: int = 32) -> tuple
 
   Args:
     x: floating, its `axis` a multiple of `block`; where it is not finite its block becomes NaN.
-    axis: the contracted dimension.
     dtype: an FP8 or FP4 format.
+    axis: the contracted dimension.
     block: elements per scale.
 
   Returns:
     q: x divided by its block's scale, in `dtype`.
     scales: E8M0 of x's shape with `axis` divided by `block`.
   """
+  axis %= x.ndim
   amax = _amax_of_blocks(x, axis, block)
   largest = float(jnp.finfo(dtype).max)
   known = (amax > 0) & (amax < jnp.inf)
@@ -50,7 +51,7 @@ def quantise_mx(x: Array, axis: int, dtype: DTypeLike, block: int = 32) -> tuple
 
 
 def quantise_nvfp4(
-  x: Array, axis: int, *, across: int | None = None, stochastic: bool = False
+  x: Array, *, squares: bool = False, stochastic: bool = False
 ) -> tuple[Array, Array, Array]:
   """Quantises to NVFP4: E2M1 elements, an E4M3 scale for every 16 of them, and one scale for the tensor.
 
@@ -58,22 +59,22 @@ def quantise_nvfp4(
   power of two: multiplying by it is exact.
 
   Args:
-    x: floating, its `axis` a multiple of 16; where it is not finite its block becomes NaN.
-    axis: the contracted dimension.
-    across: another dimension, a multiple of 16, with which `axis` is divided into squares of 16 x 16 with one
-      scale each, so that x and its transpose are quantised alike.
+    x: floating[..., rows, k], k a multiple of 16; where it is not finite its block becomes NaN.
+    squares: one scale for 16 x 16 elements of the last two dimensions, so that x and its transpose are
+      quantised alike; the number of rows is a multiple of 16.
     stochastic: round elements at random and scales up, so that elements are right on average; a hash of
       value and position gives the random bits.
 
   Returns:
     q: E2M1, x's shape.
-    scales: E4M3 of x's shape with `axis` divided by 16; x is about q * scales / tensor_scale.
+    scales: E4M3[*x.shape[:-1], k / 16]; x is about q * scales / tensor_scale.
     tensor_scale: f32[].
   """
+  axis = x.ndim - 1
   amax = _amax_of_blocks(x, axis, _NVFP4)
-  if across is not None:
-    squares = _in_blocks(amax, across, _NVFP4)
-    amax = jnp.broadcast_to(squares.max(across + 1, keepdims=True), squares.shape).reshape(amax.shape)
+  if squares:
+    rows = _in_blocks(amax, axis - 1, _NVFP4)
+    amax = jnp.broadcast_to(rows.max(axis, keepdims=True), rows.shape).reshape(amax.shape)
   tensor_scale = scale_of(amax_of(amax) / 4, _E4M3)  # no block needs a scale above 448
   scaled = jnp.minimum(amax * tensor_scale / _LARGEST_FP4, _LARGEST_E4M3)
   if stochastic:  # what a scale that is rounded down clips is missing on average
@@ -117,7 +118,7 @@ def uniform_of(x: Array) -> Array:
 _ODD = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
 
 
-def rotate(x: Array, axis: int, units: DTypeLike) -> Array:
+def rotate(x: Array, axis: int = -1, units: DTypeLike = jnp.float32) -> Array:
   """Multiplies every 16 elements of a dimension by a Hadamard matrix with random signs, over 4; puts it last.
 
   The matrix is orthogonal: a product of two operands that are both rotated along the contracted dimension
@@ -131,6 +132,7 @@ def rotate(x: Array, axis: int, units: DTypeLike) -> Array:
   Returns:
     x's dtype, [..., k].
   """
+  axis %= x.ndim
   blocks = _in_blocks(x.astype(units), axis, _NVFP4)
   dims = (((axis + 1,), (0,)), ((), ()))
   out = jax.lax.dot_general(

@@ -382,7 +382,7 @@ def _in_mx(rows: Array, dtype: np.dtype) -> Array:
   size = BLOCKS["mx"]
   if rows.shape[1] % size:
     return jnp.full_like(rows, jnp.nan)
-  q, units = quantise_mx(rows, dtype, size)
+  q, units = quantise_mx(rows, dtype)
   return q.astype(jnp.float32) * jnp.repeat(units.astype(jnp.float32), size, 1)
 
 

@@ -156,9 +156,8 @@ def _quantised(x: Array, dims: Dims, spec: Spec, side: int, native: bool) -> _Op
   if rotated:
     x, axis = stored(rotate(x, axis, x.dtype if native else _FLOAT32)), x.ndim - 1
   if spec.scheme == "mx":
-    return _Operand(*quantise_mx(x, axis, dtype), axis, None)
-  across = axis - 1 if squares else None
-  codes, scales, scale = quantise_nvfp4(x, axis, across=across, stochastic=spec.roles[side] == GRADIENT)
+    return _Operand(*quantise_mx(x, dtype, axis), axis, None)
+  codes, scales, scale = quantise_nvfp4(x, squares=squares, stochastic=spec.roles[side] == GRADIENT)
   return _Operand(codes, scales, axis, 1 / scale)
 
 
