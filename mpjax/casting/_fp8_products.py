@@ -209,6 +209,8 @@ def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: Prod
     return f"there is no FP8 {equation.primitive.name}"
   if role is None:
     return "it is inside a custom derivative rule, or recomputed in a backward pass"
+  if any(role.gradients) and recipe.backward == "compute":
+    return "it is in the backward pass (fp8.backward=compute)"
   if all(role.active) and not recipe.attention:
     return "it multiplies two activations (fp8.attention)"
   if role.first and not recipe.first_layer:
