@@ -241,6 +241,23 @@ def is_explicit(aval: AbstractValue) -> bool:
   return bool(sharding is not None and getattr(sharding.mesh, "explicit_axes", ()))
 
 
+def with_auto_axes(fun: Callable[..., Array], out: AbstractValue) -> Callable[..., Array]:
+  """Returns a function within which all axes are automatic; `out` is the type of its result.
+
+  Without explicit axes it is `fun` itself. The lowering of a primitive does not set the mesh of its operands.
+  """
+  if not is_explicit(out):
+    return fun
+  sharding: NamedSharding = out.sharding
+  within = jax.sharding.auto_axes(fun, axes=sharding.mesh.explicit_axes, out_sharding=sharding)
+
+  def run(*operands: Array) -> Array:
+    with jax.sharding.use_abstract_mesh(sharding.mesh):
+      return within(*operands)
+
+  return run
+
+
 def varying_axes(tree: PyTree) -> frozenset[str]:
   """Returns the `shard_map` axes that a leaf of `tree` is known to vary over.
 

@@ -6,16 +6,19 @@ scale; for NVFP4 also divided by the tensor's scale.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import Array, DTypeLike
-from mpjax.fp8._scaling import amax_of, as_stored, scale_of
+from mpjax.fp8._scaling import as_stored, scale_of
 
 _E8M0_BIAS = 127
 _LARGEST_E8M0 = 2 * _E8M0_BIAS - 1
-_SMALLEST = 2.0**-126
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 _NVFP4 = 16
 _FP4, _E4M3 = jnp.float4_e2m1fn, jnp.float8_e4m3fn
 _LARGEST_FP4, _LARGEST_E4M3, _SMALLEST_E4M3 = 6.0, 448.0, 2.0**-9
@@ -51,7 +54,7 @@ def quantise_mx(x: Array, dtype: DTypeLike, axis: int = -1, block: int = 32) -> 
 
 
 def quantise_nvfp4(
-  x: Array, *, squares: bool = False, stochastic: bool = False
+  x: Array, *, squares: bool = False, stochastic: bool = False, members: Sequence[int] = ()
 ) -> tuple[Array, Array, Array]:
   """Quantises to NVFP4: E2M1 elements, an E4M3 scale for every 16 of them, and one scale for the tensor.
 
@@ -60,22 +63,25 @@ def quantise_nvfp4(
 
   Args:
     x: floating[..., rows, k], k a multiple of 16; where it is not finite its block becomes NaN.
-    squares: one scale for 16 x 16 elements of the last two dimensions, so that x and its transpose are
+    squares: one scale for 16 x 16 elements, of 16 rows in their order, so that a matrix and its transpose are
       quantised alike; the number of rows is a multiple of 16.
     stochastic: round elements at random and scales up, so that elements are right on average; a hash of
       value and position gives the random bits.
+    members: dimensions of x along which tensors lie that have a scale each.
 
   Returns:
     q: E2M1, x's shape.
     scales: E4M3[*x.shape[:-1], k / 16]; x is about q * scales / tensor_scale.
-    tensor_scale: f32[].
+    tensor_scale: f32[]; with members, of x's dimensions, of which the others have size 1.
   """
   axis = x.ndim - 1
   amax = _amax_of_blocks(x, axis, _NVFP4)
   if squares:
-    rows = _in_blocks(amax, axis - 1, _NVFP4)
-    amax = jnp.broadcast_to(rows.max(axis, keepdims=True), rows.shape).reshape(amax.shape)
-  tensor_scale = scale_of(amax_of(amax) / 4, _E4M3)  # no block needs a scale above 448
+    rows = amax.reshape(math.prod(x.shape[:-1]) // _NVFP4, _NVFP4, amax.shape[-1])
+    amax = jnp.broadcast_to(rows.max(1, keepdims=True), rows.shape).reshape(amax.shape)
+  within = tuple(i for i in range(x.ndim) if i not in members)
+  largest = jnp.max(amax, axis=within, keepdims=bool(members), initial=0)
+  tensor_scale = scale_of(largest / 4, _E4M3)  # no block needs a scale above 448
   scaled = jnp.minimum(amax * tensor_scale / _LARGEST_FP4, _LARGEST_E4M3)
   if stochastic:  # what a scale that is rounded down clips is missing on average
     bits = jax.lax.bitcast_convert_type(scaled, jnp.uint32)
@@ -83,7 +89,9 @@ def quantise_nvfp4(
     scaled = jax.lax.bitcast_convert_type(up, jnp.float32)
   scales = jnp.where(amax < jnp.inf, jnp.maximum(scaled, _SMALLEST_E4M3), jnp.nan).astype(_E4M3)
   wide = _in_blocks(as_stored(x), axis, _NVFP4)
-  y = wide * tensor_scale / jnp.expand_dims(scales.astype(jnp.float32), axis + 1)
+  # A factor, since compilers round a division in two ways. Zero times infinity is not zero.
+  factor = jnp.minimum(tensor_scale / scales.astype(jnp.float32), _LARGEST)
+  y = wide * factor[..., None]
   y = _to_fp4_at_random(y, wide) if stochastic else jnp.clip(y, -_LARGEST_FP4, _LARGEST_FP4)
   return y.astype(_FP4).reshape(x.shape), scales, tensor_scale
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from mpjax.products._dimensions import Dims, free_dims
 from mpjax.products._spec import ACTIVATION, GRADIENT, WEIGHT, Spec
 
 _FLOAT32 = np.dtype(np.float32)
+_LARGEST = 2.0**127  # also of bfloat16
 
 
 def require_whole_blocks(lhs: ShapedArray, rhs: ShapedArray, dims: Dims, spec: Spec) -> None:
@@ -31,7 +32,7 @@ def require_whole_blocks(lhs: ShapedArray, rhs: ShapedArray, dims: Dims, spec: S
       "recipe 'current'"
     )
   for side, x in enumerate((lhs, rhs)):
-    rows = math.prod(x.shape[i] for i in free_dims(x.ndim, dims, side))
+    rows = math.prod(x.shape[i] for i in free_dims(x.ndim, dims, side) if i not in spec.members[side])
     if _in_squares(spec, side) and rows % size:
       raise ValueError(
         f"fp8 recipe {spec.scheme!r} for {lhs.shape} and {rhs.shape}: the weight has {rows} rows, expected a "
@@ -54,7 +55,8 @@ class _Operand(NamedTuple):
     codes: [*batch, *free, k] or [*batch, k, *free].
     scales: the same with a k smaller by the size of a block.
     axis: the dimension k.
-    unit: what the product is multiplied by for the scale of the tensor; `None` without one.
+    unit: what the product is multiplied by for the scale of the tensor, [], or of members, [*batch, *free];
+      `None` without one.
   """
 
   codes: Array
@@ -85,9 +87,18 @@ def multiply_blocks(lhs: Array, rhs: Array, dims: Dims, spec: Spec, units: DType
   multiply = _multiply_blocks if units is None else _multiply_values
   out = multiply(left, right, batch, spec, units or wide)
   out = (out if out.shape == tuple(shape) else out.reshape(shape)).astype(wide)
-  if left.unit is not None and right.unit is not None:  # a power of two
-    out = out * (left.unit * right.unit).astype(wide)
+  if left.unit is not None and right.unit is not None:  # powers of two
+    lhs_unit, rhs_unit = _in_result(left, batch, right, last=False), _in_result(right, batch, left, last=True)
+    # Infinity times zero is not zero.
+    out = out * jnp.minimum(lhs_unit * rhs_unit, _LARGEST).astype(wide)
   return out.astype(spec.out_dtype)
+
+
+def _in_result(x: _Operand, batch: int, other: _Operand, *, last: bool) -> Array:
+  """Returns the unit of an operand in the dimensions of the result: [], or [*batch, *lhs free, *rhs free]."""
+  unit, added = cast(Array, x.unit), other.codes.ndim - 1 - batch
+  at = batch if last else unit.ndim
+  return jnp.expand_dims(unit, range(at, at + added)) if unit.ndim else unit
 
 
 def _multiply_blocks(left: _Operand, right: _Operand, batch: int, spec: Spec, out_dtype: DTypeLike) -> Array:
@@ -142,9 +153,6 @@ def _quantised(x: Array, dims: Dims, spec: Spec, side: int, native: bool) -> _Op
   rotated = spec.scheme == "nvfp4" and set(spec.roles) == {ACTIVATION, GRADIENT}
   first = bool(free) and (*batch, *contracted, *free) == tuple(range(x.ndim))
   first = first and (rotated or not _is_fp4(dtype))
-  squares = _in_squares(spec, side)
-  if squares:
-    rows = (math.prod(rows),)
   k = (math.prod(length),)
   x = x if first else x.transpose(*batch, *free, *contracted)
   shape = (*kept, *k, *rows) if first else (*kept, *rows, *k)
@@ -157,8 +165,12 @@ def _quantised(x: Array, dims: Dims, spec: Spec, side: int, native: bool) -> _Op
     x, axis = stored(rotate(x, axis, x.dtype if native else _FLOAT32)), x.ndim - 1
   if spec.scheme == "mx":
     return _Operand(*quantise_mx(x, dtype, axis), axis, None)
-  codes, scales, scale = quantise_nvfp4(x, squares=squares, stochastic=spec.roles[side] == GRADIENT)
-  return _Operand(codes, scales, axis, 1 / scale)
+  members = [i for i, dim in enumerate((*batch, *free)) if dim in spec.members[side]]
+  codes, scales, scale = quantise_nvfp4(
+    x, squares=_in_squares(spec, side), stochastic=spec.roles[side] == GRADIENT, members=members
+  )
+  unit = 1 / scale
+  return _Operand(codes, scales, axis, unit[..., 0] if members else unit)
 
 
 def _folded(x: Array, batch: int, first: bool) -> Array:

@@ -159,7 +159,10 @@ def _compute(
   if spec.native is not None:
     multiplied_in = None if spec.native else multiplied_in or jnp.bfloat16
   if spec.in_blocks:
-    return multiply_blocks(lhs, rhs, dimension_numbers, spec, multiplied_in)
+    out = _abstract(*map(jax.typeof, (lhs, rhs)), dimension_numbers=dimension_numbers, spec=spec)
+    spec = dataclasses.replace(spec, out_sharding=None)
+    fun = functools.partial(multiply_blocks, dims=dimension_numbers, spec=spec, units=multiplied_in)
+    return _compat.with_auto_axes(fun, out)(lhs, rhs)
   own: Sequence[Array] = scales
   if any(i in spec.members[side] for side in (0, 1) for i in dimension_numbers[0][side]):
     own, spec = _levelled(lhs, rhs, scales, dimension_numbers, spec)
@@ -235,7 +238,10 @@ def jvp(
     return bind(lhs, rhs, *scales, spec=dataclasses.replace(spec, **changes, saved=False))
 
   def wider_term(side: int, lhs: Array, rhs: Array) -> Array:
-    operands = [x if i == side else x.astype(spec.out_dtype) for i, x in enumerate((lhs, rhs))]
+    operands = [
+      x if i == side else _widened(x, scale, spec.out_dtype)
+      for i, (x, scale) in enumerate(zip((lhs, rhs), scales, strict=False))
+    ]
     return half_dot_general_p.bind(
       *operands,
       originals=(),
@@ -247,6 +253,13 @@ def jvp(
 
   of = term if spec.backward else wider_term
   return out, sum_of_tangents(out, (lhs, rhs), enumerate(tangents[:2]), of)
+
+
+def _widened(x: Array, scale: Array, dtype: np.dtype) -> Array:
+  """Returns an operand in a wider dtype; `scale` is that of one in FP8."""
+  if x.dtype.itemsize > 1:
+    return x.astype(dtype)
+  return (x.astype(jnp.float32) / scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))).astype(dtype)
 
 
 def _saved(
@@ -318,10 +331,13 @@ def _batch(
     lhs, rhs = to_front(lhs, lhs_axis, size), to_front(rhs, rhs_axis, size)
     scales = [to_front(scale, axis, size) for scale, axis in zip(scales, scale_axes, strict=True)]
     lhs_axis = rhs_axis = 0
+  if spec.scheme == "nvfp4":  # the rows of a square are those of one member
+    lhs, lhs_axis = (lhs, None) if lhs_axis is None else (jnp.moveaxis(lhs, lhs_axis, 0), 0)
+    rhs, rhs_axis = (rhs, None) if rhs_axis is None else (jnp.moveaxis(rhs, rhs_axis, 0), 0)
   dims, axis, sharding = batched_product(
     (lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers, spec.out_sharding, axis_data
   )
-  if spec.scheme == "tensor":  # a channel or block belongs to one member
+  if spec.scheme in ("tensor", "nvfp4"):  # a channel or a block of `mx` belongs to one member
     members = (with_dimension(members[0], lhs_axis), with_dimension(members[1], rhs_axis))
   spec = dataclasses.replace(spec, members=members, out_sharding=sharding)
   return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), axis

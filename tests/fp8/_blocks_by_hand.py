@@ -38,7 +38,8 @@ def nvfp4(x, squares=False):
   with np.errstate(invalid="ignore", over="ignore"):
     scales = np.clip(amax * tensor / np.float32(6), np.float32(2.0**-9), np.float32(448))
     scales = np.where(amax < np.inf, scales, np.nan).astype(E4M3)
-    codes = np.clip(blocks * tensor / scales.astype(np.float32)[..., None], -6, 6).astype(FP4)
+    factor = np.minimum(tensor / scales.astype(np.float32), np.float32(2.0**126))
+    codes = np.clip(blocks * factor[..., None], -6, 6).astype(FP4)
   return codes.reshape(x.shape), scales, tensor
 
 
