@@ -159,10 +159,10 @@ def _compute(
   if spec.native is not None:
     multiplied_in = None if spec.native else multiplied_in or jnp.bfloat16
   if spec.in_blocks:
-    out = _abstract(*map(jax.typeof, (lhs, rhs)), dimension_numbers=dimension_numbers, spec=spec)
+    kind = _abstract(*map(jax.typeof, (lhs, rhs)), dimension_numbers=dimension_numbers, spec=spec)
     spec = dataclasses.replace(spec, out_sharding=None)
     fun = functools.partial(multiply_blocks, dims=dimension_numbers, spec=spec, units=multiplied_in)
-    return _compat.with_auto_axes(fun, out)(lhs, rhs)
+    return _compat.with_auto_axes(fun, kind)(lhs, rhs)
   own: Sequence[Array] = scales
   if any(i in spec.members[side] for side in (0, 1) for i in dimension_numbers[0][side]):
     own, spec = _levelled(lhs, rhs, scales, dimension_numbers, spec)
