@@ -258,7 +258,7 @@ def test_cuda_multiplies_blocks_and_other_platforms_what_they_stand_for(format):
     ("cuda", False, 0, "bf16"),
   ):
     fun = gradients if native is None else jax.grad(lambda x, w: of(format, native=False)(x, w).sum(), (0, 1))
-    text = jax.export.export(jax.jit(fun), platforms=[platform])(*args).mlir_module()
+    text = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,)).as_text()
     lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     native_products = text.count('composite "xla.scaled_dot"')
     assert native_products == blocks, platform
