@@ -1,5 +1,7 @@
 """`mpjax train` and `mpjax explain` under FP8 policies: exact resume, errors, and what is said."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -46,7 +48,9 @@ def flat(tmp_path_factory):
 def test_a_killed_run_resumes_bit_for_bit(flat, tmp_path, monkeypatch, capsys):
   arguments, out = [*flat, POLICIES["delayed"], *SMALL], tmp_path / "run"
   train(arguments, tmp_path / "whole")
-  assert "delayed scaling, E4M3FN forward, E5M2 backward, emulated" in capsys.readouterr().out
+  in_force = "delayed scaling, E4M3FN forward, E5M2 backward, emulated"
+  assert in_force in capsys.readouterr().out
+  assert json.loads((tmp_path / "whole" / "summary.json").read_text())["fp8"] == in_force
   with monkeypatch.context() as patch:
     interrupt(patch, 5, kill)
     with pytest.raises(Killed):
@@ -66,9 +70,7 @@ def test_without_units_a_run_is_one_of_bfloat16_and_says_so_once(flat, tmp_path,
     train(flat, tmp_path / "run", "train.steps=1", "policy=fp8")
   # Python shows those of one place once: the evaluation is traced too.
   assert len({(str(w.message), w.filename, w.lineno) for w in said}) == 1
-  assert (
-    "current scaling, E4M3FN forward, E5M2 backward: none, cpu has no FP8 units" in capsys.readouterr().out
-  )
+  assert "fp8  none, cpu has no FP8 units" in capsys.readouterr().out
 
 
 def test_a_checkpoint_knows_of_fp8_only_where_there_is_a_state(flat, tmp_path):
