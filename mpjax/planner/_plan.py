@@ -138,8 +138,9 @@ def plan(
     products=products,
     collectives=collectives,
     floor=time_floor(graph, traced.arguments, given, sent, device, traced.devices),
-    notes=(*traced.notes, *_notes(traced, graph, products, device), *compiler_notes),
+    notes=(*_notes(traced, graph, products, device), *compiler_notes),
     fused=list_kernels(graph, traced.devices),
+    fp8=traced.fp8,
   )
 
 

@@ -249,6 +249,7 @@ class PlanFigures:
     subject: what the step trains, in words; empty if not known.
     usable_memory: bytes of a device that JAX takes; 0 for all of them.
     fused: fused kernels, the most FLOPs first.
+    fp8: the FP8 recipe and the formats in force on the target, in words; empty without a recipe.
   """
 
   label: str
@@ -268,6 +269,7 @@ class PlanFigures:
   subject: str = ""
   usable_memory: int = 0
   fused: tuple[KernelGroup, ...] = ()
+  fp8: str = ""
 
   @property
   def room(self) -> int:

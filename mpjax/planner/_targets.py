@@ -231,22 +231,22 @@ def device_memory(device: jax.Device | None) -> int:
 
 
 def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
-  """Returns the policy as the target runs it, whatever this machine has, and a note or an empty text.
+  """Returns the policy as the target runs it, whatever this machine has, and the FP8 recipe in force there.
 
-  The recipe `auto` becomes that of the target. The note says the recipe and the formats in force.
+  The recipe `auto` becomes that of the target. The text is empty for a policy without a recipe.
   """
   recipe = policy.fp8
   if recipe is None:
     return policy, ""
   if target.is_here:
-    return policy, f"fp8 on this machine: {in_force(recipe)}"
+    return policy, in_force(recipe)
   major, minor = target.compute_capability
   device: Any = types.SimpleNamespace(
     platform=target.kind, device_kind=target.device, compute_capability=f"{major}.{minor}"
   )
-  has_units, lack = fp8_units(recipe, device)
-  if not has_units and not recipe.emulate:
-    return dataclasses.replace(policy, fp8=None), f"{lack}: products run in {policy.compute_dtype.name}"
+  says = in_force(recipe, device)
+  if not (recipe.emulate or fp8_units(recipe, device)[0]):
+    return dataclasses.replace(policy, fp8=None), f"{says}: products run in {policy.compute_dtype.name}"
   # Its products must be traced as FP8 on this machine, too; the target decides which kernels they become.
   there = dataclasses.replace(on_units(recipe, target.matrix_units), emulate=True)
-  return dataclasses.replace(policy, fp8=there), f"fp8 on {target.name}: {in_force(recipe, device)}"
+  return dataclasses.replace(policy, fp8=there), says

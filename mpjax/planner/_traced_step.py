@@ -38,7 +38,7 @@ class TracedStep:
     devices: number of devices that it runs on.
     policy: the policy whose dtypes it computes in; `None` if not known.
     label: the plan's name.
-    notes: sentences about it for the reader of the plan.
+    fp8: the FP8 recipe and the formats in force on the target, in words; empty without a recipe.
   """
 
   jitted: jax.stages.Wrapped
@@ -50,7 +50,7 @@ class TracedStep:
   devices: int
   policy: Policy | None
   label: str
-  notes: tuple[str, ...]
+  fp8: str
 
   @property
   def weights(self) -> list[Argument]:
@@ -80,10 +80,10 @@ def trace_step(
       cannot be traced, and for `parts` that fit nothing.
   """
   resolved = None if policy is None else get_policy(policy, backend=device.kind)
-  note = ""
+  fp8 = ""
   if isinstance(step, TrainStep):
     args = require_state_and_batch("plan", args)
-    there, note = policy_on_target(step.policy if resolved is None else resolved, device)
+    there, fp8 = policy_on_target(step.policy if resolved is None else resolved, device)
     if there != step.policy and not (resolved is None and step.needs_batch):
       step, args = _adopted(step, there.without_histories(), args)
     if step.layout is not None:
@@ -93,7 +93,7 @@ def trace_step(
     require_call("plan", step, args, how=", target='h100'")
     if resolved is not None:
       require_no_autocast(step, resolved)
-      resolved, note = policy_on_target(resolved.without_histories(), device)
+      resolved, fp8 = policy_on_target(resolved.without_histories(), device)
       step, donate_argnums = _under(resolved, step, args, donate_argnums)
   jitted, names = _jitted(step, donate_argnums)
   args = tuple(_abstract(argument) for argument in args)
@@ -114,7 +114,7 @@ def trace_step(
     devices=devices,
     policy=resolved,
     label=_label(step, resolved),
-    notes=(note,) if note else (),
+    fp8=fp8,
   )
 
 

@@ -79,7 +79,7 @@ class Planner:
     recompute = self.config.train.recompute if recompute is None else recompute
     try:
       asked = get_policy(spec, backend=self.target.kind)
-      resolved, note = policy_on_target(asked, self.target)
+      resolved, fp8 = policy_on_target(asked, self.target)
       gather = self.config.mesh.gather if gather is None else gather
       step, state = self._step_and_state(resolved, recompute, gather, batch)
       shapes = self._data.info.batch_shapes(batch)
@@ -94,9 +94,8 @@ class Planner:
       raise
     except ValueError as error:
       raise ConfigError(str(error)) from error
-    notes = (*((note,) if note else ()), *made.notes)
     subject = f"{self.config.model.kind} of {made.parameters:,} parameters, batch of {batch}"
-    return dataclasses.replace(made, notes=notes, subject=subject)
+    return dataclasses.replace(made, fp8=fp8, subject=subject)
 
   @property
   def gathers(self) -> tuple[str, ...]:

@@ -190,17 +190,17 @@ def test_presets_of_a_target_are_those_that_it_has_units_for():
 def test_a_policy_has_the_recipe_of_its_target():
   fp8, emulated = mpjax.get_policy("fp8"), {"base": "fp8", "fp8": {"recipe": "nvfp4", "emulate": True}}
   for name, policy, recipe, said in (
-    ("h200", fp8, "current", "fp8 on h200: current scaling, E4M3FN forward, E5M2 backward"),
-    ("b200", fp8, "mx", "fp8 on b200: mx scaling, E4M3FN forward, E4M3FN backward"),
-    ("v5p", fp8, "current", "fp8 on v5p: current scaling, E4M3B11FNUZ forward, E5M2 backward"),
-    ("tpu7x", fp8, "current", "fp8 on tpu7x: current scaling, E4M3FN forward, E5M2 backward"),
+    ("h200", fp8, "current", "^current scaling, E4M3FN forward, E5M2 backward"),
+    ("b200", fp8, "mx", "^mx scaling, E4M3FN forward, E4M3FN backward"),
+    ("v5p", fp8, "current", "^current scaling, E4M3B11FNUZ forward, E5M2 backward"),
+    ("tpu7x", fp8, "current", "^current scaling, E4M3FN forward, E5M2 backward"),
     ("a100", fp8, None, "8.0.*has no FP8 units.*: products run in bfloat16"),
-    ("h200", emulated, "nvfp4", "fp8 on h200: nvfp4 scaling, E2M1FN forward, E2M1FN backward, emulated"),
-    ("here", fp8, "auto", "fp8 on this machine: none, cpu has no FP8 units"),
+    ("h200", emulated, "nvfp4", "^nvfp4 scaling, E2M1FN forward, E2M1FN backward, emulated"),
+    ("here", fp8, "auto", "^none, cpu has no FP8 units"),
   ):
-    there, note = policy_on_target(mpjax.get_policy(policy), get_target(name))
+    there, text = policy_on_target(mpjax.get_policy(policy), get_target(name))
     assert (there.fp8 and there.fp8.recipe) == recipe, (name, policy)
-    assert re.search(said, note), (name, note)
+    assert re.search(said, text), (name, text)
   assert policy_on_target(mpjax.get_policy("bf16"), get_target("h200")) == (mpjax.get_policy("bf16"), "")
 
 

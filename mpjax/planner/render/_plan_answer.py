@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from mpjax._render.plain_text import bytes_text, table, with_prefix
 from mpjax._render.text_sections import answer_lines
 from mpjax.planner._results import PlanFigures, ProductGroup
-from mpjax.planner.render._plan_conclusions import conclusions, memory_of
+from mpjax.planner.render._plan_conclusions import conclusions, each_once, memory_of
 from mpjax.planner.render._plan_text import NO_FIT, percent_text
 
 _MOST_PARTS, _MOST_MISSES, _MOST_COLLECTIVES, _MOST_PLANS = 3, 2, 2, 7
@@ -33,7 +33,7 @@ _WAYS_OUT = {
 
 def answer(plan: PlanFigures) -> list[str]:
   """Returns the answer of one plan, in at most eleven lines."""
-  first = [_title([plan], plan.label), *_memory(plan), *_products(plan)]
+  first = [_title([plan], plan.label), *_memory(plan), *_products(plan), *_fp8([plan])]
   first += [*_kernels(plan), *_collectives(plan), *_time(plan)]
   return answer_lines(first, _notes([plan]), [f"advice: {line}" for line in _advice(plan)], rest=_MORE_NOTES)
 
@@ -50,7 +50,7 @@ def answer_beside(plans: Sequence[PlanFigures], first: Sequence[str] = ()) -> li
   lines = [line for row in table(rows, left=(0, 3, 6)) for line in row]
   if plans[_MOST_PLANS:]:
     lines.append(f"{len(plans) - _MOST_PLANS} more in the table summary")
-  said = [*conclusions(plans), *_notes(plans)]
+  said = [*_fp8(plans), *conclusions(plans), *_notes(plans)]
   return answer_lines([*(first or _fastest(plans)), _title(plans), *lines], said, rest=_MORE_NOTES)
 
 
@@ -162,16 +162,20 @@ def _time(plan: PlanFigures) -> Iterator[str]:
   yield "; ".join([f"time: at least {with_prefix(floor.seconds, 's')} ({floor.bound})", *[", ".join(others)]])
 
 
+def _fp8(plans: Sequence[PlanFigures]) -> list[str]:
+  """Returns a line on each FP8 recipe in force."""
+  found = each_once(plans, lambda plan: [plan.fp8] if plan.fp8 else [])
+  return [f"{whose or 'fp8: '}{text}" for text, whose in found]
+
+
 def _notes(plans: Sequence[PlanFigures]) -> list[str]:
   """Returns the notes that are not advice: failures first, missing packages last."""
-  rank = lambda note: (not note.startswith("the compiler failed"), note.startswith("analytic only"))
-  said: dict[str, list[str]] = {}
-  for plan in plans:
-    for note in plan.notes:
-      if not note.startswith(_PADDING):
-        said.setdefault(note, []).append(plan.label)
-  whose = lambda labels: "" if len(labels) == len(plans) else f"{', '.join(labels)}: "
-  return [f"note: {whose(said[note])}{note}" for note in sorted(said, key=rank)]
+  rank = lambda said: (
+    not said[0].startswith("the compiler failed"),
+    said[0].startswith("analytic only"),
+  )
+  found = each_once(plans, lambda plan: [note for note in plan.notes if not note.startswith(_PADDING)])
+  return [f"note: {whose}{note}" for note, whose in sorted(found, key=rank)]
 
 
 def _advice(plan: PlanFigures) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mpjax._render.plain_text import bytes_text
 from mpjax.formats import narrow_bits
@@ -59,7 +59,8 @@ def _reason(narrow: PlanFigures, plan: PlanFigures) -> str:
     "FP8 makes products faster, but activations for the backward pass stay in 16 bits, and FP8 copies of "
     "operands are added to them"
   )
-  if any(narrow_bits(saved.dtype) for saved in narrow.memory.saved):
+  of_tensors = not narrow.fp8.startswith(("mx", "nvfp4", "per_channel"))
+  if not of_tensors or any(narrow_bits(saved.dtype) for saved in narrow.memory.saved):
     return says
   return f"{says}. policy.fp8.saved_activations=fp8 keeps activations in 8 bits"
 
@@ -80,3 +81,15 @@ def _memory(one: PlanFigures, other: PlanFigures) -> tuple[Memory, Memory]:
   if one.compiled and other.compiled:
     return memory_of(one), memory_of(other)
   return one.memory, other.memory
+
+
+def each_once(
+  plans: Sequence[PlanFigures], of: Callable[[PlanFigures], Iterable[str]]
+) -> Iterator[tuple[str, str]]:
+  """Yields each text of the plans once, and the labels of its plans as a lead, empty if all have it."""
+  found: dict[str, list[str]] = {}
+  for plan in plans:
+    for text in dict.fromkeys(of(plan)):
+      found.setdefault(text, []).append(plan.label)
+  for text, labels in found.items():
+    yield text, "" if len(labels) == len(plans) else f"{', '.join(labels)}: "

@@ -16,7 +16,7 @@ from mpjax._render.text_sections import (
   of_each,
 )
 from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures, ProductGroup
-from mpjax.planner.render._plan_conclusions import conclusions
+from mpjax.planner.render._plan_conclusions import conclusions, each_once
 
 NO_FIT = "DOES NOT FIT"
 
@@ -56,7 +56,7 @@ def sections_of(plans: Sequence[PlanFigures], width: int = TEXT_WIDTH) -> Iterat
   yield from of_each(labels, map(_fused, plans))
   yield from filter(None, [_collectives(plans)])
   yield from filter(None, map(_floor, groups))
-  if notes := _said(plans, lambda plan: plan.notes):
+  if notes := _said(plans, lambda plan: (*([f"fp8: {plan.fp8}"] if plan.fp8 else []), *plan.notes)):
     yield TextSection("Notes", lines=notes, name="notes")
 
 
@@ -312,11 +312,7 @@ def _columns(headings: str) -> list[TextColumn]:
 
 def _said(plans: Sequence[PlanFigures], of: Callable[[PlanFigures], Iterable[str]]) -> list[str]:
   """Returns each sentence of the plans once, with the names of its plans unless all plans have it."""
-  said: dict[str, list[str]] = {}
-  for plan in plans:
-    for sentence in dict.fromkeys(of(plan)):
-      said.setdefault(sentence, []).append(plan.label)
-  return [s if len(who) == len(plans) else f"{', '.join(who)}: {s}" for s, who in said.items()]
+  return [f"{whose}{sentence}" for sentence, whose in each_once(plans, of)]
 
 
 def _names(dictionaries: Iterable[Iterable[str]]) -> list[str]:

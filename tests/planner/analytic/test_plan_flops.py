@@ -177,8 +177,8 @@ def test_what_is_below_16_bits_has_the_rate_of_its_units_or_that_of_bfloat16():
     plan = mpjax.plan(step, *[S((size, size), F32)] * 2, policy=policy, target=target, compile=False)
     assert dtype in plan.matrix_flops(), (target, recipe, plan.matrix_flops())
     assert plan.floor.parts["matrix units"] == pytest.approx(2 * 2 * size**3 / rate), (target, recipe)
-    (note,) = [note for note in plan.notes if note.startswith(f"fp8 on {target}: ")]
-    assert ("emulated" in note) == (rate in (989.4e12, 197e12, 1153.5e12)), note
+    assert ("emulated" in plan.fp8) == (rate in (989.4e12, 197e12, 1153.5e12)), plan.fp8
+    assert f"\nfp8: {plan.fp8}\n" in str(plan)
 
 
 def test_an_fp8_policy_on_a_gpu_before_bfloat16_says_both():
