@@ -11,8 +11,7 @@ import yaml
 
 import mpjax
 from mpjax import formats
-from mpjax.planner import get_target, presets_of, target_names
-from mpjax.planner._targets import policy_on_target  # what `mpjax.plan` plans for
+from mpjax.planner import get_target, policy_on_target, presets_of, target_names
 
 FOLDER = importlib.resources.files("mpjax").joinpath("formats", "devices")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
