@@ -19,6 +19,7 @@ from benchmarks._record import provenance
 from benchmarks.autocast import _ablation, _retrace
 from benchmarks.chaos import _mutations as chaos_mutations
 from benchmarks.chaos import _suite as chaos_suite
+from benchmarks.fp8 import _errors
 from benchmarks.gather import _suite as gather_suite
 from benchmarks.gpu import _suite as gpu_suite
 from benchmarks.layerwise import _suite as layerwise_suite
@@ -143,6 +144,11 @@ def fp8_compiled(report: dict[str, Any]) -> str:
       f"| {name} | {' | '.join(cells)} | {row['temp_bytes'] / 1e6:.1f} | {row['temp_ratio']:.3f} |"
     )
   return "\n".join([*lines, "", provenance(report)])
+
+
+def fp8_errors(report: dict[str, Any]) -> str:
+  """Error and gain of a weight's gradient by recipe."""
+  return f"{_errors.table(report)}\n\n{provenance(report)}"
 
 
 def numerics_memory(report: dict[str, Any]) -> str:
@@ -445,6 +451,7 @@ def main() -> None:
     ("fp8_h200_cublas", fp8_compiled),
     ("fp8_h200_saved_compute", fp8_compiled),
     ("fp8_h200_saved_fp8", fp8_compiled),
+    ("fp8_errors_cpu", fp8_errors),
     ("quality_fp8_cpu", quality),
     ("quality_few_bytes_cpu", quality_tables.tables),
     ("memory_h200_jax_0_12", memory_suite.tables),
