@@ -329,7 +329,7 @@ def _kept(
 
   Args:
     x: the operand.
-    name: of `OPERANDS`.
+    name: the name of the operand, of `OPERANDS`.
     summed: dimensions that the product sums; `None` if a value is in several sums.
     summed_next: dimensions that the other product sums.
     earlier: the largest value of earlier batches, f32[]; 0 without earlier batches.
