@@ -89,11 +89,18 @@ def fp8_ragged_dot(
 
 
 def recipe_of_experts(recipe: Recipe) -> Recipe:
-  """Returns the recipe for products of experts, which are scaled per channel under every recipe."""
+  """Returns the recipe for products of experts, which are scaled per channel under every recipe.
+
+  Gradients with a scale for each channel do not need the range of E5M2, which those with a scale for each
+  tensor have.
+  """
   own = recipe.of_kind("per_channel")
   if recipe.forward_dtype == FP4:
     return own
-  return dataclasses.replace(own, forward_dtype=recipe.forward_dtype, gradient_dtype="")
+  forward, gradient = recipe.forward_dtype, recipe.gradient_dtype
+  if recipe.of_tensors and "e5m2" not in forward:  # no units multiply E5M2 by E5M2
+    gradient = ""
+  return dataclasses.replace(own, forward_dtype=forward, gradient_dtype=gradient)
 
 
 def multiply_ragged(

@@ -13,7 +13,6 @@ from tests.fp8._reference import (
   E4M3,
   E4M3_AMD,
   E5M2,
-  E5M2_AMD,
   FORMATS,
   bits,
   compiled,
@@ -61,17 +60,20 @@ def fp8(recipe="per_channel", **options):
   return lambda x, w: fp8_ragged_dot(x, w, SIZES, recipe, **options)
 
 
+WIDE = (("recipe", "per_channel"), ("gradient_dtype", "e5m2"))  # the user's own format of gradients
+
+
 def test_values_and_gradients_are_those_of_float64_by_expert():
   cases = {
     "per_channel": (E4M3, E4M3),
     "nvfp4": (E4M3, E4M3),
-    "delayed": (E4M3, E5M2),
-    tuple(AMD.items()): (E4M3_AMD, E5M2_AMD),
+    "delayed": (E4M3, E4M3),
+    WIDE: (E4M3, E5M2),
+    (("recipe", "current"), ("forward_dtype", "e5m2"), ("gradient_dtype", "e4m3fn")): (E5M2, E4M3),
+    (("recipe", "current"), *AMD.items()): (E4M3_AMD, E4M3_AMD),
   }
   for recipe, (forward, gradient) in cases.items():
-    got = with_gradients(fp8(dict(recipe, recipe="current") if isinstance(recipe, tuple) else recipe))(
-      *operands()
-    )
+    got = with_gradients(fp8(recipe))(*operands())
     want = by_expert(*operands(), held, gradient, forward)
     for a, b in zip(got, want, strict=True):
       assert relative(a, b) < 1e-6, recipe
@@ -115,7 +117,7 @@ def test_transforms_change_no_bit():
   many = [operands(seed) for seed in (0, 10, 20)]
   x, w, ct = (np.stack(each) for each in zip(*many, strict=True))
   sizes = np.stack([SIZES, SIZES[::-1], SIZES])
-  plain = lambda x, w, sizes: fp8_ragged_dot(x, w, sizes, "current", out_dtype="bfloat16")
+  plain = lambda x, w, sizes: fp8_ragged_dot(x, w, sizes, WIDE, out_dtype="bfloat16")
 
   def of(fun):
     def run(x, w, sizes, ct):
@@ -168,7 +170,7 @@ def test_shards_have_scales_of_their_own_rows():
 )
 def test_operands_of_the_lowered_products(platform, native, expected):
   args = [a.astype(jnp.bfloat16) for a in operands()]
-  run = with_gradients(fp8("current", native=native, out_dtype="bfloat16"))
+  run = with_gradients(fp8(WIDE, native=native, out_dtype="bfloat16"))
   text = run.trace(*args).lower(lowering_platforms=(platform,)).as_text()
   lines = [line for line in text.splitlines() if "chlo.ragged_dot" in line]
   found = [re.findall(r"tensor<[\dx]+x(\w+)>", line.rpartition(" : ")[2]) for line in lines]
