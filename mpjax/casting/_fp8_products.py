@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mpjax import _compat
 from mpjax._types import Array, Fp8State, JaxprEqn
 from mpjax.casting._kinds import is_float
 from mpjax.casting._product_roles import ProductRole, Root
@@ -32,10 +33,15 @@ from mpjax.products import (
   conv_sizes,
   fp8_dot_general,
   half_dot_general_p,
+  half_ragged_dot_p,
+  multiply_ragged,
   observe,
+  ragged_sizes,
+  recipe_of_experts,
   sizes_of,
   spread,
   unfit,
+  why_not_fp8,
   windows_of,
 )
 
@@ -52,7 +58,8 @@ AT_THE_USER: dict[str, Any] = (
 )
 
 
-_PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p, half_dot_general_p)
+_RAGGED = (_compat.ragged_dot_general_p, half_ragged_dot_p)
+_PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p, half_dot_general_p, *_RAGGED)
 NOT_FP8 = "not FP8: "  # the beginning of the reason of such a product
 
 
@@ -175,6 +182,8 @@ def decide(
   why_not = _ineligible_reason(equation, path, recipe, role)
   if why_not is not None or role is None:
     return Fp8Decision(f"{NOT_FP8}{why_not}", None, None, recipe)
+  if equation.primitive in _RAGGED:
+    return _of_experts(equation, recipe, role, sites)
   site = None
   # Gradients of a backward pass inside the program have no history: they have their own scale.
   if recipe.recipe == "delayed" and not any(role.gradients):
@@ -196,6 +205,17 @@ def decide(
     recipe, role.gradients, role.weights, windows, support(recipe).native, role.roots, site, number
   )
   return Fp8Decision(f"an FP8 product ({recipe})", fp8, site, recipe)
+
+
+def _of_experts(equation: JaxprEqn, recipe: Recipe, role: ProductRole, sites: Sites) -> Fp8Decision:
+  """Decides about a ragged product; it has no history, and a recipe of its own."""
+  own = recipe_of_experts(recipe)
+  why_not = unfit(ragged_sizes(equation), own)
+  if why_not:
+    return Fp8Decision(f"{NOT_FP8}{why_not}", None, None, recipe)
+  native, number = support(own).native, sites.next_number()
+  fp8 = Fp8Product(own, role.gradients, role.weights, None, native, role.roots, None, number)
+  return Fp8Decision(f"an FP8 product of experts ({own}, under every recipe)", fp8, None, recipe)
 
 
 def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | None) -> str | None:
@@ -221,7 +241,7 @@ def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: Prod
     return f"it is among the last layers (fp8.keep_last={recipe.keep_last:g})"
   if equation.primitive is jax.lax.conv_general_dilated_p and windows_of(equation) is None:
     return "a convolution whose windows overlap is not a matrix product"
-  return None
+  return why_not_fp8(equation) if equation.primitive in _RAGGED else None
 
 
 def emit(
@@ -236,6 +256,15 @@ def emit(
     side: under delayed scaling, its scales and its probe.
     out_dtype: dtype of the result.
   """
+  if equation.primitive in _RAGGED:
+    return multiply_ragged(
+      equation,
+      operands,
+      fp8.recipe,
+      out_dtype=out_dtype,
+      gradient_operand=fp8.gradients,
+      native=fp8.native,
+    )
   lhs, rhs = operands[:2]  # originals may follow, in a product of an inner autocast
   dimension_numbers = equation.params["dimension_numbers"]
   if fp8.windows is not None:
