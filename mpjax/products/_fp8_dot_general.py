@@ -189,8 +189,8 @@ def _compute(
 def quantised(x: Array, scales: Sequence[Array], side: int, spec: Spec, dims: Dims) -> tuple[Array, Array]:
   """Returns an operand in FP8 (it may be in FP8 already) and its scale."""
   scale, dtype = scales[side], (spec.lhs_dtype, spec.rhs_dtype)[side]
-  if x.dtype == dtype:
-    return x, scale
+  if x.dtype.itemsize == 1:  # a backward product may have another format
+    return x.astype(dtype), scale
   if not spec.given[side]:
     alone = spec.members[side]
     if spec.scheme == "channel":  # values that are not summed together have scales of their own
@@ -204,7 +204,7 @@ def _levelled(
 ) -> tuple[list[Array], Spec]:
   """Returns scales with one factor that can be taken out of a sum over members."""
   operands, formats = (lhs, rhs), (spec.lhs_dtype, spec.rhs_dtype)
-  fixed = [spec.given[side] or x.dtype == formats[side] for side, x in enumerate(operands)]
+  fixed = [spec.given[side] or x.dtype.itemsize == 1 for side, x in enumerate(operands)]
   own = [
     scales[side]
     if fixed[side]
