@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpjax
@@ -20,6 +21,7 @@ from tests.fp8._programs import (
   attention,
   fp8,
   kinds,
+  mean_of,
   mlp,
   one_hot,
   tied,
@@ -103,3 +105,39 @@ def test_flops_in_a_scan_count_for_each_step():
   fun = FUNCTIONS["scan"][0]
   flops = mpjax.explain(fun, SCANNED, X, policy=fp8()).matrix_flops()
   assert flops == {"float8_e4m3fn": 3 * 2 * D**3, "bfloat16": 2 * 2 * D**3}
+
+
+# The last layers
+
+TEN = weights(*[D] * 11)
+STACK = (TEN[0], np.stack(TEN[1:9]), TEN[9])
+EVERY = {"first_layer": True, "last_layer": True}
+# keep_last, and the kinds of ten products with a weight, unrolled and with eight in a scan.
+KEPT = [
+  (0, "8888888888", "888"),
+  (0.1, "888888888b", "88b"),
+  (0.15, "88888888bb", "88b"),
+  (0.5, "88888bbbbb", "88b"),
+  (0.9, "8bbbbbbbbb", "8bb"),
+  (1, "bbbbbbbbbb", "bbb"),
+]
+
+
+@pytest.mark.parametrize(("share", "unrolled", "scanned"), KEPT)
+def test_the_last_share_of_products_with_a_weight_stays(share, unrolled, scanned):
+  policy = fp8(keep_last=share, **EVERY)
+  scan = FUNCTIONS["scan"][0]
+  assert kinds(mlp, TEN, X, policy=policy) == unrolled
+  assert kinds(scan, STACK, X, policy=policy) == scanned
+  # Of a whole step, too: the backward products of a layer that stays in bfloat16 stay with it.
+  for fun, w, forward in ((mlp, TEN, unrolled), (scan, STACK, scanned)):
+    step = lambda w, x, fun=fun: jax.grad(lambda w, x: mean_of(fun)(w, x), (0, 1))(w, x)
+    found = kinds(step, w, X, policy=policy)
+    assert found.count("8") == 3 * forward.count("8"), found
+    assert found.startswith(forward)
+
+
+def test_nvfp4_keeps_the_last_layers_and_says_so():
+  rows = [row for row in mpjax.explain(mlp, TEN, X, policy=fp8(recipe="nvfp4", **EVERY)).rows if row.flops]
+  assert [row.after for row in rows] == ["float4_e2m1fn"] * 8 + ["bfloat16"] * 2
+  assert "fp8.keep_last=0.15" in rows[-1].why
