@@ -123,7 +123,7 @@ class Overrides:
         )
 
   def _in_region(self, settings: Override) -> InRegion:
-    is_fp8 = settings.fp8 and self._recipe.last_layer
+    is_fp8 = settings.fp8 and self._recipe.last_layer and not self._recipe.keep_last
     return InRegion(_half(settings), self._recipe.without_histories() if is_fp8 else None)
 
   @property
