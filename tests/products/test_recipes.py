@@ -162,13 +162,17 @@ ERRORS = {"current": 0.06, "per_channel": 0.04, "mx": 0.045, "nvfp4": 0.20}
 
 @pytest.mark.parametrize("recipe", ERRORS)
 def test_the_error_of_a_weights_gradient_with_outlier_channels_and_heavy_tails(recipe):
-  rng = np.random.default_rng(0)
-  x = (rng.normal(size=(2048, 256)) * np.where(rng.uniform(size=256) < 0.02, 20, 1)).astype(np.float32)
-  w, ct = normal(256, 256, scale=1 / 16), (rng.standard_t(3, (2048, 256)) * 1e-4).astype(np.float32)
-  want = x.T.astype(np.float64) @ ct
-  got = np.asarray(run_of(recipe)(x, w, ct)[2], np.float64)
-  assert relative(got, want) <= ERRORS[recipe]
-  assert abs(np.vdot(got, want) / np.vdot(want, want) - 1) < 0.01
+  errors, gains = [], []
+  for seed in range(8):  # heavy tails: one draw says little of the gain
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=(2048, 256)) * np.where(rng.uniform(size=256) < 0.02, 20, 1)).astype(np.float32)
+    w, ct = normal(256, 256, scale=1 / 16), (rng.standard_t(3, (2048, 256)) * 1e-4).astype(np.float32)
+    want = x.T.astype(np.float64) @ ct
+    got = np.asarray(run_of(recipe)(x, w, ct)[2], np.float64)
+    errors.append(relative(got, want))
+    gains.append(np.vdot(got, want) / np.vdot(want, want))
+  assert np.mean(errors) <= ERRORS[recipe]
+  assert abs(np.mean(gains) - 1) < 0.01
 
 
 # backward: compute
