@@ -26,6 +26,7 @@ SUITES = {
   "losses": ("losses and masks beside casts by hand: compiled memory", "losses._suite"),
   "loss_scale": ("what a loss scale costs in a compiled program", "loss_scale._suite"),
   "fp8": ("which matrix products are FP8 GEMMs when compiled for an H200", "fp8._suite"),
+  "fp8_devices": ("what low precision costs and gains on each device, by its compiler", "fp8._devices"),
   "fp8_errors": ("how exact the gradient of a weight is by FP8 recipe", "fp8._errors"),
   "layerwise": ("a deep float16 network that only layer-wise scales train", "layerwise._suite"),
   "gradients": ("how exact each gradient is in bfloat16, jitted and not", "gradients._suite"),
