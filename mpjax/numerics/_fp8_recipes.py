@@ -355,7 +355,7 @@ def _kept(
     rows = rows.reshape(math.prod(x.shape[i] for i in rest), math.prod(x.shape[i] for i in along))
     figures = dict(whole)
     for key, dtype in FORMATS.items():
-      scale = scale_of(amax_of(rows, 1), dtype)[:, None]
+      scale = scale_of(amax_of(rows, 1), dtype, pow2=False)[:, None]
       figures[f"{key} channel"] = _figures(rows, _with_scale(rows, scale, dtype))
       if key != "B11":
         figures[f"{key} mx"] = _figures(rows, _in_mx(rows, dtype))
