@@ -412,7 +412,7 @@ def put(file: pathlib.Path, name: str, table: str) -> None:
 
 # Reports whose names begin like a suite's, and that have no pictures.
 OWN = (
-  "quality_fp8_cpu",
+  "quality_recipes_cpu",
   "quality_few_bytes_cpu",
   "memory_h200_jax_0_12",
   "gpu_h200_124m",
@@ -452,7 +452,7 @@ def main() -> None:
     ("fp8_h200_saved_compute", fp8_compiled),
     ("fp8_h200_saved_fp8", fp8_compiled),
     ("fp8_errors_cpu", fp8_errors),
-    ("quality_fp8_cpu", quality),
+    ("quality_recipes_cpu", quality_tables.tables),
     ("quality_few_bytes_cpu", quality_tables.tables),
     ("memory_h200_jax_0_12", memory_suite.tables),
     ("numerics_memory_h200", numerics_memory),
