@@ -252,7 +252,7 @@ def with_auto_axes(fun: Callable[..., Array], out: AbstractValue) -> Callable[..
   within = jax.sharding.auto_axes(fun, axes=sharding.mesh.explicit_axes, out_sharding=sharding)
 
   def run(*operands: Array) -> Array:
-    with jax.sharding.use_abstract_mesh(sharding.mesh):
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
       return within(*operands)
 
   return run

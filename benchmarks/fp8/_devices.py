@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def measure(policy: Any, params: Any, x: Any, put: Any, on_gpu: bool) -> dict[str, Any]:
   """The compiler's figures of the gradient under a policy."""
   delayed = policy != "bf16" and policy["fp8"]["recipe"] == "delayed"
-  state = ()
+  state: tuple[Any, ...] = ()
   if delayed:
     made = jax.eval_shape(mpjax.init_fp8_state(loss, policy), params, x)
     state = (jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=put), made),)

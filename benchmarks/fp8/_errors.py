@@ -97,8 +97,8 @@ def gradient(
   """The gradient of a weight by a recipe."""
   recipe = mpjax.fp8.Recipe(**fields)
   formats = (recipe.forward, recipe.forward, recipe.gradient)
-  scales = tuple(scale_of(amax, dtype) for amax, dtype in zip(earlier, formats, strict=True))
-  given = scales if recipe.recipe == "delayed" else None
+  lhs, rhs, ct = (scale_of(amax, dtype) for amax, dtype in zip(earlier, formats, strict=True))
+  given = (lhs, rhs, ct) if recipe.recipe == "delayed" else None
   product = lambda x, w: mpjax.fp8_dot_general(x, w, DIMS, recipe, scales=given)
   return jax.jit(lambda x, w, g: jax.vjp(product, x, w)[1](g)[1])(x, w, g)
 

@@ -121,7 +121,7 @@ def _small_gpt(optimizer: str, rate: str, policies: tuple[str, ...], seeds: int 
       ),
     ),
     policies,
-    seeds,
+    seeds=seeds,
   )
 
 

@@ -5,6 +5,8 @@ mpjax train configs/gpt_stdlib.yaml --plugin benchmarks/quality/moe.py model.kin
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -94,19 +96,19 @@ def moe(
   block = {"heads": heads, "experts": experts, "hidden": hidden}
   net = Mixture(info.vocab_size, info.seq_len, dim, layers, block)
 
-  def init(key):
+  def init(key: jax.Array) -> Any:
     return net.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
 
-  def losses(params, batch):
+  def losses(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     logits, balance = net.apply({"params": params}, batch["tokens"][:, :-1])
     labels = batch["tokens"][:, 1:]
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), balance
 
-  def loss_fn(params, batch):
+  def loss_fn(params: Any, batch: Any) -> jax.Array:
     loss, balance = losses(params, batch)
     return loss + _BALANCE * balance
 
-  def evaluate(params, batch):
+  def evaluate(params: Any, batch: Any) -> jax.Array:
     return losses(params, batch)[0]
 
   return mpjax.train.Task(init, loss_fn, evaluate, units=("tokens", info.seq_len))

@@ -155,7 +155,7 @@ def _rotation() -> np.ndarray:
   matrix = np.ones([1, 1], np.float32)
   for _ in range(4):
     matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-  signs = np.float32([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, 1, 1])
+  signs = np.array([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, 1, 1], np.float32)
   return signs[:, None] * matrix / 4
 
 

@@ -114,7 +114,7 @@ def _scales(histories: dict[str, jax.Array], recipe: Recipe) -> jax.Array:
   known = jnp.max if recipe.amax_compute == "max" else _newest
   return jnp.stack(
     [
-      scale_of(known(histories[name]), dtype, recipe.margin, recipe.pow2_scales)
+      scale_of(known(histories[name]), dtype, recipe.margin, bool(recipe.pow2_scales))
       for name, dtype in zip(OPERANDS, formats, strict=True)
     ]
   )

@@ -36,7 +36,7 @@ def gradient_as_jax(
     x: the operand.
     others: the other of lhs and rhs, and the operands after them.
     side: 0 if the operand is the lhs, 1 if it is the rhs.
-    parameters: of the product.
+    parameters: the parameters of the product.
     bind: (operands, **parameters) -> the result; each operand is a list of one array.
   """
   rule = ad.primitive_transposes[plain]
@@ -66,8 +66,8 @@ def mapped_as_jax(
     plain: JAX's product.
     operands: its operands, each with arrays of the same shape and mapped dimension.
     axes: the mapped dimension of each; `None` for an operand that is not mapped.
-    dtype: of lhs and rhs in JAX's product.
-    parameters: of the product.
+    dtype: the dtype of lhs and rhs in JAX's product.
+    parameters: the parameters of the product.
     bind: (operands, **parameters) -> the result.
   """
   mapped = jax.vmap(functools.partial(plain.bind, **parameters), tuple(axes))

@@ -57,7 +57,7 @@ def in_fp8(x: Array, recipe: Recipe) -> Array | InFp8:
   """Returns an operand of several products, quantised once; unchanged if its scales depend on the product."""
   if not recipe.of_tensors:
     return x
-  scale = scale_of(amax_of(x), recipe.forward, recipe.margin, recipe.pow2_scales)
+  scale = scale_of(amax_of(x), recipe.forward, recipe.margin, bool(recipe.pow2_scales))
   return InFp8(x, quantise(x, scale, recipe.forward), scale)
 
 

@@ -18,7 +18,7 @@ from mpjax._types import Array
 Dims: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def free_dims(ndim: int, dims: Dims, side: int) -> list[int]:
+def free_dims(ndim: int, dims: jax.lax.DotDimensionNumbers, side: int) -> list[int]:
   """Returns the dimensions of the lhs (side 0) or rhs (1) that are neither contracted nor batch."""
   used = {*dims[0][side], *dims[1][side]}
   return [i for i in range(ndim) if i not in used]

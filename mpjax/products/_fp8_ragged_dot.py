@@ -1,7 +1,7 @@
 """`fp8_ragged_dot`: products of experts with FP8 operands, in the forward and both backward products.
 
-A scale belongs to the values that are summed together: to a row of activations, to a channel of one expert's
-weight, and in the gradient of the weights to a column of one expert's rows, so that experts with small values
+A scale belongs to the values that are summed together: a row of activations, a channel of one expert's
+weight, and in the gradient of the weights a column of one expert's rows. So experts with small values
 keep their digits. Other extents do not pay here: a scale for a tensor is coarser and needs a pass of its own,
 and blocks of the contracted dimension may cross the end of an expert's rows.
 

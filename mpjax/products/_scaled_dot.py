@@ -38,7 +38,7 @@ def scaled_dot(
   """Computes a product of operands that are quantised in blocks, and has derivatives.
 
   ```python
-  y = mpjax.scaled_dot(x, params["body"]["kernel"], format="mxfp8")
+  y = mpjax.scaled_dot(jnp.ones([8, 64]), jnp.ones([64, 32]), format="mxfp8")
   ```
 
   Unlike `jax.lax.scaled_dot`, which takes codes and scales, it takes floats and quantises them: along the

@@ -25,7 +25,8 @@ class Spec:
     out_dtype: dtype of the result, and of the gradients that it returns.
     scheme: what shares a scale: a `tensor`, a `channel` (the values that are summed together), or a block of
       `mx` or `nvfp4`.
-    roles: of lhs and rhs: ACTIVATION, WEIGHT or GRADIENT, by which `nvfp4` quantises; UNKNOWN: all alike.
+    roles: what lhs and rhs are, by which `nvfp4` quantises: ACTIVATION, WEIGHT or GRADIENT; UNKNOWN for
+      both: all operands alike.
     margin: as in `Recipe`.
     pow2: as `Recipe.pow2_scales`.
     backward: whether the products of the backward pass are quantised, too.
@@ -74,7 +75,7 @@ def spec_of(
     scheme=SCHEMES[recipe.recipe],
     roles=roles,
     margin=recipe.margin,
-    pow2=recipe.pow2_scales,
+    pow2=bool(recipe.pow2_scales),
     backward=recipe.backward == "policy",
     saved=recipe.saved_activations == "fp8",
     given=given,
