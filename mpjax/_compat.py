@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.extend.core
@@ -248,7 +248,7 @@ def with_auto_axes(fun: Callable[..., Array], out: AbstractValue) -> Callable[..
   """
   if not is_explicit(out):
     return fun
-  sharding: NamedSharding = out.sharding
+  sharding = cast(NamedSharding, cast(ShapedArray, out).sharding)
   within = jax.sharding.auto_axes(fun, axes=sharding.mesh.explicit_axes, out_sharding=sharding)
 
   def run(*operands: Array) -> Array:
