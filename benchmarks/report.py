@@ -146,6 +146,25 @@ def fp8_compiled(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+DEVICES = ("h200", "h200_cublas", "b200", "tpu7x", "v5e", "v5p", "v6e")
+
+
+def fp8_devices(report: dict[str, Any]) -> str:
+  """Temporaries, and products below 16 bits or cycles, by recipe on one device."""
+  rows = report["policies"]
+  on_tpu = "cycles" in rows["bf16"]
+  last = "cycles, millions | ratio" if on_tpu else "products below 16 bits | matrix instructions in the PTX"
+  lines = [f"| policy | temporaries MB | ratio | {last} |", "|---|---|---|---|---|"]
+  for name, row in rows.items():
+    if on_tpu:
+      cells = f"{row['cycles'] / 1e6:.2f} | {row['cycles_ratio']:.3f}"
+    else:
+      kinds = ", ".join(f"`{kind}`" for kind in row["instructions"]) or "not read"
+      cells = f"{row['share_below_16_bits']:.0%} | {kinds}"
+    lines.append(f"| {name} | {row['temp_bytes'] / 1e6:.0f} | {row['temp_bytes_ratio']:.3f} | {cells} |")
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def fp8_errors(report: dict[str, Any]) -> str:
   """Error and gain of a weight's gradient by recipe."""
   return f"{_errors.table(report)}\n\n{provenance(report)}"
@@ -451,6 +470,7 @@ def main() -> None:
     ("fp8_h200_cublas", fp8_compiled),
     ("fp8_h200_saved_compute", fp8_compiled),
     ("fp8_h200_saved_fp8", fp8_compiled),
+    *((f"fp8_devices_{target}", fp8_devices) for target in DEVICES),
     ("fp8_errors_cpu", fp8_errors),
     ("quality_recipes_cpu", quality_tables.tables),
     ("quality_few_bytes_cpu", quality_tables.tables),

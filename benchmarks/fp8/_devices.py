@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 import mpjax
-from benchmarks._record import compiler_figures, origin, provenance, write
+from benchmarks._record import compiler_figures, origin, write
 from benchmarks.fp8._suite import without_json
 from mpjax.planner import get_target
 from mpjax.planner.compiled import kernel_products, parse
@@ -116,7 +116,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         rows[name][f"{figure}_ratio"] = rows[name][figure] / rows["bf16"][figure]
     print(name, {key: value for key, value in rows[name].items() if key != "instructions"}, flush=True)
     write(report, options.json)
-  print(table(report))
   return report
 
 
@@ -149,19 +148,3 @@ def measure(policy: Any, params: Any, x: Any, put: Any, on_gpu: bool) -> dict[st
   else:
     row["cycles"] = sum(c for c in map(int, _CYCLES.findall(text)) if c < _NO_ESTIMATE)
   return row
-
-
-def table(report: dict[str, Any]) -> str:
-  """Returns a report as a table."""
-  rows = report["policies"]
-  on_tpu = "cycles" in rows["bf16"]
-  last = "cycles, millions | ratio" if on_tpu else "products below 16 bits | matrix instructions in the PTX"
-  lines = [f"| policy | temporaries MB | ratio | {last} |", "|---|---|---|---|---|"]
-  for name, row in rows.items():
-    if on_tpu:
-      cells = f"{row['cycles'] / 1e6:.2f} | {row['cycles_ratio']:.3f}"
-    else:
-      kinds = ", ".join(f"`{kind}`" for kind in row["instructions"]) or "-"
-      cells = f"{row['share_below_16_bits']:.0%} | {kinds}"
-    lines.append(f"| {name} | {row['temp_bytes'] / 1e6:.0f} | {row['temp_bytes_ratio']:.3f} | {cells} |")
-  return "\n".join([*lines, "", provenance(report)])
