@@ -33,7 +33,7 @@ from mpjax.products._dimensions import Dims, batched_product, gradient_product, 
 from mpjax.products._half_products import half_dot_general_p
 from mpjax.products._lowering import compute_by_platform
 from mpjax.products._member_scales import Scales, amax_within, members_of_result, with_dimension
-from mpjax.products._spec import ACTIVATION, GRADIENT, UNKNOWN, WEIGHT, Spec, spec_of
+from mpjax.products._spec import ACTIVATION, GRADIENT, UNKNOWN, WEIGHT, Spec, spec_of, with_gradient
 
 _LARGEST = 2.0**127  # also of bfloat16
 
@@ -231,7 +231,11 @@ def jvp(
   out = bind(lhs, rhs, *scales, spec=spec)
 
   def term(side: int, lhs: Array, rhs: Array) -> Array:
-    changes: dict[str, Any] = {("lhs_dtype", "rhs_dtype")[side]: spec.gradient_dtype}
+    formats = [spec.lhs_dtype, spec.rhs_dtype]
+    formats[side] = spec.gradient_dtype
+    changes: dict[str, Any] = dict(
+      zip(("lhs_dtype", "rhs_dtype"), with_gradient(*formats, spec.gradient_dtype), strict=True)
+    )
     changes["given"] = tuple(is_given and i != side for i, is_given in enumerate(spec.given))
     if spec.roles[side] != UNKNOWN:
       changes["roles"] = tuple(GRADIENT if i == side else role for i, role in enumerate(spec.roles))
@@ -291,8 +295,7 @@ def _transpose(
   operands = (ct, rhs) if of_lhs else (lhs, ct)
   first, second = (2, 1) if of_lhs else (0, 2)
   formats = (spec.gradient_dtype, spec.rhs_dtype) if of_lhs else (spec.lhs_dtype, spec.gradient_dtype)
-  if jnp.float8_e4m3b11fnuz in formats:  # TPU v5 and v6 multiply two numbers of one format
-    formats = (spec.gradient_dtype, spec.gradient_dtype)
+  formats = with_gradient(*formats, spec.gradient_dtype)
   ndims = (like.ndim, ndim) if of_lhs else (ndim, like.ndim)
   of_gradient = GRADIENT if spec.roles != (UNKNOWN, UNKNOWN) else UNKNOWN
   of_ct = members_of_result(spec.members, dimension_numbers, ndims)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax.fp8 import Recipe
@@ -58,6 +59,11 @@ class Spec:
     return self.scheme in ("mx", "nvfp4")
 
 
+def with_gradient(lhs: np.dtype, rhs: np.dtype, gradient: np.dtype) -> list[np.dtype]:
+  """Returns the formats of a product with a gradient: TPU v5 and v6 multiply two numbers of one format."""
+  return [gradient, gradient] if jnp.float8_e4m3b11fnuz in (lhs, rhs) else [lhs, rhs]
+
+
 def spec_of(
   recipe: Recipe,
   roles: tuple[str, str],
@@ -67,6 +73,8 @@ def spec_of(
 ) -> Spec:
   """Returns the `Spec` of one product by a recipe that is not `auto`; `Spec` explains the arguments."""
   formats = [recipe.gradient if role == GRADIENT else recipe.forward for role in roles]
+  if GRADIENT in roles:
+    formats = with_gradient(formats[0], formats[1], recipe.gradient)
   return Spec(
     lhs_dtype=formats[0],
     rhs_dtype=formats[1],

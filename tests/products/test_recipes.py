@@ -82,6 +82,12 @@ def test_e4m3b11fnuz_has_scales_for_its_range_and_two_operands_of_one_format(sav
   )
   factors = forward, (of(ct, E5M2), again(1).T), (again(0).T, of(ct, E5M2))
   check(with_gradients(lambda x, w: matmul(x, w, recipe))(x, w, ct), factors)
+  # As a whole program that has its backward pass multiplies them, and a tangent.
+  dims = (((1,), (1,)), ((), ()))
+  alone = mpjax.fp8_dot_general(ct, w, dims, recipe, gradient_operand=(True, False))
+  _, tangent = jax.jvp(lambda x: matmul(x, w, recipe), (x,), (x * 2,))
+  of_tangent = of(x * 2, E5M2), again(1)
+  check((alone, tangent), ((of(ct, E5M2), of(w, E5M2).T), of_tangent))
 
 
 # nvfp4
