@@ -240,9 +240,10 @@ def parse_recipe(spec: RecipeLike) -> Recipe | None:
 
 
 def _check_kind(kind: str, keys: Iterable[str], recipe: Recipe) -> None:
-  """Raises for keys that a kind of recipe does not use; a format may be the recipe's own."""
+  """Raises for keys that a kind of recipe does not use; a format or dtype may be the recipe's own."""
   for key in _UNUSED[kind]:
-    if key not in keys or (kind == "nvfp4" and getattr(recipe, key) == FP4):
+    own = "compute" if key == "saved_activations" else FP4 if kind == "nvfp4" else None
+    if key not in keys or getattr(recipe, key) == own:
       continue
     why = "belongs to recipe: delayed, not to" if key in _DELAYED_ONLY else "does not apply to"
     raise ValueError(f"fp8 key {key!r} {why} recipe: {kind}")

@@ -84,6 +84,9 @@ def test_nothing_is_no_recipe_and_blocks_of_older_configs_are_mx():
   for empty in (None, {}, (), []):
     assert parse_recipe(empty) is None
   assert parse_recipe("block") == parse_recipe({"recipe": "block"}) == Recipe("block") == Recipe("mx")
+  # As a run directory of that version has it.
+  whole = {"recipe": "block", "forward_dtype": E4M3, "gradient_dtype": E4M3, "saved_activations": "compute"}
+  assert parse_recipe(whole) == Recipe("mx")
 
 
 def test_a_key_sets_its_own_field_and_no_other():
