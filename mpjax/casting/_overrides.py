@@ -43,7 +43,7 @@ class Overrides:
   def __init__(self, policy: Policy, overrides: Mapping[str, Any] | None):
     dtype = policy.compute_dtype if policy.compute_dtype.itemsize <= 4 else np.dtype("float32")
     self._default = Override(dtype, policy.fp8 is not None and dtype.itemsize == 2)
-    self._asked = policy.fp8 or Recipe("current")
+    self._asked = policy.fp8 or Recipe()
     self._rules = [
       (pattern, component_regex(pattern), self._completed(override))
       for pattern, override in [*parse_overrides(overrides or ()), *policy.overrides]

@@ -8,7 +8,7 @@ import re
 import jax
 
 from mpjax.formats import LOW_PRECISION, runs_on
-from mpjax.fp8._recipe import Recipe
+from mpjax.fp8._recipe import FP4, Recipe
 
 
 def fp8_units(recipe: Recipe, device: jax.Device | None = None) -> tuple[bool, str]:
@@ -38,7 +38,8 @@ def fp8_units(recipe: Recipe, device: jax.Device | None = None) -> tuple[bool, s
       "capability 10.0"
     )
   own = LOW_PRECISION[units]
-  lacking = [x for x in (recipe.forward_dtype, recipe.gradient_dtype) if not blocks and not runs_on(units, x)]
+  formats = (recipe.forward_dtype, recipe.gradient_dtype)
+  lacking = [x for x in formats if x != FP4 and not runs_on(units, x)]
   if lacking:
     use = f"{own.forward_dtype} and {own.gradient_dtype}"
     return (

@@ -63,6 +63,7 @@ RECIPES = {
   "B11": {"recipe": "current", "forward_dtype": "e4m3b11fnuz"},
   "mx": "mx",
   "nvfp4": "nvfp4",
+  "mx FNUZ": {"recipe": "mx", "forward_dtype": "e4m3fnuz"},
 }
 
 
@@ -73,6 +74,7 @@ LACKS = [
   ("H100", "mx", r"blocks of 32.*MXFP8.*starts with NVIDIA's compute capability 10\.0"),
   ("H100", "nvfp4", r"blocks of 16.*NVFP4.*starts with NVIDIA's compute capability 10\.0"),
   ("H100", "FNUZ", "no units for float8_e4m3fnuz and float8_e5m2fnuz: use float8_e4m3fn and float8_e5m2"),
+  ("B200", "mx FNUZ", "no units for float8_e4m3fnuz: use float8_e4m3fn and float8_e4m3fn"),
   ("MI300", "OCP", "MI300X.*use float8_e4m3fnuz and float8_e5m2fnuz, or recipe: auto"),
   ("MI350", "FNUZ", "MI355X.*use float8_e4m3fn and float8_e5m2"),
   ("MI250", "OCP", "gfx90a.*no FP8 units"),
@@ -147,3 +149,8 @@ def test_the_preset_is_the_devices_own_recipe_where_products_are_decided(name, m
     inner = [row for row in rows if row.flops][1]
   assert inner.why == f"an FP8 product ({own})"
   assert inner.after == forward
+  if has:
+    there = mpjax.explain(
+      jax.named_scope("mlp")(mlp), w, x, policy={"base": "bf16", "overrides": {"mlp": "fp8"}}
+    )
+    assert there.fp8 == own
