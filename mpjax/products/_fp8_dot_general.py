@@ -76,8 +76,8 @@ def fp8_dot_general(
     [batch, lhs free, rhs free] in `out_dtype`.
 
   Raises:
-    ValueError: for an invalid recipe, a delayed one without scales, operands that are not floating, or a
-      contracted dimension that is not a multiple of its blocks.
+    ValueError: for an invalid recipe, a delayed one without scales, scales for blocks or of another shape,
+      operands that are not floating, or a contracted dimension that is not a multiple of its blocks.
   """
   lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
   for name, x in (("lhs", lhs), ("rhs", rhs)):
@@ -91,10 +91,19 @@ def fp8_dot_general(
   out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
   roles = roles_of(gradient_operand, weight_operand)
   spec = spec_of(parsed, roles, (scales is not None,) * 3, out, native)
+  one = jnp.ones([], jnp.float32)
+  factors = (one, one, one) if scales is None else tuple(jnp.asarray(x, jnp.float32) for x in scales)
+  if scales is not None and spec.in_blocks:
+    raise ValueError(
+      f"recipe {parsed.recipe!r} has a scale for each block: leave out scales=, or use 'current'"
+    )
+  if tuple(x.shape for x in factors) != ((), (), ()):
+    raise ValueError(
+      f"fp8_dot_general: scales of shapes {[x.shape for x in factors]}, expected three numbers: for lhs, rhs "
+      "and the gradient"
+    )
   if scales is not None and parsed.recipe != "delayed":  # they may be any numbers
     spec = dataclasses.replace(spec, pow2=False)
-  one = jnp.ones([], jnp.float32)
-  factors = (one, one, one) if scales is None else [jnp.asarray(scale, jnp.float32) for scale in scales]
   return bind(lhs, rhs, factors, dimension_numbers, spec)
 
 

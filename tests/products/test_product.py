@@ -290,6 +290,14 @@ def test_gradient_operands_are_e5m2():
 
 def test_errors_say_what_is_wrong():
   x, w = normal(4, 8), normal(8, 4)
+  one = np.float32(1)
+  for recipe, scales, message in (
+    ("mx", (one,) * 3, "a scale for each block"),
+    ("current", (one,) * 2, "expected three"),
+    ("current", (np.ones(3, np.float32),) * 3, "expected three"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      matmul(x, w, recipe, scales=scales)
   for arguments, message in (
     ((x, w, "delayed"), "scales"),
     ((x, w, "curent"), "auto, current, delayed, per_channel, mx, nvfp4"),
