@@ -33,7 +33,7 @@ from mpjax.products._dimensions import Dims, batched_product, gradient_product, 
 from mpjax.products._half_products import half_dot_general_p
 from mpjax.products._lowering import compute_by_platform
 from mpjax.products._member_scales import Scales, amax_within, members_of_result, with_dimension
-from mpjax.products._spec import ACTIVATION, GRADIENT, UNKNOWN, WEIGHT, Spec, spec_of, with_gradient
+from mpjax.products._spec import ACTIVATION, GRADIENT, UNKNOWN, WEIGHT, Spec, spec_of
 
 _LARGEST = 2.0**127  # also of bfloat16
 
@@ -240,15 +240,12 @@ def jvp(
   out = bind(lhs, rhs, *scales, spec=spec)
 
   def term(side: int, lhs: Array, rhs: Array) -> Array:
-    formats = [spec.lhs_dtype, spec.rhs_dtype]
-    formats[side] = spec.gradient_dtype
-    changes: dict[str, Any] = dict(
-      zip(("lhs_dtype", "rhs_dtype"), with_gradient(*formats, spec.gradient_dtype), strict=True)
-    )
-    changes["given"] = tuple(is_given and i != side for i, is_given in enumerate(spec.given))
+    changes: dict[str, Any] = {
+      "given": tuple(is_given and i != side for i, is_given in enumerate(spec.given))
+    }
     if spec.roles[side] != UNKNOWN:
       changes["roles"] = tuple(GRADIENT if i == side else role for i, role in enumerate(spec.roles))
-    return bind(lhs, rhs, *scales, spec=dataclasses.replace(spec, **changes, saved=False))
+    return bind(lhs, rhs, *scales, spec=dataclasses.replace(spec.with_gradient(side), **changes, saved=False))
 
   def wider_term(side: int, lhs: Array, rhs: Array) -> Array:
     operands = [
@@ -303,15 +300,11 @@ def _transpose(
   # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
   operands = (ct, rhs) if of_lhs else (lhs, ct)
   first, second = (2, 1) if of_lhs else (0, 2)
-  formats = (spec.gradient_dtype, spec.rhs_dtype) if of_lhs else (spec.lhs_dtype, spec.gradient_dtype)
-  formats = with_gradient(*formats, spec.gradient_dtype)
   ndims = (like.ndim, ndim) if of_lhs else (ndim, like.ndim)
   of_gradient = GRADIENT if spec.roles != (UNKNOWN, UNKNOWN) else UNKNOWN
   of_ct = members_of_result(spec.members, dimension_numbers, ndims)
   backward = dataclasses.replace(
-    spec,
-    lhs_dtype=formats[0],
-    rhs_dtype=formats[1],
+    spec.with_gradient(1 - of_lhs),
     roles=(of_gradient, spec.roles[1]) if of_lhs else (spec.roles[0], of_gradient),
     # A gradient of a gradient differs from the values in the history.
     given=(spec.given[first], spec.given[second], False),

@@ -286,8 +286,7 @@ def _jvp(
     if not spec.backward:
       lhs, rhs = (x if i == side else x.astype(spec.out_dtype) for i, x in enumerate((lhs, rhs)))
       return half_ragged_dot_p.bind(lhs, rhs, group_sizes, originals=(), **parameters)
-    changes: dict[str, Any] = {("lhs_dtype", "rhs_dtype")[side]: spec.gradient_dtype}
-    return _bind([[lhs], [rhs], [group_sizes]], spec=dataclasses.replace(spec, **changes), **parameters)
+    return _bind([[lhs], [rhs], [group_sizes]], spec=spec.with_gradient(side), **parameters)
 
   out = fp8_ragged_dot_p.bind(*primals, spec=spec, **parameters)
   return out, sum_of_tangents(out, (lhs, rhs), enumerate(tangents[:2]), term)
@@ -307,9 +306,8 @@ def _transpose(
   side = 0 if isinstance(lhs, ad.UndefinedPrimal) else 1
   x = cast(ad.UndefinedPrimal, (lhs, rhs)[side])
   # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
-  changes: dict[str, Any] = {("lhs_dtype", "rhs_dtype")[side]: spec.gradient_dtype}
   out = FLOAT32 if x.aval.dtype == FLOAT32 else spec.out_dtype  # float32 for a master weight
-  bind = functools.partial(_bind, spec=dataclasses.replace(spec, **changes, out_dtype=out))
+  bind = functools.partial(_bind, spec=dataclasses.replace(spec.with_gradient(side), out_dtype=out))
   parameters["preferred_element_type"] = out
   others = [cast(Array, (lhs, rhs)[1 - side]), group_sizes]
   result: list[Array | None] = [None, None, None]

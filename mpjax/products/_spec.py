@@ -58,10 +58,13 @@ class Spec:
     """Whether blocks of the contracted dimension have a scale each."""
     return self.scheme in ("mx", "nvfp4")
 
-
-def with_gradient(lhs: np.dtype, rhs: np.dtype, gradient: np.dtype) -> list[np.dtype]:
-  """Returns the formats of a product with a gradient: TPU v5 and v6 multiply two numbers of one format."""
-  return [gradient, gradient] if jnp.float8_e4m3b11fnuz in (lhs, rhs) else [lhs, rhs]
+  def with_gradient(self, side: int) -> Spec:
+    """Returns the spec with the formats of a product whose lhs (0) or rhs (1) is a gradient."""
+    formats = [self.lhs_dtype, self.rhs_dtype]
+    formats[side] = self.gradient_dtype
+    if jnp.float8_e4m3b11fnuz in formats:  # TPU v5 and v6 multiply two numbers of one format
+      formats = [self.gradient_dtype, self.gradient_dtype]
+    return dataclasses.replace(self, lhs_dtype=formats[0], rhs_dtype=formats[1])
 
 
 def spec_of(
@@ -72,12 +75,9 @@ def spec_of(
   native: bool | None,
 ) -> Spec:
   """Returns the `Spec` of one product by a recipe that is not `auto`; `Spec` explains the arguments."""
-  formats = [recipe.gradient if role == GRADIENT else recipe.forward for role in roles]
-  if GRADIENT in roles:
-    formats = with_gradient(formats[0], formats[1], recipe.gradient)
-  return Spec(
-    lhs_dtype=formats[0],
-    rhs_dtype=formats[1],
+  spec = Spec(
+    lhs_dtype=recipe.forward,
+    rhs_dtype=recipe.forward,
     gradient_dtype=recipe.gradient,
     out_dtype=out_dtype,
     scheme=SCHEMES[recipe.recipe],
@@ -89,3 +89,6 @@ def spec_of(
     given=given,
     native=native,
   )
+  for side, role in enumerate(roles):
+    spec = spec.with_gradient(side) if role == GRADIENT else spec
+  return spec
