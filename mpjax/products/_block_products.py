@@ -27,15 +27,14 @@ def require_whole_blocks(lhs: ShapedArray, rhs: ShapedArray, dims: Dims, spec: S
   contracted = math.prod(lhs.shape[i] for i in dims[0][0])
   if contracted % size:
     raise ValueError(
-      f"fp8 recipe {spec.scheme!r} for {lhs.shape} and {rhs.shape}: the product, forward or "
-      f"backward, contracts {contracted} elements, expected a multiple of {size}; pad them, or use "
-      "recipe 'current'"
+      f"{spec.scheme} product of {lhs.shape} and {rhs.shape}: forward or backward it contracts {contracted} "
+      f"elements, expected a multiple of {size}; pad them, or use fp8_dot_general with recipe 'current'"
     )
   for side, x in enumerate((lhs, rhs)):
     rows = math.prod(x.shape[i] for i in free_dims(x.ndim, dims, side) if i not in spec.members[side])
     if _in_squares(spec, side) and rows % size:
       raise ValueError(
-        f"fp8 recipe {spec.scheme!r} for {lhs.shape} and {rhs.shape}: the weight has {rows} rows, expected a "
+        f"{spec.scheme} product of {lhs.shape} and {rhs.shape}: the weight has {rows} rows, expected a "
         f"multiple of {size}, in squares of which it is quantised; pad them, or use recipe 'current'"
       )
 
