@@ -157,7 +157,7 @@ class Recipe:
   def asks_for_tensors(self) -> bool:
     """Whether a field asks for something that only recipes with a scale for each tensor have."""
     usual = {field.name: field.default for field in dataclasses.fields(self)}
-    return bool(self.forward_dtype) or any(getattr(self, name) != usual[name] for name in _TENSORS_ONLY)
+    return any(getattr(self, name) != usual[name] for name in _TENSORS_ONLY)
 
   def __str__(self) -> str:
     short = lambda name: name.split("_")[1].upper()
