@@ -68,8 +68,8 @@ def scaled_dot(
     [batch, lhs free, rhs free]. Gradients of a float32 operand are float32.
 
   Raises:
-    ValueError: for an unknown format, operands that are not floating, or a contracted dimension, forward or
-      backward, that is not a multiple of the block.
+    ValueError: for an unknown format, operands or a result that are not floating, or a contracted dimension,
+      forward or backward, that is not a multiple of the block.
   """
   lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
   if format not in _FORMATS:
@@ -91,6 +91,10 @@ def scaled_dot(
     dimension_numbers = (((lhs.ndim - 1,), (rhs.ndim - 2,)), (batch, batch))
   scheme, dtype = _FORMATS[format]
   out = np.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
+  if not jnp.issubdtype(out, jnp.floating) or out.itemsize < 2:
+    raise ValueError(
+      f"scaled_dot: preferred_element_type={out.name}, expected float16, bfloat16, float32 or float64"
+    )
   spec = Spec(dtype, dtype, dtype, out, scheme=scheme, native=native)
   one = jnp.ones([], jnp.float32)
   return bind(lhs, rhs, (one, one, one), dimension_numbers, spec)

@@ -143,6 +143,8 @@ def test_errors_say_what_is_wrong():
     ((x, w), {"format": "mxpf8"}, "did you mean 'mxfp8'"),
     ((x.astype(np.int32), w), {}, "lhs is int32.*jax.lax.scaled_dot"),
     ((x, w.astype(ml_dtypes.float8_e4m3fn)), {}, "rhs is float8_e4m3fn"),
+    ((x, w), {"preferred_element_type": np.int32}, "preferred_element_type=int32"),
+    ((x, w), {"preferred_element_type": ml_dtypes.float8_e4m3fn}, "preferred_element_type=float8_e4m3fn"),
     ((x[0], w), {}, r"\(64,\).*pass dimension_numbers"),
     ((x[:, :48], w[:48]), {}, "contracts 48 elements, expected a multiple of 32"),
     ((x[:, :40], w[:40]), {"format": "nvfp4"}, "contracts 40 elements, expected a multiple of 16"),
