@@ -107,7 +107,7 @@ class TrainStep:
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if options.donate else ())
     self._jitted_gradients = jax.jit(self.loss_and_gradients)
     self._jitted_user_state = jax.jit(self._user_state)
-    self.needs_batch = any(recipe.recipe == "delayed" for recipe in Overrides(self.policy, None).recipes)
+    self.needs_batch = Overrides(self.policy, None).has_histories
 
   def __repr__(self) -> str:
     return f"TrainStep({getattr(self.fun, '__qualname__', self.fun)}, {self.options})"

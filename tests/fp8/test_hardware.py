@@ -6,6 +6,7 @@ import re
 import types
 
 import jax
+import optax
 import pytest
 
 import mpjax
@@ -154,3 +155,11 @@ def test_the_preset_is_the_devices_own_recipe_where_products_are_decided(name, m
       jax.named_scope("mlp")(mlp), w, x, policy={"base": "bf16", "overrides": {"mlp": "fp8"}}
     )
     assert there.fp8 == own
+
+
+def test_making_a_step_asks_no_device(monkeypatch):
+  monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("a device was asked for"))
+  delayed = {"base": "fp8", "fp8": "delayed"}
+  for policy, needs in (("bf16", False), ("fp8", False), (delayed, True)):
+    step = mpjax.make_train_step(lambda params, batch: (params * batch).sum(), optax.sgd(0.1), policy)
+    assert step.needs_batch is needs
