@@ -20,6 +20,7 @@ from benchmarks.autocast import _ablation, _retrace
 from benchmarks.chaos import _mutations as chaos_mutations
 from benchmarks.chaos import _suite as chaos_suite
 from benchmarks.fp8 import _errors
+from benchmarks.fp8 import _tables as fp8_tables
 from benchmarks.gather import _suite as gather_suite
 from benchmarks.gpu import _suite as gpu_suite
 from benchmarks.layerwise import _suite as layerwise_suite
@@ -128,41 +129,7 @@ def autocast_trace(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
-def fp8_compiled(report: dict[str, Any]) -> str:
-  """Which products are FP8 GEMMs, and the memory beside bfloat16's."""
-  lines = [
-    "| policy | eligible, of the forward FLOPs | FP8 of that: forward, backward | temporaries MB | ratio |",
-    "|---|---|---|---|---|",
-  ]
-  for name, row in report["policies"].items():
-    eligible = row["eligible"]["flops"] / row["all_forward_flops"]
-    share = row["share"]
-    cells = (
-      ["-", "-"] if share is None else [f"{eligible:.1%}", f"{share['forward']:.0%}, {share['backward']:.0%}"]
-    )
-    lines.append(
-      f"| {name} | {' | '.join(cells)} | {row['temp_bytes'] / 1e6:.1f} | {row['temp_ratio']:.3f} |"
-    )
-  return "\n".join([*lines, "", provenance(report)])
-
-
 DEVICES = ("h200", "h200_cublas", "b200", "tpu7x", "v5e", "v5p", "v6e")
-
-
-def fp8_devices(report: dict[str, Any]) -> str:
-  """Temporaries, and products below 16 bits or cycles, by recipe on one device."""
-  rows = report["policies"]
-  on_tpu = "cycles" in rows["bf16"]
-  last = "cycles, millions | ratio" if on_tpu else "products below 16 bits | matrix instructions in the PTX"
-  lines = [f"| policy | temporaries MB | ratio | {last} |", "|---|---|---|---|---|"]
-  for name, row in rows.items():
-    if on_tpu:
-      cells = f"{row['cycles'] / 1e6:.2f} | {row['cycles_ratio']:.3f}"
-    else:
-      kinds = ", ".join(f"`{kind}`" for kind in row["instructions"]) or "not read"
-      cells = f"{row['share_below_16_bits']:.0%} | {kinds}"
-    lines.append(f"| {name} | {row['temp_bytes'] / 1e6:.0f} | {row['temp_bytes_ratio']:.3f} | {cells} |")
-  return "\n".join([*lines, "", provenance(report)])
 
 
 def fp8_errors(report: dict[str, Any]) -> str:
@@ -466,11 +433,11 @@ def main() -> None:
     ("autocast_trace_h200_float16", autocast_trace),
     ("losses_h200", losses),
     ("losses_tpu_v5e", losses),
-    ("fp8_h200_triton", fp8_compiled),
-    ("fp8_h200_cublas", fp8_compiled),
-    ("fp8_h200_saved_compute", fp8_compiled),
-    ("fp8_h200_saved_fp8", fp8_compiled),
-    *((f"fp8_devices_{target}", fp8_devices) for target in DEVICES),
+    ("fp8_h200_triton", fp8_tables.compiled),
+    ("fp8_h200_cublas", fp8_tables.compiled),
+    ("fp8_h200_saved_compute", fp8_tables.compiled),
+    ("fp8_h200_saved_fp8", fp8_tables.compiled),
+    *((f"fp8_devices_{target}", fp8_tables.by_device) for target in DEVICES),
     ("fp8_errors_cpu", fp8_errors),
     ("quality_recipes_cpu", quality_tables.tables),
     ("quality_few_bytes_cpu", quality_tables.tables),
