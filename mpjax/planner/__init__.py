@@ -5,6 +5,7 @@ from mpjax.planner._fits import Fit, cheapest, largest_batch
 from mpjax.planner._plan import Plan, plan
 from mpjax.planner._results import (
   ARGUMENT_PARTS,
+  TIME_PARTS,
   TRANSIENT_PARTS,
   Collective,
   Compiled,
@@ -14,6 +15,7 @@ from mpjax.planner._results import (
   PlanFigures,
   ProductGroup,
   Saved,
+  Time,
 )
 from mpjax.planner._targets import (
   Target,
@@ -27,6 +29,7 @@ from mpjax.planner.compiled import CompileError, missing
 
 __all__ = [
   "ARGUMENT_PARTS",
+  "TIME_PARTS",
   "TRANSIENT_PARTS",
   "Collective",
   "CompileError",
@@ -40,6 +43,7 @@ __all__ = [
   "ProductGroup",
   "Saved",
   "Target",
+  "Time",
   "cheapest",
   "device_memory",
   "get_target",

@@ -154,8 +154,8 @@ def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
     memory: bytes of one device's memory.
 
   Returns:
-    One of `plans`. Its time is the floor if the target has published peak rates, else the FLOPs of the matrix
-    products.
+    One of `plans`. Its time is the estimate if the target has published peak rates, else the FLOPs of the
+    matrix products.
 
   Raises:
     ValueError: if no plan fits; the message says what the smallest needs.
@@ -169,11 +169,11 @@ def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
       f"none of {len(plans)} choices fits {bytes_text(memory)}: the smallest, {smallest.label}, needs "
       f"{bytes_text(smallest.peak)}"
     )
-  floors = all(plan.floor is not None for plan in fitting)
+  timed = all(plan.time is not None for plan in fitting)
 
   def cost(plan: Plan) -> tuple[float, int]:
-    if floors and plan.floor is not None:
-      return plan.floor.seconds, plan.peak
+    if timed and plan.time is not None:
+      return plan.time.seconds, plan.peak
     return float(sum(product.flops for product in plan.products)), plan.peak
 
   return min(fitting, key=cost)

@@ -1,4 +1,4 @@
-"""A plan as data: memory by part, matrix products, collectives, and a floor for the time."""
+"""A plan as data: memory by part, matrix products, collectives, the time, and a floor for it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ TRANSIENT_PARTS = (
   "temporaries",
   "outputs",
   "allocator",
+)
+# Kinds of work, in the order of tables and pictures.
+TIME_PARTS = (
+  "products",
+  "convolutions",
+  "attention kernels",
+  "element-wise",
+  "copies",
+  "collectives",
+  "host",
 )
 _MOST_SOURCES = 3
 
@@ -227,6 +237,30 @@ class Floor:
 
 
 @dataclasses.dataclass(frozen=True)
+class Time:
+  """An estimate of the time of a step.
+
+  Attributes:
+    seconds: of one step; the sum of `parts`.
+    parts: seconds by kind of work, by the names of TIME_PARTS, without empty parts. What other work hides is
+      left out.
+    hidden: seconds of collectives and copies that run beside other work.
+    modules: seconds by modules, such as `GPT/blocks/*/up`, the longest first.
+    source: where the figure is from: `compiler's cycles`, `roofline of the compiled program` or `roofline of
+      the traced program`.
+    error: the relative error to expect, from the table of predicted and published rates in
+      `benchmarks/README.md`.
+  """
+
+  seconds: float
+  parts: dict[str, float]
+  hidden: float
+  modules: dict[str, float]
+  source: str
+  error: float
+
+
+@dataclasses.dataclass(frozen=True)
 class PlanFigures:
   """The cost of one step on one target, as data.
 
@@ -250,6 +284,11 @@ class PlanFigures:
     usable_memory: bytes of a device that JAX takes; 0 for all of them.
     fused: fused kernels, the most FLOPs first.
     fp8: the FP8 recipe and the formats in force on the target, in words; empty without a recipe.
+    time: an estimate of the time, or `None` if the target has no published peak rates.
+    model_flops: FLOPs of the matrix products and kernels on one device, without what is computed again.
+    peak_flops: the published rate, in FLOP/s, of the target's 16-bit products, for `utilisation`.
+    items: number of tokens, images or rows of a step on all devices; 0 if not known.
+    item: what is counted: `tokens`, `images` or `rows`.
   """
 
   label: str
@@ -270,6 +309,22 @@ class PlanFigures:
   usable_memory: int = 0
   fused: tuple[KernelGroup, ...] = ()
   fp8: str = ""
+  time: Time | None = None
+  model_flops: int = 0
+  peak_flops: float = 0.0
+  items: int = 0
+  item: str = ""
+
+  @property
+  def throughput(self) -> float:
+    """Items (tokens, images or rows) a second on all devices, by `time`; 0 if not known."""
+    return self.items / self.time.seconds if self.time and self.time.seconds else 0.0
+
+  @property
+  def utilisation(self) -> float:
+    """Model FLOPs utilisation by `time`: of the 16-bit peak, without recomputation (arXiv 2204.02311, B)."""
+    busy = self.time.seconds * self.peak_flops if self.time else 0.0
+    return self.model_flops / busy if busy else 0.0
 
   @property
   def room(self) -> int:
@@ -302,4 +357,5 @@ class PlanFigures:
   def to_dict(self) -> dict[str, Any]:
     """Returns plain data for JSON."""
     derived = {"peak": self.peak, "matrix_flops": self.matrix_flops(), "eligible": self.eligible}
+    derived |= {"throughput": self.throughput, "utilisation": self.utilisation}
     return dataclasses.asdict(self) | derived
