@@ -89,7 +89,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
 def _plan(parser: argparse.ArgumentParser) -> None:
   parser.description = (
     "Say what a config's training step costs on a device that you need not have: memory by part, matrix "
-    "units, collectives, a lower bound of the time."
+    "units, collectives, an estimate of the time and a lower bound of it."
   )
   add_config(
     parser,
@@ -100,16 +100,19 @@ def _plan(parser: argparse.ArgumentParser) -> None:
   search.add_argument(
     "--cheapest",
     action="store_true",
-    help="find the policy, recompute and gather that fit into memory with the lowest time floor",
+    help="find the policy, recompute and gather that fit into memory with the shortest time",
   )
   parser.add_argument("--memory", help="memory to fit, such as 80GB or 16GiB; the target's by default")
   parser.add_argument(
     "--multiple", type=int, help="try only batch sizes that are multiples of this with --fit (64 is faster)"
   )
   parser.add_argument("--analytic", action="store_true", help="do not compile: faster, less exact")
+  parser.add_argument(
+    "--tokens", action="store_true", help="also tokens (or images) a second and model FLOPs utilisation"
+  )
   add_tables(parser)
   parser.add_argument("--json", metavar="FILE", help="write the plans as JSON")
-  parser.add_argument("--picture", metavar="FILE", help="write stacked bars of the memory, .png or .svg")
+  parser.add_argument("--picture", metavar="FILE", help="write bars of memory and time, .png or .svg")
 
 
 def _explain(parser: argparse.ArgumentParser) -> None:

@@ -83,8 +83,15 @@ def _plan(options: argparse.Namespace) -> None:
       raise ConfigError(str(error)) from error
     report["cheapest"] = best.label
     first = [f"cheapest that fits {bytes_text(memory)}: {best.label}, {bytes_text(best.peak)}"]
-    plans = [best, *(plan for plan in plans if plan is not best)]
-  said = answer_beside(plans, first) if len(plans) > 1 else [*first, *answer(plans[0])]
+  if not fits and all(plan.time for plan in plans):
+    plans.sort(key=lambda plan: plan.time.seconds if plan.time else 0.0)
+  if options.cheapest:
+    plans.sort(key=lambda plan: plan is not best)
+  rates = options.tokens
+  if len(plans) > 1:
+    said = answer_beside(plans, first, rates=rates)
+  else:
+    said = [*first, *answer(plans[0], rates=rates)]
   show(Report(said, list(sections_of(plans, console.width))), console, options.table, alarm=NO_FIT)
   if options.json:
     pathlib.Path(options.json).write_text(json.dumps(report, indent=1) + "\n")

@@ -201,6 +201,11 @@ def phase_of(equation: JaxprEqn) -> str:
   return _scopes(equation).phase
 
 
+def is_recomputation(equation: JaxprEqn) -> bool:
+  """Returns whether a backward pass runs an equation to recompute what the forward pass did not save."""
+  return any("rematted_computation" in run for run in _scopes(equation).runs)
+
+
 def operation_name(equation: JaxprEqn) -> str:
   """Returns the name of the function that a call runs, `softmax`; otherwise the primitive's name."""
   name = equation.params.get("name")

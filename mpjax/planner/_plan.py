@@ -25,6 +25,7 @@ from mpjax.planner.analytic import (
   list_kernels,
   list_products,
   make_graph,
+  model_flops,
   padding_advice,
   serving_dtype,
   stated_collectives,
@@ -141,6 +142,8 @@ def plan(
     notes=(*_notes(traced, graph, products, device), *compiler_notes),
     fused=list_kernels(graph, traced.devices),
     fp8=traced.fp8,
+    model_flops=model_flops(graph, traced.devices),
+    peak_flops=device.flops.get("bfloat16") or max(device.flops.values(), default=0.0),
   )
 
 

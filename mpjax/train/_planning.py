@@ -95,7 +95,8 @@ class Planner:
     except ValueError as error:
       raise ConfigError(str(error)) from error
     subject = f"{self.config.model.kind} of {made.parameters:,} parameters, batch of {batch}"
-    return dataclasses.replace(made, fp8=fp8, subject=subject)
+    items, item = self._items(shapes, batch)
+    return dataclasses.replace(made, fp8=fp8, subject=subject, items=items, item=item)
 
   @property
   def gathers(self) -> tuple[str, ...]:
@@ -112,6 +113,12 @@ class Planner:
     self._check_rows(self.config.data.batch_size)
     _, step, _ = self._step(get_policy("fp32"), self.config.train.recompute, self.config.mesh.gather)
     return step.layout
+
+  def _items(self, shapes: dict[str, jax.ShapeDtypeStruct], batch: int) -> tuple[int, str]:
+    """Returns how many tokens, images or rows a batch has, and which of them."""
+    if "tokens" in shapes:
+      return batch * (shapes["tokens"].shape[-1] - 1), "tokens"  # the last one is only predicted
+    return batch, "images" if "images" in shapes else "rows"
 
   def _check_rows(self, batch: int) -> None:
     if batch % self.multiple:

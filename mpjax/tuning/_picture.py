@@ -90,7 +90,7 @@ def save_picture(
       axes.plot(*places([chosen]), "o", color=BLACK, label="chosen", **ring)
     draw_limit(axes, 100 * tolerance, "y", label="tolerance")
     axes.set_yscale("log")
-    axes.set_xlabel(f"{'time floor' if by_time else 'peak memory'} on {target}, {unit}")
+    axes.set_xlabel(f"{'time' if by_time else 'peak memory'} on {target}, {unit}")
     axes.set_ylabel("error of the gradient against float32, %")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -114,7 +114,7 @@ class TuneResult(Shown):
     """The conclusion of the search in one or two sentences."""
     others = [t for t in self.trials if t.label in ("bf16", "fp32") and t is not self.chosen]
     gain = " and ".join(f"{self._gain(t)} of {t.label}'s" for t in others)
-    what = "memory" if self._by_memory else "time floor"
+    what = "memory" if self._by_memory else "time"
     return f"{self.chosen.label}{f', {gain} {what}' if gain else ''}{self._verdict()}"
 
   def _verdict(self) -> str:
@@ -141,7 +141,7 @@ class TuneResult(Shown):
     """Returns the decisive figure in words."""
     if self._by_memory or trial.cost.seconds is None:
       return f"peak {bytes_text(trial.cost.peak)}"
-    return f"time floor {with_prefix(trial.cost.seconds, 's')}"
+    return f"time {with_prefix(trial.cost.seconds, 's')}"
 
   def _gain(self, other: Trial) -> str:
     mine, theirs = (t.cost.figures(self.objective)[0] for t in (self.chosen, other))
@@ -207,7 +207,7 @@ class TuneResult(Shown):
     rows = [row for t, row in zip(self.trials, self._table_rows()[1:], strict=True) if t.label in labels]
     rows = [[labels[row[0]], *row[2:5]] for row in rows]
     rows.sort(key=lambda row: list(labels.values()).index(row[0]))
-    return [line for row in table([["", "time floor", "peak", "error"], *rows]) for line in row]
+    return [line for row in table([["", "time", "peak", "error"], *rows]) for line in row]
 
   def _dropped(self) -> str:
     """Returns the number of trials, and why the cheaper ones were dropped."""
@@ -247,7 +247,7 @@ class TuneResult(Shown):
     return [*sections, TextSection("Policy as YAML", lines=text, name="yaml")]
 
   def _table_rows(self) -> list[list[str]]:
-    costs = ["time floor", "cost: peak"] if self._by_memory else ["cost: time floor", "peak"]
+    costs = ["time", "cost: peak"] if self._by_memory else ["cost: time", "peak"]
     rows = [["policy", "what", *costs, "error", "of tolerance", "why dropped"]]
     for t in self.trials:
       seconds = "" if t.cost.seconds is None else with_prefix(t.cost.seconds, "s")

@@ -23,8 +23,7 @@ class Cost:
   """The cost of a step, from the plan for the target without a compiler.
 
   Attributes:
-    seconds: the shortest possible time; `None` if the target has no published peak rates.
-    busy: sum of the parts of that time (matrix units, memory, interconnect), in seconds; 0 if not known.
+    seconds: the estimated time; `None` if the target has no published peak rates.
     peak: bytes of memory at the peak.
     saved: bytes that the forward pass leaves for the backward pass.
     wire: the least bytes that a device sends to others.
@@ -32,7 +31,6 @@ class Cost:
   """
 
   seconds: float | None
-  busy: float
   peak: int
   saved: int
   wire: float
@@ -42,8 +40,7 @@ class Cost:
   def of(cls, plan: Plan) -> Cost:
     """Returns the cost from a plan."""
     return cls(
-      seconds=None if plan.floor is None else plan.floor.seconds,
-      busy=0.0 if plan.floor is None else sum(plan.floor.parts.values()),
+      seconds=None if plan.time is None else plan.time.seconds,
       peak=plan.peak,
       saved=plan.memory.saved_bytes,
       wire=sum(c.sent for c in plan.collectives),
@@ -57,7 +54,7 @@ class Cost:
 
   def spent(self, objective: str) -> float:
     """Returns a figure of the same kind that is nearly a sum over modules."""
-    return float(self.saved) if objective == "memory" or self.seconds is None else self.busy
+    return float(self.saved) if objective == "memory" or self.seconds is None else self.seconds
 
   def cheaper(self, other: Cost, objective: str) -> bool:
     """Returns whether the cost is lower by more than the error of a plan."""

@@ -2,7 +2,13 @@
 
 from mpjax.planner.analytic._graph import Graph, make_graph
 from mpjax.planner.analytic._memory import analytic_memory, table_bytes
-from mpjax.planner.analytic._products import list_kernels, list_products, padding_advice, serving_dtype
+from mpjax.planner.analytic._products import (
+  list_kernels,
+  list_products,
+  model_flops,
+  padding_advice,
+  serving_dtype,
+)
 from mpjax.planner.analytic._stated_collectives import stated_collectives
 from mpjax.planner.analytic._time_floor import time_floor
 
@@ -12,6 +18,7 @@ __all__ = [
   "list_kernels",
   "list_products",
   "make_graph",
+  "model_flops",
   "padding_advice",
   "serving_dtype",
   "stated_collectives",

@@ -13,7 +13,7 @@ import numpy as np
 from mpjax import formats
 from mpjax._render.plain_text import bytes_text
 from mpjax._types import JaxprEqn
-from mpjax.jaxpr import Trait, dtype_of, has, layer_pattern, shape_of
+from mpjax.jaxpr import Trait, dtype_of, has, is_recomputation, layer_pattern, shape_of
 from mpjax.planner._results import KernelGroup, ProductGroup
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
@@ -43,6 +43,20 @@ def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[Produ
     known = found.get(key)
     found[key] = dataclasses.replace(product, flops=flops + (known.flops if known else 0))
   return tuple(sorted(found.values(), key=lambda product: -product.flops))
+
+
+def model_flops(graph: Graph, devices: int = 1) -> int:
+  """Returns the FLOPs of products and kernels on one device, without those of a recomputation.
+
+  Args:
+    graph: graph of the program.
+    devices: number of devices that share the FLOPs.
+  """
+  return sum(
+    operation.flops * times // (1 if operation.local else devices)
+    for operation, times in graph.every_operation()
+    if operation.flops and not is_recomputation(operation.equation)
+  )
 
 
 def list_kernels(graph: Graph, devices: int = 1) -> tuple[KernelGroup, ...]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from mpjax._render.plain_text import bytes_text, table, with_prefix
 from mpjax._render.text_sections import answer_lines
-from mpjax.planner._results import PlanFigures, ProductGroup
+from mpjax.planner._results import PlanFigures, ProductGroup, Time
 from mpjax.planner.render._plan_conclusions import conclusions, each_once, memory_of
-from mpjax.planner.render._plan_text import NO_FIT, percent_text
+from mpjax.planner.render._plan_text import NO_FIT, largest_part, percent_text
 
 _MOST_PARTS, _MOST_MISSES, _MOST_COLLECTIVES, _MOST_PLANS = 3, 2, 2, 7
 _ROOMY = 0.5  # a larger batch is suggested below this share of the memory
@@ -31,22 +31,31 @@ _WAYS_OUT = {
 }
 
 
-def answer(plan: PlanFigures) -> list[str]:
-  """Returns the answer of one plan, in at most eleven lines."""
+def answer(plan: PlanFigures, *, rates: bool = False) -> list[str]:
+  """Returns the answer of one plan, in at most eleven lines.
+
+  Args:
+    plan: the plan.
+    rates: also say tokens, images or rows a second, and the model FLOPs utilisation.
+  """
   first = [_title([plan], plan.label), *_memory(plan), *_products(plan), *_fp8([plan])]
-  first += [*_kernels(plan), *_collectives(plan), *_time(plan)]
+  first += [*_kernels(plan), *_collectives(plan), *_time(plan), *(_rates(plan) if rates else ())]
   return answer_lines(first, _notes([plan]), [f"advice: {line}" for line in _advice(plan)], rest=_MORE_NOTES)
 
 
-def answer_beside(plans: Sequence[PlanFigures], first: Sequence[str] = ()) -> list[str]:
+def answer_beside(
+  plans: Sequence[PlanFigures], first: Sequence[str] = (), *, rates: bool = False
+) -> list[str]:
   """Returns the answer for several plans, with a row for each, in at most eleven lines.
 
   Args:
     plans: the plans, the most important first.
     first: sentences before the table; by default, the plan with the shortest time among those that fit.
+    rates: also show tokens, images or rows a second, and the model FLOPs utilisation.
   """
-  rows = [["policy", "needs", "of memory", "products", "full rate", "at least", "bound by"]]
-  rows += [_row(plan) for plan in plans[:_MOST_PLANS]]
+  more = [f"{next((p.item for p in plans if p.item), 'rows')}/s", "MFU"] if rates else []
+  rows = [["policy", "needs", "of memory", "products", "full rate", "time", "mostly", "at least", *more]]
+  rows += [[*_row(plan), *(_rate_cells(plan) if rates else ())] for plan in plans[:_MOST_PLANS]]
   lines = [line for row in table(rows, left=(0, 3, 6)) for line in row]
   if plans[_MOST_PLANS:]:
     lines.append(f"{len(plans) - _MOST_PLANS} more in the table summary")
@@ -63,13 +72,12 @@ def _fastest(plans: Sequence[PlanFigures]) -> Iterator[str]:
   if not fitting:
     yield f"none of {len(plans)} fits"
     return
-  floors = {plan.label: plan.floor.seconds for plan in fitting if plan.floor}
-  if not floors:
+  times = {plan.label: plan.time for plan in fitting if plan.time}
+  if not times:
     return
-  least = min(floors.values())
-  best = [label for label, seconds in floors.items() if math.isclose(seconds, least, rel_tol=_ALIKE)]
-  names = ", ".join(best)
-  yield f"lowest bound of the time (a bound, not a forecast): {names}, at least {with_prefix(least, 's')}"
+  least = min(times.values(), key=lambda time: time.seconds)
+  best = [name for name, t in times.items() if math.isclose(t.seconds, least.seconds, rel_tol=_ALIKE)]
+  yield f"shortest time: {', '.join(best)}, {_about(least)} ({_origin(least)})"
 
 
 def _title(plans: Sequence[PlanFigures], label: str = "") -> str:
@@ -140,7 +148,7 @@ def _name(product: ProductGroup) -> str:
 def _kernels(plan: PlanFigures) -> Iterator[str]:
   if plan.fused:
     names = dict.fromkeys(kernel.name for kernel in plan.fused)
-    yield f"fused kernels: {', '.join(list(names)[:_MOST_PARTS])}; not in the other figures or the time"
+    yield f"fused kernels: {', '.join(list(names)[:_MOST_PARTS])}; not in the products or the least time"
 
 
 def _collectives(plan: PlanFigures) -> Iterator[str]:
@@ -156,10 +164,39 @@ def _time(plan: PlanFigures) -> Iterator[str]:
   if floor is None:
     yield f"time: not known, because {_name_of(plan.target)} has no published peak rates"
     return
-  others = [f"{name} {with_prefix(s, 's')}" for name, s in floor.parts.items() if name != floor.bound]
-  if floor.moved_bytes < floor.touched_bytes:
-    others.append(f"up to {bytes_text(floor.cache)} may be cached")
-  yield "; ".join([f"time: at least {with_prefix(floor.seconds, 's')} ({floor.bound})", *[", ".join(others)]])
+  least = f"at least {with_prefix(floor.seconds, 's')} ({floor.bound})"
+  if plan.time is None:
+    yield f"time: {least}"
+    return
+  parts = sorted(plan.time.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+  shown = ", ".join(f"{name} {with_prefix(seconds, 's')}" for name, seconds in parts)
+  yield f"time: {_about(plan.time)}, {least}; {_origin(plan.time)}"
+  yield f"  largest: {shown}"
+
+
+def _about(time: Time) -> str:
+  return f"about {with_prefix(time.seconds, 's')}"
+
+
+def _origin(time: Time) -> str:
+  """Returns where a time is from, and how far it may be from the truth."""
+  return f"an estimate by the {time.source}, give or take {100 * time.error:.0f}%"
+
+
+def _rates(plan: PlanFigures) -> Iterator[str]:
+  """Yields the rates of a plan: of all devices, of one, and the model FLOPs utilisation."""
+  if not plan.throughput:
+    yield "rate: not known, because the time is not known"
+    return
+  one = f", {plan.throughput / plan.devices:,.0f} of each device" if plan.devices > 1 else ""
+  of = f"{percent_text(plan.utilisation)} of {with_prefix(plan.peak_flops, 'FLOP/s')}"
+  yield f"rate: {plan.throughput:,.0f} {plan.item}/s{one}; model FLOPs utilisation (MFU) {of}"
+
+
+def _rate_cells(plan: PlanFigures) -> list[str]:
+  if not plan.throughput:
+    return ["-", "-"]
+  return [f"{plan.throughput:,.0f}", percent_text(plan.utilisation)]
 
 
 def _fp8(plans: Sequence[PlanFigures]) -> list[str]:
@@ -212,7 +249,9 @@ def _for_time(plan: PlanFigures) -> Iterator[str]:
   if padding:
     more = f" ({len(padding) - 1} more in the table notes)" if padding[1:] else ""
     yield padding[0] + more
-  if plan.floor and plan.floor.bound == "interconnect":
+  if (plan.time and largest_part(plan.time) == "collectives") or (
+    plan.floor and plan.floor.bound == "interconnect"
+  ):
     yield "reduce_dtype: bfloat16 or gather_dtype: float8_e4m3fn in the policy sends fewer bytes"
   if plan.room and plan.peak < _ROOMY * plan.room:
     yield "a larger batch fits: --fit (mpjax.largest_batch) finds the largest"
@@ -229,6 +268,9 @@ def _row(plan: PlanFigures) -> list[str]:
   room = "not known"
   if plan.room:
     room = percent_text(plan.peak / plan.room) + (f"  {NO_FIT}" if plan.peak > plan.room else "")
-  floor = [with_prefix(plan.floor.seconds, "s"), plan.floor.bound] if plan.floor else ["-", ""]
+  time, mostly = "-", ""
+  if plan.time:
+    time, mostly = with_prefix(plan.time.seconds, "s"), largest_part(plan.time)
+  floor = with_prefix(plan.floor.seconds, "s") if plan.floor else "-"
   full = percent_text(plan.eligible) if plan.products else "-"
-  return [plan.label, bytes_text(plan.peak), room, products, full, *floor]
+  return [plan.label, bytes_text(plan.peak), room, products, full, time, mostly, floor]

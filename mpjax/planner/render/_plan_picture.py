@@ -1,4 +1,4 @@
-"""Plans as a picture for a report: memory by part as stacked bars, with the device's memory as a line."""
+"""Plans as a picture for a report: memory and time by part, and time by module, as stacked bars."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from mpjax._render.picture_style import (
 )
 from mpjax._render.plain_text import bytes_text, prefixed_unit
 from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures
+from mpjax.planner.render._time_picture import by_module, by_part, draw_stacks
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -37,7 +38,7 @@ _FAR = 2  # a line at more than this many times the longest bar is left out: bar
 
 @picture_style("plan")
 def save_picture(plans: Sequence[PlanFigures], path: str | os.PathLike[str]) -> None:
-  """Draws memory by part: a bar for each plan, and a second one if it is compiled.
+  """Draws memory by part, a second bar if it is compiled, and the estimated time by part and by module.
 
   Args:
     plans: at least one plan.
@@ -52,12 +53,17 @@ def save_picture(plans: Sequence[PlanFigures], path: str | os.PathLike[str]) -> 
   bars = _without_slivers([list(_bars(plan)) for plan in plans])
   heights = [_PLAN if len(of_plan) > 1 else _PLAN - _BAR for of_plan in bars]
   legend = len({name for of_plan in bars for bar in of_plan for name in bar.parts}) + 2
-  height = max(2.6, 0.95 + 0.95 * sum(heights), 0.7 + 0.19 * legend)
-  figure = new_figure(height, _title(plans))
-  axes = figure.add_subplot()
+  memory = max(2.6, 0.95 + 0.95 * sum(heights), 0.7 + 0.19 * legend)
+  times = [stacks for stacks in (by_part(plans), by_module(plans)) if stacks.rows]
+  sizes = [memory, *(stacks.height for stacks in times)]
+  figure = new_figure(sum(sizes), _title(plans))
+  parts = figure.subfigures(len(sizes), 1, height_ratios=sizes) if times else [figure]
+  axes = parts[0].add_subplot()
   _draw(axes, plans, bars, heights)
   handles, labels = axes.get_legend_handles_labels()
-  figure.legend(handles, labels, loc="outside right upper")
+  parts[0].legend(handles, labels, loc="outside right upper")
+  for part, stacks in zip(parts[1:], times, strict=True):
+    draw_stacks(part, stacks)
   save_figure(figure, path)
 
 
@@ -172,4 +178,5 @@ def _title(plans: Sequence[PlanFigures]) -> str:
     name = re.sub(r" \d+ GB$", "", device)
     where = target if name == target else f"{target}, {name}"
     where += f", each of {count} devices" if count > 1 else ""
-  return textwrap.fill(f"Memory of {subjects}", _TITLE_WIDTH) + "\n" + textwrap.fill(where, _TITLE_WIDTH)
+  what = "Memory and time" if any(plan.time for plan in plans) else "Memory"
+  return textwrap.fill(f"{what} of {subjects}", _TITLE_WIDTH) + "\n" + textwrap.fill(where, _TITLE_WIDTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,16 +16,24 @@ from mpjax._render.text_sections import (
   beside,
   of_each,
 )
-from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures, ProductGroup
+from mpjax.planner._results import (
+  ARGUMENT_PARTS,
+  TIME_PARTS,
+  TRANSIENT_PARTS,
+  PlanFigures,
+  ProductGroup,
+  Time,
+)
 from mpjax.planner.render._plan_conclusions import conclusions, each_once
 
 NO_FIT = "DOES NOT FIT"
 
 _WIDE = 100  # tables of at least this width show all columns
-_FIGURES = frozenset({"devices", "count", "bytes", "extra", "FLOPs", "needs", "share", "floor"})
+_FIGURES = frozenset({"devices", "count", "bytes", "extra", "FLOPs", "needs", "share", "time", "floor"})
 _PROSE = frozenset({"module", "why", "plan", "from"})
 _MOST_ACTIVATIONS = 8
 _MOST_PRODUCTS = 10
+_MOST_MODULES = 10
 
 
 class _Room(NamedTuple):
@@ -55,7 +64,8 @@ def sections_of(plans: Sequence[PlanFigures], width: int = TEXT_WIDTH) -> Iterat
   yield from of_each(labels, map(_products, plans))
   yield from of_each(labels, map(_fused, plans))
   yield from filter(None, [_collectives(plans)])
-  yield from filter(None, map(_floor, groups))
+  yield from filter(None, map(_time, groups))
+  yield from filter(None, map(_time_by_module, groups))
   if notes := _said(plans, lambda plan: (*([f"fp8: {plan.fp8}"] if plan.fp8 else []), *plan.notes)):
     yield TextSection("Notes", lines=notes, name="notes")
 
@@ -64,12 +74,13 @@ def _lead(plans: Sequence[PlanFigures]) -> TextSection:
   """Returns the first table: the step and the target, what each plan needs, and whether it fits."""
   subjects = list(dict.fromkeys(plan.subject for plan in plans if plan.subject))
   floors = any(plan.floor for plan in plans)
-  columns = _columns("plan needs share" + " floor by" * floors)
+  columns = _columns("plan needs share" + " time mostly floor" * floors)
   columns[2] = columns[2]._replace(heading=f"of {_whose(plans)}")
   rows = []
   for plan in plans:
-    floor = [_seconds(plan.floor.seconds), f"({plan.floor.bound})"] if plan.floor else ["-", ""]
-    rows.append(TextRow([plan.label, bytes_text(plan.peak), _fit(plan), *(floor if floors else ())]))
+    time = [_seconds(plan.time.seconds), largest_part(plan.time)] if plan.time else ["-", ""]
+    time += [_seconds(plan.floor.seconds) if plan.floor else "-"]
+    rows.append(TextRow([plan.label, bytes_text(plan.peak), _fit(plan), *(time if floors else ())]))
   names = "; ".join(subjects) or ", ".join(plan.label for plan in plans)
   facts = _said(plans, lambda plan: [_facts(plan)])
   said = conclusions(plans)
@@ -254,7 +265,7 @@ def _fused(plan: PlanFigures) -> TextSection | None:
     )
   others = plan.fused[_MOST_PRODUCTS:]
   lines = [f"{len(others)} more."] if others else []
-  lines.append("The FLOPs of kernels are not in the other figures of this plan, nor in the time floor.")
+  lines.append("The FLOPs of kernels are not in the figures of products, nor in the time floor.")
   columns = _columns("module line kernel operands count FLOPs")
   return TextSection("Fused kernels", columns, [rows], lines, "kernels") if rows else None
 
@@ -278,24 +289,63 @@ def _collectives(plans: Sequence[PlanFigures]) -> TextSection | None:
   return TextSection(title, columns, groups, said if stated else [], "collectives")
 
 
-def _floor(plans: Sequence[PlanFigures]) -> TextSection | None:
-  floors = [plan.floor for plan in plans]
+def _time(plans: Sequence[PlanFigures]) -> TextSection | None:
+  """Returns the estimated time by part, the rates, and the floor."""
+  floors, times = [plan.floor for plan in plans], [plan.time for plan in plans]
   if not any(floors):
     return None
-  rows = [_row("floor", [f and f.seconds for f in floors], _seconds, strong=True)]
+  groups = []
+  if any(times):
+    rows = [_row("time", [t and t.seconds for t in times], _seconds, strong=True)]
+    for name in TIME_PARTS:
+      if any(t and name in t.parts for t in times):
+        rows.append(_row(f"  {name}", [t and t.parts.get(name) for t in times], _seconds))
+    if any(t and t.hidden for t in times):
+      rows.append(_row("hidden beside work", [t and t.hidden for t in times], _seconds))
+    groups.append(rows + _rates(plans))
+  rows = [_row("no step is faster than", [f and f.seconds for f in floors], _seconds, strong=True)]
   for name in _names(floor.parts for floor in floors if floor):
     rows.append(_row(f"  {name}", [f and f.parts.get(name) for f in floors], _seconds))
   rows.append(_row("bound by", [f and f.bound for f in floors]))
   rows.append(_row("bytes read and written", [f and f.touched_bytes for f in floors], bytes_text))
   rows.append(_row("bytes moved at least", [f and f.moved_bytes for f in floors], bytes_text))
-  lines = ["At the published peaks of the target. It bounds the time from below and does not predict it."]
+  groups.append(rows)
+  origins = _said(plans, lambda p: [f"by the {p.time.source}, +-{100 * p.time.error:.0f}%"] if p.time else [])
+  lines = [f"The time is an estimate {origin}." for origin in origins]
+  lines.append("The floor is that of the target's published peaks. It bounds the time from below.")
   for cache in dict.fromkeys(f.cache for f in floors if f and f.moved_bytes < f.touched_bytes):
-    lines.append(
-      f"A cache of {bytes_text(cache)} may keep that many bytes of what the step reads, of what it writes "
-      "and of what the backward pass reads again; the bytes moved leave them out."
-    )
-  labels = [plan.label for plan in plans]
-  return beside("Time floor: no step is faster than", labels, [rows], lines, name="time")
+    lines.append(f"A cache of {bytes_text(cache)} may keep that many bytes; the bytes moved leave them out.")
+  return beside("Time of a step", [plan.label for plan in plans], groups, lines, name="time")
+
+
+def _rates(plans: Sequence[PlanFigures]) -> list[TextRow]:
+  rows = []
+  for item in dict.fromkeys(plan.item for plan in plans if plan.throughput):
+    counts = [plan.throughput if plan.item == item else None for plan in plans]
+    rows.append(_row(f"{item} a second", counts, lambda count: f"{count:,.0f}"))
+  if any(plan.utilisation for plan in plans):
+    rows.append(_row("model FLOPs utilisation", [p.utilisation or None for p in plans], percent_text))
+  return rows
+
+
+def _time_by_module(plans: Sequence[PlanFigures]) -> TextSection | None:
+  times = [plan.time for plan in plans]
+  total: Counter[str] = Counter()
+  for time in times:
+    total.update(time.modules if time else {})
+  if not total:
+    return None
+  shown = [name for name, _ in total.most_common(_MOST_MODULES)]
+  rows = [_row(name or "(no module)", [t and t.modules.get(name) for t in times], _seconds) for name in shown]
+  others = [t and sum(s for name, s in t.modules.items() if name not in shown) for t in times]
+  if any(others):
+    rows.append(_row("others", others, _seconds))
+  return beside("Time by module", [plan.label for plan in plans], [rows], name="modules")
+
+
+def largest_part(time: Time) -> str:
+  """Returns the kind of work that takes the most time; empty for no time."""
+  return max(time.parts, key=lambda name: time.parts[name], default="")
 
 
 def _row(
