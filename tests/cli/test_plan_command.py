@@ -204,7 +204,7 @@ def test_cheapest_is_the_fastest_of_policies_and_recomputations_that_fits(run):
   assert {"fp32", "bf16"} < plans.keys()
   assert {label.partition(" recompute=")[0] for label in plans} == {"fp32", "bf16"}
   best = plans[report["cheapest"]]
-  assert best["floor"]["seconds"] == min(plan["floor"]["seconds"] for plan in plans.values())
+  assert best["time"]["seconds"] == min(plan["time"]["seconds"] for plan in plans.values())
   progress, answer = printed.splitlines()[: len(plans)], printed.splitlines()[len(plans) :]
   assert progress[0] == f"plan 1 of {len(plans)}: fp32, recompute islands, gather step"
   assert answer[0] == f"cheapest that fits {bytes_text(40e9)}: {best['label']}, {bytes_text(best['peak'])}"

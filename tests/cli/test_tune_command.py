@@ -25,7 +25,7 @@ def test_a_policy_is_found_written_proved_and_its_search_goes_on(tmp_path, monke
   assert data["proof"]["steps"] == 4
   assert len(data["proof"]["eval_losses"]["fp32"]) == 2
   text = (tmp_path / "tuned.yaml").read_text()
-  assert "  # time floor " in text
+  assert "  # time " in text
   tuned = load_config(tmp_path / "tuned.yaml")
   assert tuned.policy == yaml.safe_load(data["yaml"])["policy"]
   assert tuned.model == load_config(config).model

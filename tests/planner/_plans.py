@@ -1,6 +1,6 @@
 """Plans made by hand, for the tests of what prints and draws them."""
 
-from mpjax.planner import Compiled, Floor, Memory, Plan, ProductGroup, Saved
+from mpjax.planner import Compiled, Floor, Memory, Plan, ProductGroup, Saved, Time
 
 PARAMETERS = 124_439_808
 BATCH = 67_108_864
@@ -78,6 +78,14 @@ def the_head(dtype="bfloat16"):
   return a_product((16384, 50257, 768), path="GPT/head", source="model.py:77", dtype=dtype, **why)
 
 
+def a_time(seconds=0.025, **changes):
+  """A time of which half is for products, and a part runs beside others."""
+  parts = {"products": 0.5 * seconds, "element-wise": 0.3 * seconds, "collectives": 0.2 * seconds}
+  modules = {"GPT/blocks/*/up": 0.7 * seconds, "GPT/head": 0.3 * seconds}
+  values = {"source": "roofline of the compiled program", "error": 0.35, "hidden": 0.1 * seconds}
+  return Time(seconds, parts=parts, modules=modules, **values | changes)
+
+
 def a_plan(policy="bf16", compiled=True, **changes):
   """A plan of a GPT with 124 million parameters on one H200."""
   floor = {"matrix units": 0.0123, "memory": 0.0045}
@@ -96,5 +104,6 @@ def a_plan(policy="bf16", compiled=True, **changes):
     "collectives": (),
     "floor": Floor(seconds=0.0123, parts=floor, bound="matrix units", moved_bytes=21_600_000_000),
     "notes": ("Bytes of one device.",),
+    "time": a_time(),
   }
   return Plan(**values | changes)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax.planner import CompileError, Floor, Memory, cheapest, largest_batch
-from tests.planner._plans import a_plan, a_product
+from mpjax.planner import CompileError, Memory, cheapest, largest_batch
+from tests.planner._plans import a_plan, a_product, a_time
 from tests.planner._steps import F32, S
 
 FAILED = "the compiler failed, out of memory: v5e: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error"
@@ -204,8 +204,8 @@ def test_largest_batch_of_a_step_is_by_what_the_compiler_says():
 
 
 def a_choice(label, peak, seconds, flops=10, **changes):
-  floor = seconds and Floor(seconds, {"memory": seconds}, "memory", 1)
-  return with_peak(peak, label=label, floor=floor or None, products=(a_product(flops=flops),), **changes)
+  time = seconds and a_time(seconds)
+  return with_peak(peak, label=label, time=time or None, products=(a_product(flops=flops),), **changes)
 
 
 FP8, BF16, FP32 = a_choice("fp8", 60, 1.0), a_choice("bf16", 50, 2.0), a_choice("fp32", 90, 4.0)

@@ -12,8 +12,7 @@ import yaml
 from jax.sharding import AbstractMesh, AxisType
 
 import mpjax
-from mpjax.planner import Floor
-from tests.planner._plans import a_plan
+from tests.planner._plans import a_plan, a_time
 from tests.tuning._planted_models import planted
 
 AXES, AUTO = ("data", "fsdp"), (AxisType.Auto,) * 2
@@ -109,8 +108,7 @@ def seconds_of(matrix, wire):
       "matrix units": products * (0.5 + 0.5 * excluded if policy.fp8 else 1.0),
       "interconnect": wire * (0.5 if policy.reduce_dtype else 1.0) * (0.75 if policy.gather_dtype else 1.0),
     }
-    bound = max(parts, key=parts.get)
-    return dataclasses.replace(a_plan(compiled=False), floor=Floor(parts[bound], parts, bound, 1))
+    return dataclasses.replace(a_plan(compiled=False), time=a_time(max(parts.values())))
 
   return plan_of
 

@@ -77,7 +77,7 @@ def _fastest(plans: Sequence[PlanFigures]) -> Iterator[str]:
     return
   least = min(times.values(), key=lambda time: time.seconds)
   best = [name for name, t in times.items() if math.isclose(t.seconds, least.seconds, rel_tol=_ALIKE)]
-  yield f"shortest time: {', '.join(best)}, {_about(least)} ({_origin(least)})"
+  yield f"shortest time: {', '.join(best)}, {_about(least)} by the {least.source}"
 
 
 def _title(plans: Sequence[PlanFigures], label: str = "") -> str:
@@ -170,17 +170,12 @@ def _time(plan: PlanFigures) -> Iterator[str]:
     return
   parts = sorted(plan.time.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
   shown = ", ".join(f"{name} {with_prefix(seconds, 's')}" for name, seconds in parts)
-  yield f"time: {_about(plan.time)}, {least}; {_origin(plan.time)}"
+  yield f"time: {_about(plan.time)} by the {plan.time.source}; {least}"
   yield f"  largest: {shown}"
 
 
 def _about(time: Time) -> str:
-  return f"about {with_prefix(time.seconds, 's')}"
-
-
-def _origin(time: Time) -> str:
-  """Returns where a time is from, and how far it may be from the truth."""
-  return f"an estimate by the {time.source}, give or take {100 * time.error:.0f}%"
+  return f"about {with_prefix(time.seconds, 's')} (+-{100 * time.error:.0f}%)"
 
 
 def _rates(plan: PlanFigures) -> Iterator[str]:

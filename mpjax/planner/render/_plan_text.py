@@ -340,7 +340,7 @@ def _time_by_module(plans: Sequence[PlanFigures]) -> TextSection | None:
   others = [t and sum(s for name, s in t.modules.items() if name not in shown) for t in times]
   if any(others):
     rows.append(_row("others", others, _seconds))
-  return beside("Time by module", [plan.label for plan in plans], [rows], name="modules")
+  return beside("Time by module", [plan.label for plan in plans], [rows], name="time")
 
 
 def largest_part(time: Time) -> str:

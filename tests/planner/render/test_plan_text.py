@@ -9,7 +9,7 @@ import rich.console
 from mpjax._render.text_sections import print_sections, sections_text
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective, Floor
 from mpjax.planner.render import NO_FIT, answer, answer_beside, sections_of
-from tests.planner._plans import PARAMETERS, a_memory, a_plan, a_product, in_words, the_head
+from tests.planner._plans import PARAMETERS, a_memory, a_plan, a_product, a_time, in_words, the_head
 
 POLICIES = ("fp32", "bf16", "bf16_pure")
 
@@ -59,7 +59,7 @@ def test_policies_stand_side_by_side_at_any_width(width):
   plans = [a_plan(policy) for policy in POLICIES]
   text = printed(plans, width) if width else as_text(plans)
   headings = [line for line in text.splitlines() if line.split()[:3] == list(POLICIES)]
-  assert len(headings) == 3  # memory, matrix products, floor
+  assert len(headings) == 4  # memory, matrix products, time, time by module
   columns = [headings[0].index(policy) for policy in POLICIES]
   assert columns == sorted(columns)
   [line] = lines_of(text, "master weights ")
@@ -141,8 +141,8 @@ def test_the_answer_of_a_plan_says_whether_it_fits_and_what_to_change_in_twelve_
     "bfloat16 100.0%",
     "GPT/head",
     "N = 50257 is no multiple of 8",
-    "at least 12.30 ms (matrix units); memory 1.00 ms, up to 50.00 MB may be cached",
-    "note 0",
+    "time: about 25.00 ms (+-35%) by the roofline of the compiled program; at least 12.30 ms (matrix units)",
+    "largest: products 12.50 ms, element-wise 7.50 ms, collectives 5.00 ms",
     f"advice: {pad}",
     "larger batch",
   ):
@@ -156,15 +156,33 @@ def test_the_answer_of_a_plan_says_whether_it_fits_and_what_to_change_in_twelve_
 
 
 def test_the_answer_of_several_plans_is_one_table():
-  slow = Floor(0.5, {"memory": 0.5}, "memory", 0)
-  plans = [a_plan("fp32", floor=slow), a_plan("bf16"), a_plan("bf16_pure", device_memory=1)]
+  plans = [a_plan("fp32", time=a_time(0.05)), a_plan("bf16"), a_plan("bf16_pure", device_memory=1)]
   first, _, heading, *rows = answer_beside(plans)
-  assert first == "lowest bound of the time (a bound, not a forecast): bf16, at least 12.30 ms"
+  assert first == "shortest time: bf16, about 25.00 ms (+-35%) by the roofline of the compiled program"
   assert [row.split()[0] for row in rows[:3]] == [plan.label for plan in plans]
   assert [NO_FIT in row for row in rows[:3]] == [False, False, True]
-  assert all(
-    row.endswith(bound) for row, bound in zip(rows, ("memory", "matrix units", "matrix units"), strict=False)
-  )
+  assert all("products  12.30 ms" in row for row in rows[:3])
   assert "full rate" in heading
   many = [dataclasses.replace(plans[0], label=f"policy{i}") for i in range(30)]
   assert len(answer_beside(many, ["cheapest: policy0"])) <= 11
+
+
+def test_rates_are_those_of_the_estimated_time():
+  plan = a_plan(items=16384, item="tokens", model_flops=10**13, peak_flops=989e12, devices=8)
+  assert plan.throughput == pytest.approx(16384 / 0.025)
+  assert plan.utilisation == pytest.approx(1e13 / 0.025 / 989e12)
+  [line] = [line for line in answer(plan, rates=True) if line.startswith("rate:")]
+  assert "655,360 tokens/s, 81,920 of each device" in line
+  assert "40.4% of 989.00 TFLOP/s" in line
+  _, _, heading, row, *_ = answer_beside([plan, a_plan(time=None)], rates=True)
+  assert heading.split()[-2:] == ["tokens/s", "MFU"]
+  assert row.split()[-2:] == ["655,360", "40.4%"]
+  table = a_plan(items=16384, item="tokens").table("time")
+  assert tuple(lines_of(table, "tokens a second")[0].rsplit(None, 1)) == ("tokens a second", "655,360")
+  assert plan.to_dict()["throughput"] == plan.throughput
+
+
+def test_a_time_that_is_not_known_leaves_the_floor():
+  text = str(a_plan(time=None))
+  assert "time: at least 12.30 ms (matrix units)" in text
+  assert a_plan(time=None).throughput == a_plan(time=None, items=3).utilisation == 0
