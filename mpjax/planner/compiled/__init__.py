@@ -1,8 +1,8 @@
 """A program from a target's own compiler: totals, and the parts and products read from its text."""
 
 from mpjax.planner.compiled._compile import CompileError, Program, compile_step, missing
-from mpjax.planner.compiled._hlo import HloModule, parse
 from mpjax.planner.compiled._hlo_products import KernelProduct, by_dtypes, collectives, kernel_products
+from mpjax.planner.compiled._hlo_text import HloModule, parse
 from mpjax.planner.compiled._reading import Reading, read_program
 
 __all__ = [

@@ -1,33 +1,20 @@
-"""Reads the text of a compiled module: instructions in execution order, with sizes, names and lines."""
+"""Reads a compiled module: instructions in execution order, with sizes, names and lines."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([\w\-]+)\((.*)$")
-_CALLED = re.compile(
-  r"\b(?:calls|to_apply|body|condition|(?:true|false)_computation|(?:branch|called)_computations)="
-  r"(?:\{([^}]*)\}|%([\w.\-]+))"
-)
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
-_SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
-_BITS = re.compile(r"(\d+)")
-_TILE = re.compile(r"T\(([\d,]*)\)")
-_SPACE = re.compile(r"S\((\d+)\)")
+from mpjax.planner.compiled._proto import BUFFER, DTYPES, TOKEN, TUPLE, decode
+
 _DEPTH = 64
+_LOCAL = (1 << 32) - 1  # the low bits of an identity are unique in a computation
+_BITS = re.compile(r"(\d+)")
 _PLAIN_DTYPE = re.compile(r"(f|bf|s|u|c)(\d+)")
-_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
-_BODY = re.compile(r"\bbody=%([\w.\-]+)")
-_CONDITION = re.compile(r"\bcondition=%([\w.\-]+)")
-_NUMBER = re.compile(r"(-?\d+)\)")
-_INDEX = re.compile(r"\bindex=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +25,7 @@ class HloShape:
     dtype: HLO's name: `f32`, `bf16`, `f8e4m3fn`.
     dims: sizes of its dimensions.
     nbytes: bytes in memory, with the padding of its tiles.
-    space: number of its memory space; 0 is the device's main memory.
+    space: number of its memory space: 0 is the device's main memory, 5 the host's.
   """
 
   dtype: str
@@ -47,47 +34,64 @@ class HloShape:
   space: int
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True, repr=False)
 class HloInstruction:
   """One instruction.
 
   Attributes:
     name: its name.
-    shapes: shape of its result, or shapes of the parts of a tuple.
     op: opcode.
-    operands: names of the instructions that it reads.
-    called: names of the computations that it runs.
-    rest: text of operands and attributes.
-    is_root: whether its computation returns it.
+    shapes: shape of its result, or shapes of the leaves of a tuple, without tokens.
+    operands: the instructions that it reads.
+    called: the computations that it runs.
+    proto: the message with its other fields, by the names in `_proto.py`.
   """
 
   name: str
-  shapes: list[HloShape]
   op: str
-  operands: list[str]
-  called: list[str]
-  rest: str
-  is_root: bool
+  shapes: list[HloShape]
+  operands: list[HloInstruction]
+  called: list[HloComputation]
+  proto: Any
 
   @property
   def op_name(self) -> str:
     """Returns its place in the traced program: `jit(step)/jvp(GPT)/h0/dot_general`."""
-    found = _OP_NAME.search(self.rest)
-    return found[1].split(";")[0] if found else ""
+    return str(self.proto.metadata.op_name).split(";")[0]
 
   @property
   def frame(self) -> int:
     """Number of its stack frame in the module's tables; 0 without one."""
-    found = _FRAME.search(self.rest)
-    return int(found[1]) if found else 0
+    return int(self.proto.metadata.stack_frame_id)
 
   @property
-  def trip_count(self) -> int | None:
-    """Returns how often a loop runs its body, `None` if the compiler does not say; 1 for other operations."""
-    if self.op != "while":
-      return 1
-    found = _TRIP_COUNT.search(self.rest)
-    return int(found[1]) if found else None
+  def config(self) -> dict[str, Any]:
+    """Returns what the compiler notes for its own back end; empty if that is not JSON."""
+    try:
+      found = json.loads(self.proto.backend_config or b"{}")
+    except ValueError:
+      return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclasses.dataclass(eq=False, slots=True, repr=False)
+class HloComputation:
+  """A function of the program: the main one, a loop's body, a fusion.
+
+  Attributes:
+    name: its name.
+    instructions: in execution order.
+    root: the instruction that it returns.
+  """
+
+  name: str
+  instructions: list[HloInstruction]
+  root: HloInstruction
+
+  def parameters(self) -> list[HloInstruction]:
+    """Returns its parameters, in order."""
+    found = [i for i in self.instructions if i.op == "parameter"]
+    return sorted(found, key=lambda i: int(i.proto.parameter_number))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,113 +99,130 @@ class HloModule:
   """A compiled program.
 
   Attributes:
-    computations: by name, the instructions by name, in execution order.
-    entry: name of the main computation.
+    computations: by name.
+    entry: the main computation.
     aliases: from the position of a result to the position of the argument whose memory it takes.
     lines: from the number of a stack frame to (file, line) of itself and its callers, innermost first.
   """
 
-  computations: dict[str, dict[str, HloInstruction]]
-  entry: str
+  computations: dict[str, HloComputation]
+  entry: HloComputation
   aliases: dict[int, int]
   lines: dict[int, list[tuple[str, int]]]
 
-  def repetitions(self) -> Iterator[tuple[str, int, list[HloInstruction]]]:
+  def repetitions(self) -> Iterator[tuple[HloComputation, int, list[HloInstruction]]]:
     """Yields (computation, how often it runs, the instructions that call it, outermost first).
 
     A loop of unknown length counts once.
     """
 
     def visit(
-      name: str, times: int, callers: list[HloInstruction]
-    ) -> Iterator[tuple[str, int, list[HloInstruction]]]:
-      yield name, times, callers
-      scope = self.computations[name]
-      for instruction in scope.values():
+      computation: HloComputation, times: int, callers: list[HloInstruction]
+    ) -> Iterator[tuple[HloComputation, int, list[HloInstruction]]]:
+      yield computation, times, callers
+      for instruction in computation.instructions:
         if instruction.op in ("async-update", "async-done"):  # they repeat the name of what their start runs
           continue
-        runs = self._runs(scope, instruction) or 1
+        runs = (trips(instruction) if instruction.op == "while" else 1) or 1
         for called in instruction.called:
-          if called in self.computations:
-            yield from visit(called, times * runs, [*callers, instruction])
+          yield from visit(called, times * runs, [*callers, instruction])
 
     yield from visit(self.entry, 1, [])
 
   def loops_of_unknown_length(self) -> list[HloInstruction]:
     """Returns the loops whose number of rounds is not known."""
-    scopes = self.computations.values()
-    return [i for scope in scopes for i in scope.values() if self._runs(scope, i) is None]
-
-  def _runs(self, scope: Mapping[str, HloInstruction], instruction: HloInstruction) -> int | None:
-    """Returns how often an instruction runs what it calls."""
-    runs = instruction.trip_count
-    return _trips(self.computations, scope, instruction) if runs is None else runs
-
-  def parameters(self) -> list[HloShape]:
-    """Returns the arguments of the program, in order."""
-    found = [i for i in self.computations[self.entry].values() if i.op == "parameter"]
-    return [
-      shape for i in sorted(found, key=lambda i: int(i.rest[: i.rest.index(")")])) for shape in i.shapes
-    ]
-
-  def results(self) -> list[HloShape]:
-    """Returns the results of the program, in order."""
-    return next(i for i in self.computations[self.entry].values() if i.is_root).shapes
+    every = (i for computation in self.computations.values() for i in computation.instructions)
+    return [i for i in every if i.op == "while" and trips(i) is None]
 
 
-def parse(text: str) -> HloModule:
-  """Returns the module of an HLO text.
+def parse(proto: bytes) -> HloModule:
+  """Returns the module of a serialised `HloModuleProto`.
 
   Raises:
-    ValueError: for a text without an entry computation, or a computation's line that is not an instruction.
+    ImportError: if `google.protobuf` is not installed.
+    ValueError: if the bytes are not a module, or an instruction reads what is not computed before it.
   """
-  computations: dict[str, dict[str, HloInstruction]] = {}
-  current: dict[str, HloInstruction] = {}
-  entry = ""
-  for line in text.splitlines():
-    if header := _COMPUTATION.match(line):
-      current = computations[header[2]] = {}
-      entry = header[2] if header[1] else entry
-    elif parsed := _INSTRUCTION.match(line):
-      rest = parsed[5]
-      current[parsed[2]] = HloInstruction(
-        parsed[2], shapes(parsed[3]), parsed[4], _operands(rest), _called(rest), rest, bool(parsed[1])
-      )
-    elif line.startswith("  ") and " = " in line:
-      raise ValueError(f"expected an instruction, not {line.strip()[:80]!r}")
-  if not entry:
-    raise ValueError("no ENTRY computation: expected the text of an HLO module, as compiled.as_text() gives")
-  head = text[: text.find("\n")]
-  return HloModule(computations, entry, _aliases(head), _frames(text))
+  from google.protobuf.message import DecodeError
+
+  try:
+    message = decode(proto)
+  except DecodeError as error:
+    raise ValueError(f"expected a serialised HloModuleProto: {error}") from error
+  order = {entry.key: entry.value.instruction_ids for entry in message.schedule.sequences}
+  known: dict[bytes, list[HloShape]] = {}
+  computations: dict[int, HloComputation] = {}
+  for computation in message.computations:  # those that are called come first
+    computations[computation.id] = _computation(computation, order.get(computation.id), computations, known)
+  if message.entry_computation_id not in computations:
+    raise ValueError("expected a serialised HloModuleProto: it has no main computation")
+  return HloModule(
+    {computation.name: computation for computation in computations.values()},
+    computations[message.entry_computation_id],
+    {next(iter(e.output_shape_index), 0): e.parameter_number for e in message.input_output_alias.entries},
+    _frames(message.stack_frame_index),
+  )
 
 
-def done_of(start: HloInstruction, scope: Mapping[str, HloInstruction]) -> HloInstruction | None:
+def _computation(
+  message: Any,
+  order: Any,
+  computations: Mapping[int, HloComputation],
+  known: dict[bytes, list[HloShape]],
+) -> HloComputation:
+  protos = {proto.id & _LOCAL: proto for proto in message.instructions}
+  made: dict[int, HloInstruction] = {}
+  for number in protos if order is None else (number & _LOCAL for number in order):
+    proto = protos[number]
+    try:
+      operands = [made[i & _LOCAL] for i in proto.operand_ids]
+      called = [computations[i] for i in proto.called_computation_ids]
+    except KeyError as error:
+      raise ValueError(f"{proto.name} reads or runs what is not computed before it") from error
+    made[number] = HloInstruction(
+      proto.name, proto.opcode, _shapes(proto.shape, known), operands, called, proto
+    )
+  return HloComputation(message.name, list(made.values()), made[message.root_id & _LOCAL])
+
+
+def _shapes(proto: Any, known: dict[bytes, list[HloShape]]) -> list[HloShape]:
+  """Returns the arrays of a shape or of a tuple of shapes; `known` has those that were read before."""
+  key = proto.SerializeToString()
+  if key not in known:
+    kind = proto.element_type
+    if kind in (TUPLE, BUFFER):
+      known[key] = [shape for part in proto.tuple_shapes for shape in _shapes(part, known)]
+    else:
+      known[key] = [] if kind == TOKEN else [_array(proto)]
+  return known[key]
+
+
+def _array(proto: Any) -> HloShape:
+  dtype, dims = DTYPES.get(proto.element_type, f"unknown-{proto.element_type}-"), tuple(proto.dimensions)
+  in_memory = list(dims)
+  if proto.layout.tiles:  # the first tile pads; those after it divide it
+    tile = proto.layout.tiles[0].dimensions
+    in_memory = [dims[i] for i in reversed(proto.layout.minor_to_major)]
+    in_memory = [1] * (len(tile) - len(in_memory)) + in_memory
+    for i in range(1, len(tile) + 1):
+      in_memory[-i] = -(-in_memory[-i] // tile[-i]) * tile[-i]
+  return HloShape(dtype, dims, math.ceil(math.prod(in_memory) * bits(dtype) / 8), proto.layout.memory_space)
+
+
+def done_of(start: HloInstruction, scope: HloComputation) -> HloInstruction | None:
   """Returns the instruction that waits for an asynchronous operation; its type is the operation's result.
 
   Args:
     start: the instruction that begins it, such as `all-gather-start`.
-    scope: the instructions of its computation.
+    scope: its computation.
   """
-  begun = {start.name}
-  for instruction in scope.values():
+  begun = {start}
+  for instruction in scope.instructions:
     if begun.intersection(instruction.operands):
       if instruction.op.endswith("-done"):
         return instruction
       if instruction.op in ("async-update", "copy", "optimization-barrier"):
-        begun.add(instruction.name)
+        begun.add(instruction)
   return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _shape(dtype: str, dims_text: str, layout: str) -> HloShape:
-  dims = tuple(int(d) for d in dims_text.split(",") if d)
-  space = _SPACE.search(layout)
-  return HloShape(dtype, dims, padded_bytes(dtype, dims, layout), int(space[1]) if space else 0)
-
-
-def shapes(text: str) -> list[HloShape]:
-  """Returns the arrays in HLO's text of a shape or of a tuple of shapes."""
-  return [_shape(m[1], m[2], m[3] or "") for m in _SHAPE.finditer(text) if m[1] != "token"]
 
 
 def numpy_name(dtype: str) -> str:
@@ -220,143 +241,59 @@ def bits(dtype: str) -> int:
   return 8 if dtype == "pred" else int(found[1]) if found else 0
 
 
-def padded_bytes(dtype: str, dims: tuple[int, ...], layout: str) -> int:
-  """Returns the bytes of an array in a layout such as `1,0:T(8,128)(2,1)`, in whole tiles."""
-  order, _, tiling = layout.partition(":")
-  tile = _TILE.search(tiling)
-  if tile is None:
-    return math.ceil(math.prod(dims) * bits(dtype) / 8)
-  sizes = [int(t) for t in tile[1].split(",") if t]
-  minor_to_major = [int(i) for i in order.split(",") if i]
-  major_to_minor = [dims[i] for i in reversed(minor_to_major)]
-  while len(major_to_minor) < len(sizes):
-    major_to_minor.insert(0, 1)
-  for i in range(1, len(sizes) + 1):
-    major_to_minor[-i] = -(-major_to_minor[-i] // sizes[-i]) * sizes[-i]
-  return math.ceil(math.prod(major_to_minor) * bits(dtype) / 8)
+def trips(loop: HloInstruction) -> int | None:
+  """Returns how often a `while` runs its body; `None` if neither the compiler nor a counter says it.
 
-
-def _operands(rest: str) -> list[str]:
-  depth = 1
-  for end, letter in enumerate(rest):
-    depth += (letter == "(") - (letter == ")")
-    if depth == 0:
-      return re.findall(r"%([\w.\-]+)", rest[:end])
-  return []
-
-
-def _called(rest: str) -> list[str]:
-  return [name for several, one in _CALLED.findall(rest) for name in re.findall(r"[\w.\-]+", several or one)]
-
-
-def _aliases(head: str) -> dict[int, int]:
-  start = head.find("input_output_alias=")
-  if start < 0:
-    return {}
-  text = head[start : head.find("entry_computation_layout", start)]
-  return {int(out.split(",")[0] or 0): int(argument) for out, argument, _ in _ALIAS.findall(text)}
-
-
-def _frames(text: str) -> dict[int, list[tuple[str, int]]]:
-  """Returns the stack frames from the four tables at the top of a module."""
-  start = text.find("\nFileNames")
-  if start < 0:
-    return {}
-  names: dict[int, str] = {}
-  locations: dict[int, tuple[int, int]] = {}
-  frames: dict[int, tuple[int, int]] = {}
-  section = ""
-  for line in text[start + 1 :].splitlines():
-    if not line.strip():
-      continue
-    if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-      section = line
-    elif not line[0].isdigit():
-      break
-    elif section == "FileNames":
-      number, _, name = line.partition(" ")
-      names[int(number)] = name.strip().strip('"')
-    elif section == "FileLocations":
-      numbers = [int(n) for n in re.findall(r"\d+", line)]
-      locations[numbers[0]] = (numbers[1], numbers[3])
-    elif section == "StackFrames":
-      numbers = [int(n) for n in re.findall(r"\d+", line)]
-      # The table numbers frames from one, and states a parent as its number plus one.
-      frames[numbers[0]] = (numbers[1], numbers[2] - 1 if len(numbers) > 2 else 0)
-  return {number: _chain(number, frames, locations, names) for number in frames}
-
-
-def _chain(
-  number: int,
-  frames: dict[int, tuple[int, int]],
-  locations: dict[int, tuple[int, int]],
-  names: dict[int, str],
-) -> list[tuple[str, int]]:
-  """Returns (file, line) of a frame and its callers."""
-  chain: list[tuple[str, int]] = []
-  while number in frames and len(chain) < _DEPTH:
-    location, number = frames[number]
-    file, line = locations[location]
-    chain.append((names[file], line))
-  return chain
-
-
-def _trips(
-  computations: Mapping[str, Mapping[str, HloInstruction]],
-  scope: Mapping[str, HloInstruction],
-  loop: HloInstruction,
-) -> int | None:
-  """Returns how often a loop that counts up to a number runs, such as `lax.scan`'s; `None` for others.
-
-  Args:
-    computations: computations of the module.
-    scope: the instructions of the loop's computation.
-    loop: a `while`.
+  A counter is a part of the state that the body adds a constant to, and the condition compares with a
+  constant, as `lax.scan` makes it.
   """
-  body, condition = (
-    computations.get(found[1] if (found := pattern.search(loop.rest)) else "", {})
-    for pattern in (_BODY, _CONDITION)
-  )
-  test, state = _root(condition), _root(body)
-  start = scope.get(loop.operands[0]) if loop.operands else None
-  if not (test and state and start) or test.op != "compare" or "direction=LT" not in test.rest:
+  stated = loop.config.get("known_trip_count", {}).get("n")
+  if stated is not None:
+    return int(stated)
+  body, condition = loop.called
+  test, state, start = condition.root, body.root, loop.operands[0]
+  if test.op != "compare" or test.proto.comparison_direction != "LT" or {state.op, start.op} != {"tuple"}:
     return None
-  counter, limit = (_source(condition, name) for name in test.operands)
-  position = _position(counter)
-  if position is None or state.op != "tuple" or start.op != "tuple":
+  counter, limit = map(_source, test.operands)
+  if counter.op != "get-tuple-element":
     return None
-  step = _step(body, _source(body, state.operands[position]), position)
-  first, last = _number(_source(scope, start.operands[position])), _number(limit)
-  return None if first is None or last is None or step is None else max(0, -((first - last) // step))
-
-
-def _step(body: Mapping[str, HloInstruction], add: HloInstruction | None, position: int) -> int | None:
-  """Returns what a body adds to its counter."""
-  if add is None or add.op != "add":
+  position = counter.proto.tuple_index
+  add = _source(state.operands[position])
+  if add.op != "add":
     return None
-  old, more = (_source(body, name) for name in add.operands)
-  step = _number(more)
-  return step if _position(old) == position and step is not None and step > 0 else None
+  old, more = map(_source, add.operands)
+  first, last, step = _number(_source(start.operands[position])), _number(limit), _number(more)
+  if old.op != "get-tuple-element" or old.proto.tuple_index != position:
+    return None
+  if first is None or last is None or step is None or step <= 0:
+    return None
+  return max(0, -((first - last) // step))
 
 
-def _source(scope: Mapping[str, HloInstruction], name: str) -> HloInstruction | None:
+def _source(instruction: HloInstruction) -> HloInstruction:
   """Returns an instruction, or the instruction that it copies."""
-  found = scope.get(name)
-  while found is not None and found.op == "copy":
-    found = scope.get(found.operands[0])
-  return found
+  while instruction.op == "copy":
+    instruction = instruction.operands[0]
+  return instruction
 
 
-def _root(scope: Mapping[str, HloInstruction]) -> HloInstruction | None:
-  return next((instruction for instruction in scope.values() if instruction.is_root), None)
+def _number(constant: HloInstruction) -> int | None:
+  """Returns the value of an integer constant."""
+  literal = constant.proto.literal
+  found = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
+  return found[0] if constant.op == "constant" and len(found) == 1 else None
 
 
-def _position(part: HloInstruction | None) -> int | None:
-  """Returns the position in a loop's state that an instruction reads."""
-  found = _INDEX.search(part.rest) if part is not None and part.op == "get-tuple-element" else None
-  return int(found[1]) if found else None
-
-
-def _number(constant: HloInstruction | None) -> int | None:
-  found = _NUMBER.match(constant.rest) if constant is not None and constant.op == "constant" else None
-  return int(found[1]) if found else None
+def _frames(index: Any) -> dict[int, list[tuple[str, int]]]:
+  """Returns (file, line) of each stack frame and its callers; the tables count from one."""
+  chains: dict[int, list[tuple[str, int]]] = {}
+  for number in range(1, len(index.stack_frames) + 1):
+    chain: list[tuple[str, int]] = []
+    at = number
+    while at and len(chain) < _DEPTH:
+      frame = index.stack_frames[at - 1]
+      location = index.file_locations[frame.file_location_id - 1]
+      chain.append((index.file_names[location.file_name_id - 1], location.line))
+      at = frame.parent_frame_id
+    chains[number] = chain
+  return chains

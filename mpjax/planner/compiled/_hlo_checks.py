@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from mpjax.planner.compiled._hlo import HloInstruction, HloModule, done_of
 from mpjax.planner.compiled._hlo_opcodes import (
   ARITHMETIC,
   COLLECTIVES,
@@ -15,6 +14,7 @@ from mpjax.planner.compiled._hlo_opcodes import (
   is_known,
 )
 from mpjax.planner.compiled._hlo_products import integers, matrix_flops
+from mpjax.planner.compiled._hlo_text import HloInstruction, HloModule, done_of
 
 _Scope = Mapping[str, HloInstruction]
 _Types = list[tuple[str, tuple[int, ...]]]

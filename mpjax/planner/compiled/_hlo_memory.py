@@ -6,8 +6,8 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from mpjax.planner.compiled._hlo import HloInstruction, HloModule, HloShape, done_of
 from mpjax.planner.compiled._hlo_opcodes import ELEMENTWISE, VIEWS
+from mpjax.planner.compiled._hlo_text import HloInstruction, HloModule, HloShape, done_of
 
 _ALIASING = frozenset({"dynamic-update-slice", "scatter"})
 _SHARING = frozenset(

@@ -8,8 +8,8 @@ import math
 
 from mpjax.jaxpr import BACKWARD, FORWARD, MARKS, is_library, layer_pattern, parse_scopes, split_scopes
 from mpjax.planner._results import Memory, Saved
-from mpjax.planner.compiled._hlo import HloInstruction, HloModule, numpy_name
 from mpjax.planner.compiled._hlo_memory import Buffer, LiveBuffers, live_at_peak
+from mpjax.planner.compiled._hlo_text import HloInstruction, HloModule, numpy_name
 
 LISTED = 20
 _PRODUCTS = frozenset({"dot", "scaled-dot", "convolution", "custom-call", "fusion"})

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from mpjax.formats import narrow_bits
 from mpjax.jaxpr import taps
 from mpjax.planner._results import Collective, Crossing, add_up
-from mpjax.planner.compiled._hlo import HloInstruction, HloModule, HloShape, done_of, numpy_name
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES
 from mpjax.planner.compiled._hlo_parts import path_of_name
+from mpjax.planner.compiled._hlo_text import HloInstruction, HloModule, HloShape, done_of, numpy_name
 
 _GEMM_FUSION = re.compile(r'"kind":"(__triton\w*|__cudnn\$fusion)"')
 # The devices of a collective: `{{0,1},{2,3}}`, `[2,2]<=[4]`, or `mesh['data'=2,'fsdp'=2] {'fsdp'}`.

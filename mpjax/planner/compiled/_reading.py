@@ -12,7 +12,6 @@ from mpjax.planner._results import Collective, Compiled, Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled._compile import Program
 from mpjax.planner.compiled._differences import differences
-from mpjax.planner.compiled._hlo import HloModule, HloShape, parse
 from mpjax.planner.compiled._hlo_checks import counted_flops, doubtful
 from mpjax.planner.compiled._hlo_parts import divide_memory
 from mpjax.planner.compiled._hlo_products import (
@@ -21,6 +20,7 @@ from mpjax.planner.compiled._hlo_products import (
   kernel_products,
   unplaced_collectives,
 )
+from mpjax.planner.compiled._hlo_text import HloModule, HloShape, parse
 
 # How far the bytes of arguments and results in the program's text may differ from the compiler's figure.
 _NEAR = 0.02

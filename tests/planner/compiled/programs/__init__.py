@@ -20,7 +20,7 @@ def kept(version, name, target="here"):
   """Returns the program that the compiler of a target made of a function, with the JAX of a version."""
   figures, texts = _all(version)
   key = f"{name} {target}"
-  return Program(**figures[key], text=texts[key])
+  return Program(**figures[key], text=texts[key], proto=b"")
 
 
 @functools.cache

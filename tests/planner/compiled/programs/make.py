@@ -51,7 +51,7 @@ def main(names: list[str]) -> None:
       key = f"{name} {target}"
       texts[key] = without_folders(program.text)
       figures[key] = {**dataclasses.asdict(program), "seconds": 0.0}
-      del figures[key]["text"]
+      del figures[key]["text"], figures[key]["proto"]
       print(key, len(texts[key]), flush=True)
   lines = (f"{json.dumps(key)}: {json.dumps(figures[key], sort_keys=True)}" for key in sorted(figures))
   about.write_text("{\n" + ",\n".join(lines) + "\n}\n")
