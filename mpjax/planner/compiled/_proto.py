@@ -1,7 +1,7 @@
 """Decodes a serialised HLO module: the messages and fields that the readers of a program use, and no others.
 
-Source of the field numbers: openxla/xla, `xla/service/hlo.proto` and `xla/xla_data.proto`; those of the groups
-92 and 93: programs of JAX 0.10 and 0.12.
+Source of the field numbers: openxla/xla, `xla/service/hlo.proto` and `xla/xla_data.proto`; of 92 and 93: programs
+of JAX 0.10 and 0.12.
 """
 
 from __future__ import annotations
