@@ -5,7 +5,7 @@ print(mpjax.formats.format_table(["bfloat16", "float16"]))  # range, precision, 
 ```
 """
 
-from mpjax.formats._devices import DeviceData, described_devices
+from mpjax.formats._devices import DeviceData, SpeedData, described_devices
 from mpjax.formats._matrix_units import (
   LOW_PRECISION,
   MATRIX_UNITS,
@@ -28,6 +28,7 @@ __all__ = [
   "LowPrecision",
   "MatrixUnit",
   "NumberFormat",
+  "SpeedData",
   "describe",
   "described_devices",
   "eligible",

@@ -18,6 +18,29 @@ class TpuData(TypedDict):
   devices: NotRequired[int]
 
 
+class SpeedData(TypedDict):
+  """What an estimate of time needs besides peak rates; seconds, bytes/s and Hz.
+
+  Attributes:
+    clock: cycles/s of the estimates of a TPU's compiler.
+    ring: an axis of that many chips of a TPU, or of a multiple, has its ends linked.
+    launch: time from the end of a small kernel of a GPU to the start of the next.
+    cache: bandwidth of a GPU's L2 cache, as a multiple of that of its memory.
+    network: bytes/s of one GPU to other hosts.
+    host: bytes/s between a device and its host's memory.
+    efficiency: share of a published peak that large work reaches, by dtype or `memory`, `interconnect`,
+      `kernels`.
+  """
+
+  clock: NotRequired[float]
+  ring: NotRequired[int]
+  launch: NotRequired[float]
+  cache: NotRequired[float]
+  network: NotRequired[float]
+  host: NotRequired[float]
+  efficiency: NotRequired[dict[str, float]]
+
+
 class DeviceData(TypedDict):
   """The contents of a device's file.
 
@@ -31,6 +54,7 @@ class DeviceData(TypedDict):
     interconnect: bytes/s from one device to the others.
     on_chip: bytes on the chip in which the compiler keeps values.
     matrix_units: name of a row of `mpjax.formats.MATRIX_UNITS`.
+    speeds: what an estimate of time needs besides.
     cuda: for a GPU, the content of XLA's `GpuTargetConfigProto`, with `compute_capability` as [major, minor].
     tpu: for a TPU, the compiler's names.
     source: the source of the figures.
@@ -45,6 +69,7 @@ class DeviceData(TypedDict):
   interconnect: NotRequired[float]
   on_chip: NotRequired[float]
   matrix_units: str
+  speeds: NotRequired[SpeedData]
   cuda: NotRequired[dict[str, Any]]
   tpu: NotRequired[TpuData]
   source: str

@@ -46,6 +46,7 @@ class Target:
     topology: what `jax.experimental.topologies` takes; empty for this machine.
     compute_capability: (major, minor) for a described GPU; (0, 0) for others.
     cuda: the other facts on a described GPU that XLA's CUDA compiler asks for.
+    speeds: what estimates of time need besides: `mpjax.formats.SpeedData`.
   """
 
   name: str
@@ -63,6 +64,7 @@ class Target:
   topology: str
   compute_capability: tuple[int, int] = (0, 0)
   cuda: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  speeds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def is_here(self) -> bool:
@@ -177,6 +179,7 @@ def _from_data(name: str, data: DeviceData, count: int, topology: str) -> Target
     topology=topology,
     compute_capability=(major, minor),
     cuda=cuda,
+    speeds=data.get("speeds", {}),
   )
 
 

@@ -36,7 +36,7 @@ PUBLISHED = {
   "tpu7x": (96, 7.38 / 2, 2307 / 2, "tpu_v7"),  # half of a chip
 }
 KEYS = {*("device", "kind", "memory", "bandwidth", "flops", "interconnect", "on_chip", "jax_names", "source")}
-KEYS |= {"matrix_units", "cuda", "tpu"}
+KEYS |= {"matrix_units", "speeds", "cuda", "tpu"}
 
 
 def test_every_file_is_a_target_and_on_a_page_of_the_docs():
