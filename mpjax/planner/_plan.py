@@ -16,7 +16,7 @@ from mpjax._render.text_sections import TextSection
 from mpjax._types import PolicyLike, PyTree
 from mpjax.formats import narrow_bits, runs_on
 from mpjax.jaxpr import constants_of
-from mpjax.planner._results import Collective, Compiled, Memory, PlanFigures, ProductGroup
+from mpjax.planner._results import Collective, Compiled, KernelGroup, Memory, PlanFigures, ProductGroup, Time
 from mpjax.planner._targets import Target, get_target
 from mpjax.planner._traced_step import TracedStep, trace_step
 from mpjax.planner.analytic import (
@@ -33,6 +33,7 @@ from mpjax.planner.analytic import (
 )
 from mpjax.planner.compiled import CompileError, compile_step, missing, read_program
 from mpjax.planner.render import answer, sections_of
+from mpjax.planner.timing import program_time
 
 _WORTH_A_NOTE = 10**6
 _OTHER_HALF = {"bfloat16": "float16", "float16": "bfloat16"}
@@ -119,7 +120,8 @@ def plan(
   graph = make_graph(traced.jaxpr)
   memory = analytic_memory(graph, traced.arguments, traced.donated, device, traced.results)
   products = list_products(graph, device, traced.devices)
-  compiled, collectives, compiler_notes = _by_the_compiler(traced, memory, device, compile)
+  kernels = list_kernels(graph, traced.devices)
+  compiled, collectives, compiler_notes, time = _by_the_compiler(traced, memory, device, compile, kernels)
   sent = collectives
   if compiled is None:
     collectives, sent = stated_collectives(graph), stated_collectives(graph, least=True)
@@ -140,37 +142,44 @@ def plan(
     collectives=collectives,
     floor=time_floor(graph, traced.arguments, given, sent, device, traced.devices),
     notes=(*_notes(traced, graph, products, device), *compiler_notes),
-    fused=list_kernels(graph, traced.devices),
+    fused=kernels,
     fp8=traced.fp8,
     model_flops=model_flops(graph, traced.devices),
     peak_flops=device.flops.get("bfloat16") or max(device.flops.values(), default=0.0),
+    time=time,
   )
 
 
 def _by_the_compiler(
-  traced: TracedStep, analytic: Memory, device: Target, compile: bool | str
-) -> tuple[Compiled | None, tuple[Collective, ...], tuple[str, ...]]:
-  """Returns the compiler's figures, the collectives of its program, and notes.
+  traced: TracedStep, analytic: Memory, device: Target, compile: bool | str, kernels: Sequence[KernelGroup]
+) -> tuple[Compiled | None, tuple[Collective, ...], tuple[str, ...], Time | None]:
+  """Returns the compiler's figures, the collectives of its program, notes, and the time of a step.
 
   Raises:
     ValueError: if `compile` is True and the compiler is not installed.
     CompileError: if `compile` is True and the compiler fails.
   """
   if compile is False:
-    return None, (), ()
+    return None, (), (), None
   if lacks := missing(device):
     if compile is True:
       raise ValueError(f"compile=True: {lacks}")
-    return None, (), (lacks,)
+    return None, (), (lacks,), None
   donated = [i for i, given in enumerate(traced.donated) if given]
   try:
     program = compile_step(traced.jitted, traced.args, donated, device)
   except CompileError as error:
     if compile is True:
       raise
-    return None, (), (f"the compiler failed{', out of memory' if error.out_of_memory else ''}: {error}",)
+    return (
+      None,
+      (),
+      (f"the compiler failed{', out of memory' if error.out_of_memory else ''}: {error}",),
+      None,
+    )
   reading = read_program(program, traced.arguments, analytic, device)
-  return reading.compiled, reading.collectives, reading.notes
+  time, note = program_time(program.proto, device, kernels)
+  return reading.compiled, reading.collectives, (*reading.notes, *note), time
 
 
 def _inference(traced: TracedStep, products: tuple[ProductGroup, ...]) -> int:

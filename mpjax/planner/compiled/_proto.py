@@ -28,7 +28,8 @@ _MESSAGES = {
   "RaggedDotNumbers": "dot_dimension_numbers:1:DotNumbers lhs_ragged_dimensions:2:int64*",
   "Precision": "operand_precision:1:int32* algorithm:2:int32",
   "ReplicaGroup": "replica_ids:1:int64*",
-  "IotaGroups": "num_replica_groups:1:int64 num_devices_per_group:2:int64",
+  "IotaGroups": "num_replica_groups:1:int64 num_devices_per_group:2:int64 iota_reshape_dims:3:int64*"
+  " iota_transpose_perm:4:int32*",
   "DeviceList": "replica_groups:1:ReplicaGroup* iota_replica_group_list:2:IotaGroups",
   "MeshAxis": "name:1:string size:2:int64",
   "Mesh": "axes:1:MeshAxis*",

@@ -1,0 +1,296 @@
+"""The time of a step from its compiled program: its instructions in execution order, as often as they run.
+
+On a TPU the compiler notes the cycles that it expects of most instructions. On a GPU, and for the others, an
+instruction takes the longer of its FLOPs at the rate of the units and its bytes at the bandwidth of the
+memory. What starts and ends in two instructions runs beside those between them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from mpjax.jaxpr import layer_pattern
+from mpjax.planner._results import TIME_PARTS, KernelGroup, Time
+from mpjax.planner._targets import Target
+from mpjax.planner.compiled._hlo import HloComputation, HloInstruction, HloModule, done_of, parse, trips
+from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES, VIEWS
+from mpjax.planner.compiled._hlo_parts import path_of_name
+from mpjax.planner.timing._groups import group_of
+from mpjax.planner.timing._instructions import HOST, Product, moved_bytes, product_of
+from mpjax.planner.timing._rates import (
+  collective_seconds,
+  efficiency,
+  host_seconds,
+  launch_seconds,
+  memory_seconds,
+  product_seconds,
+  unit_rate,
+)
+
+_SENTINEL = 1 << 62  # the compiler writes 2^63 - 1 where it has no estimate
+_FREE = VIEWS | {"parameter", "constant", "partition-id", "replica-id", "iota"}
+_KERNELS = ("tpu_custom_call", "__cudnn$fmha", "triton", "mosaic")
+_COPIES = frozenset({"bitcast", "constant", "copy", "get-tuple-element", "parameter", "transpose", "tuple"})
+_ERRORS = {"tpu": 0.25, "gpu": 0.35}
+_SOURCES = {"tpu": "compiler's cycles", "gpu": "roofline of the compiled program"}
+
+
+@dataclasses.dataclass
+class Spent:
+  """Seconds by (part, module), and those that run beside other work."""
+
+  by_place: collections.Counter[tuple[str, str]]
+  hidden: float = 0.0
+
+  @property
+  def seconds(self) -> float:
+    """Returns the seconds that pass."""
+    return float(sum(self.by_place.values()))
+
+  def add(self, other: Spent, times: float = 1) -> None:
+    """Adds what something takes that runs `times` times."""
+    for place, seconds in other.by_place.items():
+      self.by_place[place] += seconds * times
+    self.hidden += other.hidden * times
+
+  def time(self, source: str, error: float) -> Time:
+    """Returns it as a plan has it."""
+    parts: dict[str, float] = dict.fromkeys(TIME_PARTS, 0.0)
+    modules: collections.Counter[str] = collections.Counter()
+    for (part, module), seconds in self.by_place.items():
+      parts[part] += seconds
+      modules[module] += seconds
+    parts = {name: seconds for name, seconds in parts.items() if seconds}
+    return Time(sum(parts.values()), parts, self.hidden, dict(modules.most_common()), source, error)
+
+
+def program_time(
+  proto: bytes, target: Target, kernels: Sequence[KernelGroup] = ()
+) -> tuple[Time | None, tuple[str, ...]]:
+  """Returns the time of a serialised program, and a note if it cannot be read. Never raises."""
+  if not proto:
+    return None, ()
+  try:
+    runs = {kernel.name: kernel.flops // max(1, kernel.count) for kernel in kernels}
+    return compiled_time(parse(proto), target, runs), ()
+  except Exception as error:
+    return None, (f"the time of the compiled program cannot be read: {type(error).__name__}: {error}"[:200],)
+
+
+def compiled_time(module: HloModule, target: Target, kernels: Mapping[str, int] | None = None) -> Time | None:
+  """Returns the time of a step, or `None` if the target has no published rates.
+
+  Args:
+    module: the compiled program.
+    target: its target.
+    kernels: FLOPs of one run of a fused kernel by its name, as the traced program states them.
+  """
+  if target.kind not in _SOURCES or not target.flops or not target.bandwidth:
+    return None
+  spent = _Walk(target, kernels or {}).run(module.entry)
+  return spent.time(_SOURCES[target.kind], _ERRORS[target.kind])
+
+
+class _Walk:
+  def __init__(self, target: Target, kernels: Mapping[str, int]):
+    self._target = target
+    self._kernels = kernels
+    self._clock = float(target.speeds.get("clock", 0))
+    self._done: dict[HloComputation, Spent] = {}
+    self._cache: collections.OrderedDict[HloInstruction, int] = collections.OrderedDict()
+
+  def run(self, computation: HloComputation) -> Spent:
+    """Returns what one run of a computation takes."""
+    if computation not in self._done:
+      self._done[computation] = self._run(computation)
+    return self._done[computation]
+
+  def _run(self, computation: HloComputation) -> Spent:
+    spent = Spent(collections.Counter())
+    now = 0.0
+    free: collections.Counter[str] = collections.Counter()  # when the links, copies and host are free again
+    ends: dict[HloInstruction | str, tuple[float, float, tuple[str, str]]] = {}
+    for instruction in computation.instructions:
+      if (key := _begins(instruction)) is not None:
+        part, seconds = self._beside(instruction, computation)
+        free[part] = max(now, free[part]) + seconds
+        ends[key] = free[part], seconds, (part, _module(instruction))
+        continue
+      if (key := _awaits(instruction)) is not None and key in ends:
+        end, seconds, place = ends.pop(key)
+        wait = max(0.0, end - now)
+        spent.by_place[place] += wait
+        spent.hidden += max(0.0, seconds - wait)
+        now += wait
+        continue
+      took = self._one(instruction)
+      spent.add(took)
+      now += took.seconds
+    for _, seconds, _ in ends.values():  # what ends in another computation
+      spent.hidden += seconds
+    return spent
+
+  def _one(self, instruction: HloInstruction) -> Spent:
+    """Returns what an instruction takes with all that it calls."""
+    spent = Spent(collections.Counter())
+    if instruction.op == "while":
+      for called in instruction.called:
+        spent.add(self.run(called), trips(instruction) or 1)
+    elif instruction.op == "conditional":
+      spent.add(max((self.run(called) for called in instruction.called), key=lambda branch: branch.seconds))
+    elif instruction.op == "call":
+      spent.add(self.run(instruction.called[0]))
+    elif instruction.op not in _FREE:
+      part, seconds, named = self._operation(instruction)
+      if seconds:
+        spent.by_place[part, _module(named)] += seconds
+    return spent
+
+  def _operation(self, instruction: HloInstruction) -> tuple[str, float, HloInstruction]:
+    """Returns part, seconds, and the instruction that says the module."""
+    inner = list(_inside(instruction))
+    for one in inner:
+      if _collective(one) and not _chain(one):
+        return "collectives", self._collective(one, instruction), one
+    products = [(one, found) for one in inner if (found := product_of(one)) is not None]
+    kernel = instruction.op == "custom-call" and any(
+      name in instruction.proto.custom_call_target for name in _KERNELS
+    )
+    if kernel:
+      part, named = "attention kernels", instruction
+    elif products:
+      named, largest = max(products, key=lambda found: found[1].flops)
+      part = "convolutions" if largest.convolution else "products"
+    else:
+      named = instruction
+      part = "copies" if all(one.op in _COPIES for one in inner if one is not instruction) else "element-wise"
+      if len(inner) == 1:
+        part = "copies" if instruction.op in _COPIES else "element-wise"
+    if (cycles := self._cycles(instruction)) is not None:
+      return part, cycles / self._clock, named
+    if self._target.kind == "tpu" and instruction.op == "custom-call" and not kernel:
+      return part, 0.0, named
+    read, written = self._bytes(instruction)
+    seconds = memory_seconds(self._target, *read) + memory_seconds(self._target, written)
+    if kernel:
+      seconds = max(seconds, self._kernel(instruction))
+    else:
+      work = sum(self._product(product) for _, product in products)
+      seconds = max(seconds, work)
+    return (
+      part,
+      seconds + launch_seconds(self._target),
+      named,
+    )
+
+  def _cycles(self, instruction: HloInstruction) -> int | None:
+    if not self._clock:
+      return None
+    cycles = int(instruction.config.get("window_config", {}).get("estimated_cycles", _SENTINEL))
+    return cycles if cycles < _SENTINEL else None
+
+  def _product(self, product: Product) -> float:
+    return product_seconds(self._target, product.dtype, product.shape, product.batch)
+
+  def _kernel(self, instruction: HloInstruction) -> float:
+    """Returns the seconds of a fused kernel's FLOPs."""
+    cost = instruction.config.get("custom_call_config", {}).get("cost_estimate", {})
+    flops = int(cost.get("flops", 0)) or next(
+      (n for name, n in self._kernels.items() if name and name in instruction.op_name), 0
+    )
+    dtypes = [shape.dtype for operand in instruction.operands for shape in operand.shapes]
+    dtype = "float8_e4m3fn" if dtypes and dtypes[0].startswith("f8") else "bfloat16"
+    _, rate = unit_rate(self._target, dtype)
+    return flops / (rate * efficiency(self._target, "kernels"))
+
+  def _bytes(self, instruction: HloInstruction) -> tuple[tuple[int, int], int]:
+    """Returns bytes read from memory and from the cache, and written."""
+    read, written = moved_bytes(instruction)
+    cached = 0
+    for operand, nbytes in read.items():
+      if operand in self._cache:
+        cached += nbytes
+    room = 0.5 * self._target.cache if self._target.kind == "gpu" else 0
+    self._cache[instruction] = written
+    while self._cache and sum(self._cache.values()) > room:
+      self._cache.popitem(last=False)
+    return (sum(read.values()) - cached, cached), written
+
+  def _collective(self, collective: HloInstruction, outer: HloInstruction | None = None) -> float:
+    """Returns the seconds of a collective, or of the fusion that it is in."""
+    operation = collective.op.removesuffix("-start")
+    nbytes = sum(shape.nbytes for shape in collective.shapes)
+    if outer is not None and outer is not collective and operation == "all-reduce":
+      kept = sum(shape.nbytes for shape in outer.shapes)
+      if kept < nbytes:  # each device keeps its share
+        operation, nbytes = "reduce-scatter", kept
+    return collective_seconds(self._target, operation, nbytes, group_of(collective))
+
+  def _beside(self, start: HloInstruction, scope: HloComputation) -> tuple[str, float]:
+    """Returns part and seconds of what an instruction starts."""
+    for inner in _inside(start):
+      if _collective(inner):
+        nbytes = sum(shape.nbytes for shape in inner.shapes)
+        if inner.op.endswith("-start"):
+          done = done_of(inner, scope)
+          nbytes = sum(shape.nbytes for shape in done.shapes) if done is not None else nbytes
+        operation = inner.op.removesuffix("-start")
+        return "collectives", collective_seconds(self._target, operation, nbytes, group_of(inner))
+    done = done_of(start, scope)
+    shapes = done.shapes if done is not None else start.shapes[:1]
+    nbytes = sum(shape.nbytes for shape in shapes)
+    if HOST in {shape.space for shape in start.shapes}:
+      return "host", host_seconds(self._target, nbytes)
+    both_ways = 2 if all(shape.space == 0 for shape in start.shapes[:2]) else 1
+    return "copies", memory_seconds(self._target, nbytes * both_ways)
+
+
+def _begins(instruction: HloInstruction) -> HloInstruction | str | None:
+  """Returns what names the asynchronous work that an instruction starts."""
+  if instruction.op.endswith("-start"):
+    return instruction
+  chain = _chain_of(instruction, "AsyncCollectiveStart")
+  return chain or None
+
+
+def _awaits(instruction: HloInstruction) -> HloInstruction | str | None:
+  """Returns what names the asynchronous work that an instruction waits for."""
+  if instruction.op.endswith("-done"):
+    found = instruction.operands[0]
+    while found.op in ("async-update", "copy", "optimization-barrier"):
+      found = found.operands[0]
+    return found
+  return _chain_of(instruction, "AsyncCollectiveDone") or None
+
+
+def _chain_of(instruction: HloInstruction, target: str) -> str:
+  """Returns the chain of a collective of a TPU that a fusion starts or ends; other fusions compute beside it."""
+  if instruction.op != "fusion":
+    return ""
+  scope = instruction.called[0].instructions
+  if not any(one.proto.custom_call_target == target for one in scope):
+    return ""
+  return next((chain for one in scope if (chain := _chain(one))), "")
+
+
+def _chain(instruction: HloInstruction) -> str:
+  return next((e.value for e in instruction.proto.frontend_attributes.map if e.key == "chain_id"), "")
+
+
+def _collective(instruction: HloInstruction) -> bool:
+  return instruction.op.removesuffix("-start") in COLLECTIVES
+
+
+def _inside(instruction: HloInstruction) -> Iterator[HloInstruction]:
+  """Yields an instruction and those that it is made of."""
+  yield instruction
+  if instruction.op in ("fusion", "async-start"):
+    for called in instruction.called:
+      for inner in called.instructions:
+        yield from _inside(inner)
+
+
+def _module(instruction: HloInstruction) -> str:
+  return layer_pattern(path_of_name(instruction.op_name))

@@ -1,0 +1,121 @@
+"""Matrix products and bytes of one instruction of a compiled program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpjax.planner.compiled._hlo import HloInstruction, numpy_name
+
+HOST = 5  # the number of the memory space of the host
+_HIGHEST = 2
+_PART = frozenset({"dynamic-slice", "gather", "slice"})
+_SEES = frozenset({"bitcast", "get-tuple-element"})
+
+
+class Product(NamedTuple):
+  """Matrix products of one instruction, or a convolution as a product.
+
+  Attributes:
+    dtype: NumPy's name of the dtype in which a GPU multiplies.
+    shape: M, N, K.
+    batch: number of products.
+    convolution: whether the traced program has it as a convolution.
+  """
+
+  dtype: str
+  shape: tuple[int, int, int]
+  batch: int
+  convolution: bool
+
+  @property
+  def flops(self) -> int:
+    """FLOPs of all of them."""
+    return 2 * self.batch * math.prod(self.shape)
+
+
+def product_of(instruction: HloInstruction) -> Product | None:
+  """Returns the product that an instruction is, or `None`."""
+  proto, target = instruction.proto, instruction.proto.custom_call_target
+  if instruction.op == "convolution" or "__cudnn$conv" in target:
+    return _convolution(instruction)
+  if instruction.op in ("dot", "scaled-dot"):
+    dims = proto.dot_dimension_numbers
+    contracted, batch = dims.lhs_contracting_dimensions, dims.lhs_batch_dimensions
+    precision: Sequence[Any] = proto.precision_config.operand_precision
+  elif "__cublas$" in target:
+    config = instruction.config.get("gemm_backend_config", {})
+    numbers = config.get("dot_dimension_numbers", {})
+    contracted = [int(i) for i in numbers.get("lhs_contracting_dimensions", ())]
+    batch = [int(i) for i in numbers.get("lhs_batch_dimensions", ())]
+    precision = config.get("precision_config", {}).get("operand_precision", ())
+  else:
+    return None
+  lhs, rhs = (operand.shapes[0] for operand in instruction.operands[:2])
+  k, many = (math.prod(lhs.dims[i] for i in axes) for axes in (contracted, batch))
+  shared = max(1, k * many)
+  shape = (math.prod(lhs.dims) // shared, math.prod(rhs.dims) // shared, k)
+  return Product(_dtype(lhs.dtype, rhs.dtype, precision), shape, many, False)
+
+
+def _convolution(instruction: HloInstruction) -> Product:
+  """Returns a convolution as a product; cuDNN's backward calls have the dimensions of the forward call."""
+  numbers, target = instruction.proto.convolution_dimension_numbers, instruction.proto.custom_call_target
+  lhs, rhs = (operand.shapes[0] for operand in instruction.operands[:2])
+  result = instruction.shapes[0]
+  out, weights = result, rhs
+  if "BackwardFilter" in target:
+    out, weights = rhs, result
+  elif "BackwardInput" in target:
+    out = lhs
+  features = max(1, out.dims[numbers.output_feature_dimension])
+  flops = 2 * math.prod(out.dims) * math.prod(weights.dims) // features
+  wide = weights.dims[numbers.kernel_input_feature_dimension] if "BackwardInput" in target else features
+  tall = max(1, math.prod(result.dims) // max(1, wide))
+  k = max(1, flops // (2 * tall * max(1, wide)))
+  precision = instruction.proto.precision_config.operand_precision
+  named = "conv_general" in instruction.op_name or "__cudnn$conv" in target
+  return Product(_dtype(lhs.dtype, rhs.dtype, precision), (tall, wide, k), 1, named)
+
+
+def _dtype(lhs: str, rhs: str, precision: Sequence[Any]) -> str:
+  """Returns the dtype in which a GPU multiplies: float32 at the highest precision alone, else TensorFloat-32."""
+  if "f32" in (lhs, rhs):
+    return "float32" if any(p in (_HIGHEST, "HIGHEST") for p in precision) else "tensorfloat32"
+  return numpy_name(lhs)
+
+
+def moved_bytes(instruction: HloInstruction) -> tuple[dict[HloInstruction, int], int]:
+  """Returns the bytes of the device's memory that an instruction reads, by operand, and those that it writes.
+
+  Of an operand that is only sliced or gathered from, the part counts; of one that is updated in place, the
+  update.
+  """
+  read = {
+    operand: sum(shape.nbytes for shape in operand.shapes if shape.space == 0)
+    for operand in instruction.operands
+  }
+  written = sum(shape.nbytes for shape in instruction.shapes if shape.space == 0)
+  if instruction.op in _PART:
+    return {instruction.operands[0]: min(written, sum(read.values()))}, written
+  if instruction.op == "dynamic-update-slice":
+    update = read[instruction.operands[1]]
+    return {instruction.operands[1]: update}, update
+  if "__cu" in instruction.proto.custom_call_target and len(instruction.shapes) > 1:
+    written -= instruction.shapes[-1].nbytes  # the workspace
+  if instruction.op != "fusion":
+    return read, written
+  scope = instruction.called[0]
+  for operand, parameter in zip(instruction.operands, scope.parameters(), strict=True):
+    users = [i for i in scope.instructions if parameter in i.operands]
+    while len(users) == 1 and users[0].op in _SEES:
+      seen = users[0]
+      parameter, users = seen, [i for i in scope.instructions if seen in i.operands]
+    if users and all(user.op in _PART and user.operands[0] is parameter for user in users):
+      read[operand] = min(read[operand], sum(shape.nbytes for user in users for shape in user.shapes))
+    elif users and all(u.op == "dynamic-update-slice" and u.operands[0] is parameter for u in users):
+      update = sum(shape.nbytes for user in users for shape in user.operands[1].shapes)
+      written += update - min(written, read[operand])
+      read[operand] = 0
+  return read, written

@@ -1,0 +1,155 @@
+"""Seconds of a product, of bytes in memory, of a collective and of a transfer to the host, on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from mpjax import formats
+from mpjax.planner._targets import Target
+
+# Used where a target's file does not have a measured share of a peak.
+_EFFICIENCY = {"memory": 0.9, "interconnect": 0.8, "kernels": 0.5, "products": 0.75}
+# Rows and columns of a result that one multiprocessor computes, and the share of its rate that this reaches:
+# a smaller tile reads more of its operands for each product of two numbers.
+_TILES = ((256, 128, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
+_PARTS_OF_K = (1, 2, 4, 8)
+_FILL = 128  # the depth K that passes before a tile's pipeline is full, and while it empties
+_LATENCY = 1e-6
+
+
+def efficiency(target: Target, name: str) -> float:
+  """Returns the share of a peak that large work reaches, by dtype or `memory`, `interconnect`, `kernels`."""
+  known: Mapping[str, float] = target.speeds.get("efficiency", {})
+  if name in known:
+    return known[name]
+  return _EFFICIENCY.get(name) or known.get("products", _EFFICIENCY["products"])
+
+
+def unit_rate(target: Target, dtype: str) -> tuple[str, float]:
+  """Returns the dtype in which a target multiplies, and its published peak rate in FLOP/s.
+
+  Args:
+    target: the target.
+    dtype: NumPy's name of the operands' dtype, or `tensorfloat32`.
+  """
+  bits = formats.narrow_bits(dtype)
+  if bits:
+    dtype = f"float{bits}" if formats.runs_on(target.matrix_units, dtype) else "bfloat16"  # widened to it
+  rate = target.flops.get(dtype) or target.flops.get("float32") or max(target.flops.values())
+  return dtype, rate
+
+
+def product_seconds(target: Target, dtype: str, shape: tuple[int, int, int], batch: int = 1) -> float:
+  """Returns the seconds that the matrix units take for `batch` products.
+
+  On a GPU, tiles of the result are divided over the multiprocessors, and the last round of tiles may leave
+  some of them idle; a deep product of few tiles is divided along K. On a TPU, each of M, N and K fills the
+  units to a multiple of 128.
+
+  Args:
+    target: the target.
+    dtype: NumPy's name of the operands' dtype, or `tensorfloat32`.
+    shape: M, N and K.
+    batch: number of products.
+  """
+  name, peak = unit_rate(target, dtype)
+  rate = peak * efficiency(target, name)
+  m, n, k = shape
+  if target.kind != "gpu" or name == "float32":
+    return 2 * batch * m * n * (_up(k, 128) if target.kind == "tpu" else k) / rate
+  units = int(target.cuda.get("core_count", 100))
+  best = math.inf
+  for high, wide, share in _TILES:
+    for tall, broad in {(high, wide), (wide, high)}:
+      tiles = batch * math.ceil(m / tall) * math.ceil(n / broad)
+      for parts in _PARTS_OF_K if tiles < units else (1,):
+        depth = k / parts + _FILL + (_FILL if parts > 1 else 0)
+        rounds = math.ceil(tiles * parts / units)
+        best = min(best, rounds * units * 2 * tall * broad * depth / (rate * share))
+  return best
+
+
+def memory_seconds(target: Target, nbytes: float, cached: float = 0) -> float:
+  """Returns the seconds that the memory takes for bytes read and written, and for `cached` bytes more."""
+  faster = target.speeds.get("cache", 1.0)
+  return (nbytes + cached / faster) / (target.bandwidth * efficiency(target, "memory"))
+
+
+def host_seconds(target: Target, nbytes: float) -> float:
+  """Returns the seconds of a transfer between the device and the memory of its host."""
+  return nbytes / target.speeds.get("host", 1.5e10)
+
+
+def launch_seconds(target: Target) -> float:
+  """Returns the seconds from the end of a small kernel to the start of the next one."""
+  return float(target.speeds.get("launch", 0.0))
+
+
+def collective_seconds(target: Target, operation: str, nbytes: float, group: Sequence[int]) -> float:
+  """Returns the seconds of a collective.
+
+  The bytes that cross are those of ring algorithms (Thakur et al., 2005; for meshes and tori: the chapter
+  on sharding of "How to Scale Your Model"): (n - 1) / n of the result of an all-gather, and twice that for an
+  all-reduce.
+
+  Args:
+    target: the target.
+    operation: HLO's name for it.
+    nbytes: bytes of the result on one device.
+    group: numbers of the devices that exchange with each other.
+  """
+  n = len(group)
+  if n < 2:
+    return 0.0
+  share = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
+  sent = nbytes * share.get(operation, (n - 1) / n)
+  if target.kind == "gpu":
+    return sent / _network(target, operation, group) + _LATENCY * math.log2(n)
+  sides = _spanned(target, n)
+  reached = target.interconnect * efficiency(target, "interconnect")
+  link = reached / (2 * len(_sides(target)))
+  hops = sum(side // 2 if ring else side - 1 for side, ring in sides) * _LATENCY
+  if operation == "collective-permute":
+    return sent / link + _LATENCY
+  if operation.endswith("all-to-all"):
+    # A byte passes a quarter of the ring on average, half as much again without a link between its ends.
+    longest, ring = max(sides)
+    return nbytes * longest / (8 if ring else 4) / link + hops
+  return sent / (link * sum(2 if ring else 1 for _, ring in sides)) + hops
+
+
+def _network(target: Target, operation: str, group: Sequence[int]) -> float:
+  """Returns the bytes/s at which each GPU of a group sends."""
+  inside = (target.interconnect or target.speeds.get("host", 1.5e10)) * efficiency(target, "interconnect")
+  each = _sides(target)[-1]
+  together = sum(device // each == group[0] // each for device in group)
+  if together == len(group):
+    return float(inside)
+  # The rings of a host's GPUs leave it by different cards; in an all-to-all, each GPU has its own card.
+  cards = 1 if operation.endswith("all-to-all") or operation == "collective-permute" else together
+  return float(min(inside, cards * target.speeds.get("network", 2.5e9) * efficiency(target, "interconnect")))
+
+
+def _sides(target: Target) -> tuple[int, ...]:
+  """Returns the sides of a slice in chips; for GPUs, the number of hosts and of the GPUs of each."""
+  sides = tuple(int(side) for side in target.topology.rpartition(":")[2].split("x") if side)
+  return sides or (1, target.devices)
+
+
+def _spanned(target: Target, n: int) -> list[tuple[int, bool]]:
+  """Returns the chips along each axis of the slice that a group spans, and whether they close a ring."""
+  sides = sorted(_sides(target), reverse=True)
+  left = math.ceil(n * math.prod(sides) / max(1, target.devices)) if n < target.devices else math.prod(sides)
+  spanned = []
+  for side in sides:
+    taken = min(side, left)
+    if taken > 1:
+      every = int(target.speeds.get("ring", 0))
+      spanned.append((taken, taken == side and bool(every) and side % every == 0))
+    left = math.ceil(left / taken)
+  return spanned or [(2, True)]
+
+
+def _up(size: int, unit: int) -> int:
+  return math.ceil(size / unit) * unit
