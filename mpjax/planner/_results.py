@@ -223,8 +223,9 @@ class Floor:
     seconds: the longest of the parts.
     parts: seconds of `matrix units`, `memory` and `interconnect`.
     bound: name of the longest part.
-    moved_bytes: the least bytes that the memory must move: those that the target's cache cannot keep.
-    touched_bytes: bytes that the step reads and writes, including those in the cache.
+    moved_bytes: the least bytes that the memory must move: state, batch, results, and the activations that the
+      target's cache cannot keep.
+    touched_bytes: the same with all activations.
     cache: bytes of the cache: the L2 of a GPU, the memory on a TPU's chip.
   """
 

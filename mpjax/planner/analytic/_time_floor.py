@@ -27,6 +27,9 @@ def time_floor(
 ) -> Floor | None:
   """Returns the shortest time of a step, or `None` if the target has no published peak rates.
 
+  Every step reads its state and its batch from memory, and writes its results there. Only activations that
+  wait for the backward pass may stay in a cache instead.
+
   Args:
     graph: graph of the step.
     arguments: the leaves of its arguments.
@@ -37,8 +40,10 @@ def time_floor(
   """
   if not target.flops or not target.bandwidth:
     return None
-  written = _written_bytes(graph, arguments, target.kind)
-  moved = _moved_bytes(memory, written, target.cache)
+  state = sum(memory.parts.get(name, 0) for name in ARGUMENT_PARTS)
+  state += _written_bytes(graph, arguments, target.kind)
+  touched = state + 2 * memory.saved_bytes
+  moved = state + 2 * max(0, memory.saved_bytes - target.cache)
   parts = {
     "matrix units": _seconds_on_units(graph, target, devices),
     "memory": moved / target.bandwidth,
@@ -46,7 +51,7 @@ def time_floor(
   if collectives and target.interconnect and devices > 1:
     parts["interconnect"] = sum(c.sent for c in collectives) / target.interconnect
   bound = max(parts, key=lambda name: parts[name])
-  return Floor(parts[bound], parts, bound, moved, _moved_bytes(memory, written, 0), target.cache)
+  return Floor(parts[bound], parts, bound, moved, touched, target.cache)
 
 
 def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:
@@ -70,18 +75,6 @@ def _rate(operation: GraphOperation, target: Target) -> float:
   if bits:
     name = f"float{bits}" if formats.runs_on(target.matrix_units, dtype) else "bfloat16"  # widened to it
   return target.flops.get(name) or target.flops.get("float32") or max(target.flops.values())
-
-
-def _moved_bytes(memory: Memory, written: int, cache: int) -> int:
-  """Returns the least bytes to move: arguments read, results written, activations both ways.
-
-  Args:
-    memory: memory of the step.
-    written: bytes of its results.
-    cache: bytes that a cache may keep from one step or pass to the next.
-  """
-  read = sum(memory.parts.get(name, 0) for name in ARGUMENT_PARTS)
-  return max(0, read - cache) + max(0, written - cache) + 2 * max(0, memory.saved_bytes - cache)
 
 
 def _written_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:

@@ -314,7 +314,10 @@ def _time(plans: Sequence[PlanFigures]) -> TextSection | None:
   lines = [f"The time is an estimate {origin}." for origin in origins]
   lines.append("The floor is that of the target's published peaks. It bounds the time from below.")
   for cache in dict.fromkeys(f.cache for f in floors if f and f.moved_bytes < f.touched_bytes):
-    lines.append(f"A cache of {bytes_text(cache)} may keep that many bytes; the bytes moved leave them out.")
+    lines.append(
+      f"A cache of {bytes_text(cache)} may keep that many bytes of saved activations; the bytes moved leave "
+      "them out."
+    )
   return beside("Time of a step", [plan.label for plan in plans], groups, lines, name="time")
 
 

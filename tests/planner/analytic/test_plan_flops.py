@@ -207,3 +207,15 @@ def test_the_floor_takes_the_cheapest_branch():
   x = S((256, 256), F32)
   plan = mpjax.plan(step, x, x, target="h200", compile=False)
   assert plan.floor.parts["matrix units"] == 0
+
+
+def test_the_floor_moves_state_batch_and_results_whatever_a_cache_holds():
+  loss = lambda w, b: jnp.mean(jnp.tanh(b @ w) ** 2)
+  step = lambda w, b: w - jax.grad(loss)(w, b)
+  w, b = S((512, 1024), F32), S((32, 512), F32)  # 4.3 MB, and an activation of 131 kB
+  state = 2 * 512 * 1024 * 4 + 32 * 512 * 4
+  for target, bandwidth in (("h200", 4.8e12), ("v5e", 8.19e11)):
+    floor = mpjax.plan(step, w, b, target=target, compile=False, donate_argnums=0).floor
+    assert (floor.bound, floor.moved_bytes) == ("memory", state), target
+    assert floor.seconds == pytest.approx(state / bandwidth), target
+    assert state < floor.touched_bytes <= state + 4 * 32 * 1024 * 4
