@@ -136,7 +136,7 @@ def plan(
     parameters=traced.parameters,
     memory=memory,
     compiled=compiled,
-    inference=_inference(traced, products),
+    inference=_inference(traced, graph),
     checkpoint=sum(a.whole for a in traced.arguments if a.part != "batch"),
     products=products,
     collectives=collectives,
@@ -182,9 +182,9 @@ def _by_the_compiler(
   return reading.compiled, reading.collectives, (*reading.notes, *note), time
 
 
-def _inference(traced: TracedStep, products: tuple[ProductGroup, ...]) -> int:
+def _inference(traced: TracedStep, graph: Graph) -> int:
   """Returns the bytes of the weights in the dtype for serving."""
-  dtype = traced.policy.compute_dtype if traced.policy is not None else serving_dtype(products)
+  dtype = traced.policy.compute_dtype if traced.policy is not None else serving_dtype(graph)
   return sum(
     a.elements * np.dtype(dtype).itemsize if jax.dtypes.issubdtype(a.dtype, np.floating) else a.whole
     for a in traced.weights
@@ -211,7 +211,7 @@ def _notes(traced: TracedStep, graph: Graph, products: Sequence[ProductGroup], d
     if a.part == "master weights"
   }
   notes += padding_advice(graph, device, weights)
-  half = serving_dtype(tuple(products)).name
+  half = serving_dtype(graph).name
   other = _OTHER_HALF.get(half, half)
   if not runs_on(device.matrix_units, half) and runs_on(device.matrix_units, other):
     notes.append(

@@ -121,6 +121,7 @@ class ProductGroup:
     flops: FLOPs of all of them.
     eligible: whether the product runs on the matrix units at full rate.
     why: what prevents it; empty if it is eligible.
+    passes: number of products in `dtype` that make up one product of float32 operands; 1 for others.
   """
 
   path: str
@@ -134,6 +135,12 @@ class ProductGroup:
   flops: int
   eligible: bool
   why: str
+  passes: int = 1
+
+  @property
+  def units(self) -> str:
+    """The dtype in which the target multiplies, with the passes if there are several: `bfloat16 x3`."""
+    return self.dtype if self.passes == 1 else f"{self.dtype} x{self.passes}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,8 +230,8 @@ class Floor:
     seconds: the longest of the parts.
     parts: seconds of `matrix units`, `memory` and `interconnect`.
     bound: name of the longest part.
-    moved_bytes: the least bytes that the memory must move: state, batch, results, and the activations that the
-      target's cache cannot keep.
+    moved_bytes: the least bytes that the memory must move: state, batch, results, and the activations that
+      the target's cache cannot keep.
     touched_bytes: the same with all activations.
     cache: bytes of the cache: the L2 of a GPU, the memory on a TPU's chip.
   """
@@ -343,10 +350,13 @@ class PlanFigures:
     return sum(self.memory.parts.get(part, 0) for part in chosen) / max(1, self.parameters)
 
   def matrix_flops(self) -> dict[str, int]:
-    """Returns the FLOPs of matrix products by dtype, the most first."""
+    """Returns the FLOPs of matrix products by dtype (with its passes: `bfloat16 x3`), the most first.
+
+    A product in several passes counts the FLOPs of one.
+    """
     total: dict[str, int] = {}
     for product in self.products:
-      total[product.dtype] = total.get(product.dtype, 0) + product.flops
+      total[product.units] = total.get(product.units, 0) + product.flops
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
   @property

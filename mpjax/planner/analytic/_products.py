@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 from mpjax import formats
 from mpjax._render.plain_text import bytes_text
 from mpjax._types import JaxprEqn
+from mpjax.formats._passes import passes_of
 from mpjax.jaxpr import Trait, dtype_of, has, is_recomputation, layer_pattern, shape_of
 from mpjax.planner._results import KernelGroup, ProductGroup
 from mpjax.planner._targets import Target
@@ -20,7 +22,8 @@ from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 from mpjax.products import is_fp8
 from mpjax.products._spec import Spec
 
-_TF32 = ("TF32", "tensorfloat32", "tf32")
+# The number of bfloat16 passes of a TPU for a float32 product, by precision.
+_TPU_PASSES = {"": 1, "HIGH": 3, "HIGHEST": 6}
 # Padding by more than this share of a weight costs more than it gains.
 _WORTH_PADDING = 0.25
 
@@ -97,7 +100,7 @@ def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, i
   for operation, _ in graph.every_operation():
     if not operation.flops or has(operation.equation, Trait.KERNEL):
       continue
-    dtype = unit_dtype(operation, target)
+    dtype = units_of(operation, target).dtype
     sizes, needed = product_sizes(operation), padded_sizes(operation, target)
     if not formats.runs_on(target.matrix_units, dtype):
       continue
@@ -143,21 +146,38 @@ def product_sizes(operation: GraphOperation) -> tuple[int, int, int]:
 
 def padded_sizes(operation: GraphOperation, target: Target) -> tuple[int, int, int]:
   """Returns the next M, N, K at which the target's units run the product at full rate."""
-  return formats.padded(target.matrix_units, unit_dtype(operation, target), *product_sizes(operation))
+  return formats.padded(target.matrix_units, units_of(operation, target).dtype, *product_sizes(operation))
 
 
-def unit_dtype(operation: GraphOperation, target: Target) -> str:
-  """Returns the dtype in which a target multiplies: TensorFloat-32 for float32 on a GPU that has it."""
+class Units(NamedTuple):
+  """The dtype in which matrix units multiply, and the number of their passes for one product."""
+
+  dtype: str
+  passes: int = 1
+
+
+def units_of(operation: GraphOperation, target: Target) -> Units:
+  """Returns how a target's units multiply: float32 operands in TensorFloat-32, or in bfloat16 passes."""
   equation = operation.equation
   if is_fp8(equation):
-    return _narrow_dtype(equation.params["spec"], target)
+    return Units(_narrow_dtype(equation.params["spec"], target))
+  dtype = _operand_dtype(equation)
+  if dtype != np.float32:
+    return Units(dtype.name)
+  if passes := passes_of(equation.params.get("precision")):
+    return Units(passes.dtype, passes.count)
+  precision = precision_of(equation)
+  if target.kind == "tpu":
+    return Units("bfloat16", _TPU_PASSES[precision])
+  on_units = target.kind == "gpu" and formats.runs_on(target.matrix_units, "tensorfloat32")
+  return Units("tensorfloat32" if on_units and precision != "HIGHEST" else "float32")
+
+
+def _operand_dtype(equation: JaxprEqn) -> np.dtype:
   dtypes = [jnp.dtype(dtype_of(atom)) for atom in equation.invars[:2]]
   if "originals" in equation.params:  # a product under autocast, which rounds a float32 operand
-    return min(dtypes, key=lambda dtype: dtype.itemsize).name
-  dtype = dtypes[0] if dtypes[0] == dtypes[1] else jnp.promote_types(*dtypes)
-  if dtype == np.float32 and target.kind == "gpu" and precision_of(equation) != "HIGHEST":
-    return "tensorfloat32" if formats.runs_on(target.matrix_units, "tensorfloat32") else dtype.name
-  return dtype.name
+    return min(dtypes, key=lambda dtype: dtype.itemsize)
+  return dtypes[0] if dtypes[0] == dtypes[1] else jnp.promote_types(*dtypes)
 
 
 def _narrow_dtype(spec: Spec, target: Target) -> str:
@@ -179,8 +199,6 @@ def precision_of(equation: JaxprEqn) -> str:
     return ""
   both = asked if isinstance(asked, tuple) else (asked,)
   names = [getattr(one, "name", str(one)) for one in both]
-  if any(word in name for name in names for word in _TF32):
-    return ""
   if any("HIGHEST" in name or "F32_F32" in name for name in names):
     return "HIGHEST"
   return "HIGH" if "HIGH" in names else ""
@@ -194,7 +212,7 @@ def _float_dtypes(equation: JaxprEqn) -> list[np.dtype]:
 
 def _product(operation: GraphOperation, target: Target) -> ProductGroup:
   sizes = product_sizes(operation)
-  dtype = unit_dtype(operation, target)
+  dtype, passes = units_of(operation, target)
   wanted = formats.padded(target.matrix_units, dtype, *sizes)
   fits = formats.eligible(target.matrix_units, dtype, *sizes)
   one = 2 * math.prod(sizes)
@@ -210,6 +228,7 @@ def _product(operation: GraphOperation, target: Target) -> ProductGroup:
     flops=0,
     eligible=fits,
     why="" if fits else _why(dtype, sizes, wanted, target),
+    passes=passes,
   )
 
 
@@ -241,11 +260,11 @@ def _weight(value: GraphValue) -> GraphValue | None:
   return None
 
 
-def serving_dtype(products: tuple[ProductGroup, ...]) -> np.dtype:
-  """Returns the dtype of most of the FLOPs, in which the weights would be served."""
-  total: dict[str, int] = {}
-  for product in products:
-    name = "bfloat16" if formats.narrow_bits(product.dtype) else product.dtype
-    total[name] = total.get(name, 0) + product.flops
-  best = max(total, key=lambda name: total[name], default="float32")
-  return jax.dtypes.canonicalize_dtype("float32" if best == "tensorfloat32" else best)
+def serving_dtype(graph: Graph) -> np.dtype:
+  """Returns the dtype of the operands of most of the FLOPs, in which the weights would be served."""
+  total = Counter({np.dtype(np.float32): 0})
+  for operation, times in graph.every_operation():
+    if operation.flops and not has(operation.equation, Trait.KERNEL):
+      dtype = jnp.dtype(jnp.bfloat16) if is_fp8(operation.equation) else _operand_dtype(operation.equation)
+      total[dtype] += operation.flops * times
+  return jax.dtypes.canonicalize_dtype(total.most_common(1)[0][0])

@@ -11,10 +11,7 @@ from mpjax.planner._results import ARGUMENT_PARTS, Collective, Floor, Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation
 from mpjax.planner.analytic._memory import device_sizes
-from mpjax.planner.analytic._products import precision_of, unit_dtype
-
-# The number of bfloat16 passes of a TPU for a float32 product, by precision.
-_PASSES = {"HIGH": 3, "HIGHEST": 6}
+from mpjax.planner.analytic._products import units_of
 
 
 def time_floor(
@@ -67,14 +64,12 @@ def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:
 
 
 def _rate(operation: GraphOperation, target: Target) -> float:
-  """Returns the published peak rate, in FLOP/s, for the dtype in which a target multiplies."""
-  dtype = unit_dtype(operation, target)
-  if target.kind == "tpu" and dtype == "float32":
-    return target.flops["bfloat16"] / _PASSES.get(precision_of(operation.equation), 1)
+  """Returns the published peak rate, in FLOP/s, for the dtype in which a target multiplies, by its passes."""
+  dtype, passes = units_of(operation, target)
   name, bits = dtype, formats.narrow_bits(dtype)
   if bits:
     name = f"float{bits}" if formats.runs_on(target.matrix_units, dtype) else "bfloat16"  # widened to it
-  return target.flops.get(name) or target.flops.get("float32") or max(target.flops.values())
+  return (target.flops.get(name) or target.flops.get("float32") or max(target.flops.values())) / passes
 
 
 def _written_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:

@@ -239,7 +239,8 @@ def _for_outputs(plan: PlanFigures) -> Iterator[str]:
 def _for_time(plan: PlanFigures) -> Iterator[str]:
   padding = [note for note in plan.notes if note.startswith(_PADDING)]
   flops = plan.matrix_flops()
-  if plan.floor and flops and next(iter(flops)) in _WIDE:
+  first = next(iter(flops), "")
+  if plan.floor and (first in _WIDE or " x" in first):
     yield "a policy in half precision (bf16 or fp16) multiplies at a higher rate"
   if padding:
     more = f" ({len(padding) - 1} more in the table notes)" if padding[1:] else ""
@@ -255,7 +256,9 @@ def _for_time(plan: PlanFigures) -> Iterator[str]:
 def _row(plan: PlanFigures) -> list[str]:
   flops: dict[str, int] = {}
   for dtype, count in plan.matrix_flops().items():
+    dtype, _, passes = dtype.partition(" ")
     name = next((short for full, short in _SHORT.items() if dtype.startswith(full)), dtype)
+    name = f"{name} {passes}".rstrip()
     flops[name] = flops.get(name, 0) + count
   whole = max(1, sum(flops.values()))
   first = max(flops, key=lambda name: flops[name], default="-")
