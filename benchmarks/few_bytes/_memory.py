@@ -11,7 +11,8 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks._record import compiler_figures, origin
 from benchmarks.few_bytes._variants import VARIANTS, update_of
-from mpjax.planner.compiled import parse
+from mpjax.planner.compiled import module_proto, parse
+from mpjax.planner.compiled._hlo import HloInstruction, start_of
 
 WIDTH, LAYERS = 2048, 4
 SHAPES = {
@@ -25,7 +26,7 @@ SHAPES = {
   for i in range(LAYERS)
 }
 MOVE_NOTHING = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "opt-barrier")
-ASYNCHRONOUS = ("copy-start", "slice-start")
+ASYNCHRONOUS = ("copy-start", "slice")
 
 
 def measure(target: str, device: Any) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def measure(target: str, device: Any) -> dict[str, Any]:
       "name": name,
       "held": (figures["argument_bytes"] - gradients) / count,
       "temporaries": figures["temp_bytes"] / count,
-      "accessed": main_memory_bytes(compiled.as_text()) / count,
+      "accessed": main_memory_bytes(module_proto(compiled)) / count,
       "peak": figures["peak_bytes"] / count,
     }
     report["rows"].append(row)
@@ -66,7 +67,7 @@ def measure(target: str, device: Any) -> dict[str, Any]:
   return report | {"parameters": count}
 
 
-def main_memory_bytes(hlo: str) -> int:
+def main_memory_bytes(proto: bytes) -> int:
   """Returns what a compiled program without loops reads from the device's main memory, and writes to it.
 
   Operands and results of each kernel count where they are in that memory. What a TPU copies into the memory
@@ -75,23 +76,25 @@ def main_memory_bytes(hlo: str) -> int:
   Raises:
     ValueError: for an instruction whose operands do not say what it moves.
   """
-  module = parse(hlo)
-  entry = module.computations[module.entry]
-  in_main_memory = lambda shapes: sum(shape.nbytes for shape in shapes if shape.space == 0)
   total = 0
-  for instruction in entry.values():
+  for instruction in parse(proto).entry.instructions:
     if instruction.op in MOVE_NOTHING or instruction.op.endswith("-start"):
       continue
-    total += in_main_memory(instruction.shapes)
+    total += _in_main_memory(instruction)
     if instruction.op.endswith("-done"):
-      start = entry[instruction.operands[0]]
-      if start.op not in ASYNCHRONOUS:
-        raise ValueError(f"{start.name}: expected {' or '.join(ASYNCHRONOUS)}, not {start.op}")
+      start = start_of(instruction)
+      runs = [start.op, *(called.root.op for called in start.called)]
+      if not set(runs) & set(ASYNCHRONOUS):
+        raise ValueError(f"{start.name}: expected {' or '.join(ASYNCHRONOUS)}, not {runs[-1]}")
       # A slice reads as much as it writes, and not the whole of its operand.
-      if in_main_memory(entry[start.operands[0]].shapes):
+      if _in_main_memory(start.operands[0]):
         total += sum(shape.nbytes for shape in instruction.shapes)
     elif instruction.op in ("while", "conditional", "call"):
       raise ValueError(f"{instruction.name}: its operands do not say what a {instruction.op} moves")
     else:
-      total += sum(in_main_memory(entry[operand].shapes) for operand in instruction.operands)
+      total += sum(map(_in_main_memory, instruction.operands))
   return total
+
+
+def _in_main_memory(instruction: HloInstruction) -> int:
+  return sum(shape.nbytes for shape in instruction.shapes if shape.space == 0)

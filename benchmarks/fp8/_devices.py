@@ -42,7 +42,7 @@ import mpjax
 from benchmarks._record import compiler_figures, origin, write
 from benchmarks.fp8._suite import without_json
 from mpjax.planner import get_target
-from mpjax.planner.compiled import kernel_products, parse
+from mpjax.planner.compiled import kernel_products, module_proto, parse
 
 _DUMP = pathlib.Path(tempfile.gettempdir(), f"ptx-{os.getpid()}")
 ROWS, NARROW, WIDE = 8192, 2048, 8192
@@ -134,9 +134,8 @@ def measure(policy: Any, params: Any, x: Any, put: Any, on_gpu: bool) -> dict[st
   gradient = jax.grad(of, argnums=(0, 2) if delayed else 0)
   compiled = jax.jit(gradient).lower(params, x, *state).compile()
   row = compiler_figures(compiled)
-  text = compiled.as_text() or ""
   if on_gpu:
-    found = kernel_products(parse(text))
+    found = kernel_products(parse(module_proto(compiled)))
     row["share_below_16_bits"] = sum(p.flops for p in found if p.is_narrow) / sum(p.flops for p in found)
     kernels = [path for path in _DUMP.glob("*.ptx") if path.name not in before]
     counts = collections.Counter(
@@ -146,5 +145,5 @@ def measure(policy: Any, params: Any, x: Any, put: Any, on_gpu: bool) -> dict[st
       re.sub(r"\.sync\.aligned|\.cta_group::\d", "", kind): n for kind, n in sorted(counts.items())
     }
   else:
-    row["cycles"] = sum(c for c in map(int, _CYCLES.findall(text)) if c < _NO_ESTIMATE)
+    row["cycles"] = sum(c for c in map(int, _CYCLES.findall(compiled.as_text() or "")) if c < _NO_ESTIMATE)
   return row

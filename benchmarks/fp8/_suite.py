@@ -36,7 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import mpjax
 from benchmarks._described import described
 from benchmarks._record import compiler_figures, origin, write
-from mpjax.planner.compiled import KernelProduct, by_dtypes, kernel_products, parse
+from mpjax.planner.compiled import KernelProduct, by_dtypes, kernel_products, module_proto, parse
 from mpjax.train.models import GPT
 
 RECIPES = ("current", "delayed")
@@ -68,7 +68,7 @@ def measure(model: Any, tokens: Any, policy: Any, device: Any) -> dict[str, Any]
   put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)
   arguments = jax.tree.map(put, (params, tokens, *state))
   compiled = jax.jit(gradient(policy, graphdef, delayed)).lower(*arguments).compile()
-  found = kernel_products(parse(compiled.as_text() or ""))
+  found = kernel_products(parse(module_proto(compiled)))
   rows = mpjax.explain(loss, model, tokens, policy=policy).rows
   eligible = [row.flops for row in rows if row.flops and mpjax.formats.narrow_bits(row.after)]
   return {

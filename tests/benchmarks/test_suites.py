@@ -10,6 +10,7 @@ from benchmarks.few_bytes import _tracking as tracking
 from benchmarks.large_vocabulary import _suite as large_vocabulary
 from benchmarks.plan import _measured
 from benchmarks.scaling import _suite as scaling
+from tests.planner.compiled._hlo_text import computation, serialised
 
 
 def test_scaling_divides_parameters_over_fsdp(monkeypatch):
@@ -32,20 +33,18 @@ def test_a_gpu_is_found_among_the_described_ones(kind, name, monkeypatch):
 
 
 def test_the_bytes_that_a_compiled_update_moves_through_main_memory():
-  hlo = """HloModule jit_f
-
-ENTRY %main (p0: f32[8,4], p1: s8[8,4]) -> f32[8,4] {
-  %p0 = f32[8,4]{1,0} parameter(0)
-  %p1 = s8[8,4]{1,0} parameter(1)
-  %slice-start = ((f32[8,4]{1,0}), f32[2,4]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%p0), slice={[0:2], [0:4]}
-  %on_chip = f32[2,4]{1,0:S(1)} slice-done(%slice-start)
-  %both = (f32[8,4]{1,0:S(1)}, s8[8,4]{1,0}) fusion(%on_chip, %p1), kind=kLoop, calls=%body
-  %first = f32[8,4]{1,0:S(1)} get-tuple-element(%both), index=0
-  %copy-start = (f32[8,4]{1,0}, f32[8,4]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%first)
-  ROOT %out = f32[8,4]{1,0} copy-done(%copy-start)
-}"""
+  read = "%p0 = f32[8,4]{1,0} parameter(0); %p1 = s8[8,4]{1,0} parameter(1)"
+  lines = (
+    "%slice-start = ((f32[8,4]{1,0}), f32[2,4]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%p0), slice={[0:2], [0:4]};"
+    "%on_chip = f32[2,4]{1,0:S(1)} slice-done(%slice-start);"
+    "%both = (f32[8,4]{1,0:S(1)}, s8[8,4]{1,0}) custom-call(%on_chip, %p1);"
+    "%first = f32[8,4]{1,0:S(1)} get-tuple-element(%both), index=0;"
+    "%copy-start = (f32[8,4]{1,0}, f32[8,4]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%first);"
+    "ROOT %out = f32[8,4]{1,0} copy-done(%copy-start)"
+  )
+  proto = serialised(f"HloModule m, is_scheduled=true\n\n{computation('ENTRY %main', f'{read}; {lines}')}")
   a_slice, codes, out = 32, 32, 128
-  assert few_bytes.main_memory_bytes(hlo) == a_slice + 2 * codes + out
+  assert few_bytes.main_memory_bytes(proto) == a_slice + 2 * codes + out
 
 
 @pytest.mark.parametrize(
@@ -53,15 +52,18 @@ ENTRY %main (p0: f32[8,4], p1: s8[8,4]) -> f32[8,4] {
   [
     ("%x = f32[8]{0} while(%p0), condition=%c, body=%b", "what a while moves"),
     (
-      "%s = (f32[8]{0}, f32[8]{0}) async-start(%p0), calls=%c\n  %x = f32[8]{0} async-done(%s)",
-      "async-start",
+      "%s = ((f32[8]{0}), f32[8]{0}) async-start(%p0), calls=%b; %x = f32[8]{0} async-done(%s)",
+      "expected copy-start or slice, not negate",
     ),
   ],
 )
 def test_what_does_not_say_what_it_moves_is_refused(line, message):
-  hlo = f"ENTRY %main (p0: f32[8]) -> f32[8] {{\n  %p0 = f32[8]{{0}} parameter(0)\n  {line}\n}}"
+  read = "%p0 = f32[8]{0} parameter(0)"
+  called = computation("%b", f"{read}; ROOT %n = f32[8]{{0}} negate(%p0)")
+  called += computation("%c", f"{read}; ROOT %y = pred[] custom-call(%p0)")
+  proto = serialised(f"HloModule m\n\n{called}{computation('ENTRY %main', f'{read}; {line}')}")
   with pytest.raises(ValueError, match=message):
-    few_bytes.main_memory_bytes(hlo)
+    few_bytes.main_memory_bytes(proto)
 
 
 def test_the_rule_of_others_comes_back_close():

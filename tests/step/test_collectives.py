@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, AxisType
 import mpjax
 from mpjax.planner import get_target
 from mpjax.planner.compiled import _compile as compilers  # of described devices
-from mpjax.planner.compiled import _hlo  # reads a compiled program's text
+from mpjax.planner.compiled import module_proto, parse
+from mpjax.planner.compiled._hlo import start_of
 
 # Parts are whole tiles of a TPU, whose compiler pads others.
 WORDS, DIM, HIDDEN, ROWS = 512, 128, 512, 32
@@ -54,25 +55,23 @@ def a_step(
   return step, (jax.tree.map(put, state, step.layout.shardings(state)), batch)
 
 
-def crossing(text):
+def crossing(proto):
   """Elements by operation and dtype, of all and of those inside loops."""
-  module = _hlo.parse(text)
   everywhere, in_loops, chains = collections.Counter(), collections.Counter(), set()
-  for name, times, callers in module.repetitions():
+  for computation, times, callers in parse(proto).repetitions():
     loops = tuple(caller.name for caller in callers if caller.op == "while")
-    scope = module.computations[name]
-    for instruction in scope.values():
-      found = re.fullmatch(rf"({OPERATIONS})(-start)?", instruction.op)
-      chain = re.search(r'chain_id="\d+"', instruction.rest)
-      if not found or (chain and (chain[0], loops) in chains):
+    for instruction in computation.instructions:
+      operation = instruction.op.removesuffix("-done")
+      if not re.fullmatch(OPERATIONS, operation):
         continue
-      chains.add((chain and chain[0], loops))
-      # What an asynchronous one begins with names its operands, too.
-      ends = [i for i in scope.values() if i.op == f"{found[1]}-done" and instruction.name in i.operands]
-      (end,) = ends if found[2] else (instruction,)
-      for shape in end.shapes:
+      start = instruction if instruction.op == operation else start_of(instruction)
+      chain = [a.value for a in start.proto.frontend_attributes.map if a.key == "chain_id"]
+      if chain and (*chain, loops) in chains:
+        continue
+      chains.add((*chain, loops))
+      for shape in instruction.shapes:
         for counter in (everywhere, in_loops) if loops else (everywhere,):
-          counter[found[1], shape.dtype] += times * math.prod(shape.dims)
+          counter[operation, shape.dtype] += times * math.prod(shape.dims)
   return everywhere, in_loops
 
 
@@ -145,7 +144,7 @@ def test_a_program_asks_for_parameters_as_they_are_read_and_gradients_once(sizes
 )
 def test_a_compiled_program_has_that_and_nothing_in_its_loop(base, reduce_dtype, sizes):
   step, args = a_step({"base": base, "reduce_dtype": reduce_dtype}, sizes, accumulate=4)
-  everywhere, in_loops = crossing(step.jitted.lower(*args).compile().as_text())
+  everywhere, in_loops = crossing(module_proto(step.jitted.lower(*args).compile()))
   require_same(everywhere, widened(by_hand(step.policy, sizes)))
   assert not in_loops
 
@@ -160,7 +159,7 @@ def test_statistics_over_the_batch_are_all_that_crosses_within_a_micro_batch():
   sizes = {"data": 2, "fsdp": 4}
   policy = {"base": "fp16", "reduce_dtype": "float16"}
   step, args = a_step(policy, sizes, accumulate=4, loss=loss)
-  everywhere, in_loops = crossing(step.jitted.lower(*args).compile().as_text())
+  everywhere, in_loops = crossing(module_proto(step.jitted.lower(*args).compile()))
   # The mean and its gradient.
   assert in_loops == {("all-reduce", "f32"): 4 * 2 * DIM}
   require_same(everywhere, by_hand(step.policy, sizes) + in_loops)
@@ -172,7 +171,7 @@ def test_parts_of_a_product_are_reduced_and_gathered_as_parts():
   rules = {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp"), "table": ("fsdp", None)}
   policy = {"base": "fp16", "reduce_dtype": "float16"}
   step, args = a_step(policy, sizes, accumulate=4, rules=rules)
-  everywhere, in_loops = crossing(step.jitted.lower(*args).compile().as_text())
+  everywhere, in_loops = crossing(module_proto(step.jitted.lower(*args).compile()))
   products, table = 2 * DIM * HIDDEN // 2, WORDS * DIM
   assert everywhere["all-gather", "f16"] == products
   assert everywhere["all-gather", "f32"] == table
@@ -196,7 +195,7 @@ def test_programs_for_described_devices_cross_as_they_were_asked(target, base, r
   if lacks := compilers.missing(described):
     pytest.skip(lacks)
   step, args = a_step({"base": base, "reduce_dtype": reduce_dtype}, sizes, accumulate=2, target=target)
-  everywhere, in_loops = crossing(compilers.compile_step(step.jitted, args, [], described).text)
+  everywhere, in_loops = crossing(compilers.compile_step(step.jitted, args, [], described).proto)
   want = by_hand(step.policy, sizes)
   if described.kind == "tpu":
     everywhere, want = (in_all_reduces(counter, sizes.get("fsdp", 1)) for counter in (everywhere, want))

@@ -1,9 +1,10 @@
-"""A program from a target's own compiler: totals, and the parts and products read from its text."""
+"""A program from a target's own compiler: totals, and the parts and products read from its messages."""
 
 from mpjax.planner.compiled._compile import CompileError, Program, compile_step, missing
+from mpjax.planner.compiled._hlo import HloModule, parse
 from mpjax.planner.compiled._hlo_products import KernelProduct, by_dtypes, collectives, kernel_products
-from mpjax.planner.compiled._hlo_text import HloModule, parse
 from mpjax.planner.compiled._reading import Reading, read_program
+from mpjax.planner.compiled._worker import module_proto
 
 __all__ = [
   "CompileError",
@@ -16,6 +17,7 @@ __all__ = [
   "compile_step",
   "kernel_products",
   "missing",
+  "module_proto",
   "parse",
   "read_program",
 ]

@@ -56,8 +56,7 @@ class Program:
   Attributes:
     arguments, outputs, aliases, temporaries: bytes on one device.
     live: bytes of temporaries that are live at the peak, without gaps between them; 0 if not known.
-    text: its optimised HLO.
-    proto: the same as a serialised `HloModuleProto`; empty if JAX does not give it.
+    proto: the optimised program as a serialised `HloModuleProto`; empty if JAX does not give it.
     seconds: seconds of compilation.
     accessed: bytes of memory that it reads and writes, by the compiler's cost model; 0 without one.
     flops: FLOPs of all its arithmetic by the same cost model, which counts the body of a loop once.
@@ -68,7 +67,6 @@ class Program:
   aliases: int
   temporaries: int
   live: int
-  text: str
   proto: bytes
   seconds: float
   accessed: float = 0.0
@@ -186,8 +184,7 @@ def _compile_apart(program: bytes, request: dict[str, Any], target: Target, fold
     if code == 0:
       result = json.loads((folder / "result.json").read_text())
       if "error" not in result:
-        text, proto = (folder / "program.hlo").read_text(), (folder / "program.pb").read_bytes()
-        return Program(**result, text=text, proto=proto)
+        return Program(**result, proto=(folder / "program.pb").read_bytes())
       message = result["error"]
       if _is_memory(message):
         break

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpjax.planner.compiled._proto import BUFFER, DTYPES, TOKEN, TUPLE, decode
+from mpjax.planner.compiled._proto import BUFFER, DTYPES, TOKEN, TUPLE, module_class
 
 _DEPTH = 64
 _LOCAL = (1 << 32) - 1  # the low bits of an identity are unique in a computation
@@ -144,8 +144,10 @@ def parse(proto: bytes) -> HloModule:
   """
   from google.protobuf.message import DecodeError
 
+  if not proto:
+    raise ValueError("JAX does not give the compiler's program")
   try:
-    message = decode(proto)
+    message = module_class().FromString(proto)
   except DecodeError as error:
     raise ValueError(f"expected a serialised HloModuleProto: {error}") from error
   order = {entry.key: entry.value.instruction_ids for entry in message.schedule.sequences}
@@ -208,21 +210,20 @@ def _array(proto: Any) -> HloShape:
   return HloShape(dtype, dims, math.ceil(math.prod(in_memory) * bits(dtype) / 8), proto.layout.memory_space)
 
 
-def done_of(start: HloInstruction, scope: HloComputation) -> HloInstruction | None:
-  """Returns the instruction that waits for an asynchronous operation; its type is the operation's result.
+def start_of(done: HloInstruction) -> HloInstruction:
+  """Returns the instruction that begins what a `-done` waits for, such as `all-gather-start`.
 
-  Args:
-    start: the instruction that begins it, such as `all-gather-start`.
-    scope: its computation.
+  An `async-update` that brings the operands, as for a TPU's SparseCore, is one.
   """
-  begun = {start}
-  for instruction in scope.instructions:
-    if begun.intersection(instruction.operands):
-      if instruction.op.endswith("-done"):
-        return instruction
-      if instruction.op in ("async-update", "copy", "optimization-barrier"):
-        begun.add(instruction)
-  return None
+  start = done.operands[0]
+  while start.op in ("async-update", "bitcast", "copy", "opt-barrier") and len(start.operands) == 1:
+    start = start.operands[0]
+  return start
+
+
+def done_of(start: HloInstruction, scope: HloComputation) -> HloInstruction | None:
+  """Returns the instruction of `scope` that waits for what `start` begins."""
+  return next((i for i in scope.instructions if i.op.endswith("-done") and start_of(i) is start), None)
 
 
 def numpy_name(dtype: str) -> str:

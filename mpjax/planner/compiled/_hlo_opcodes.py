@@ -2,58 +2,29 @@
 
 from __future__ import annotations
 
-# Operations whose result is in the memory of an operand.
-VIEWS = frozenset(
-  {
-    *("add-dependency", "after-all", "bitcast", "get-tuple-element", "opt-barrier", "optimization-barrier"),
-    "tuple",
-  }
+
+def _set_of(*names: str) -> frozenset[str]:
+  return frozenset(name for several in names for name in several.split())
+
+
+# Operations whose result is the memory of their operands, and that do not read it.
+VIEWS = _set_of("add-dependency after-all bitcast get-tuple-element opt-barrier tuple")
+COLLECTIVES = _set_of(
+  "all-gather all-reduce all-to-all collective-broadcast collective-permute ragged-all-to-all reduce-scatter"
 )
 # One FLOP an element, by the compilers' own count.
-ARITHMETIC = frozenset(
-  {
-    *("abs", "add", "and", "ceil", "clamp", "compare", "convert", "divide", "floor", "is-finite", "maximum"),
-    *("minimum", "multiply", "negate", "not", "or", "reduce-precision", "remainder", "round-nearest-afz"),
-    *("round-nearest-even", "select", "sign", "subtract", "xor", "count-leading-zeros", "popcnt"),
-    *("shift-left", "shift-right-arithmetic", "shift-right-logical", "bitcast-convert"),
-  }
+ARITHMETIC = _set_of(
+  "abs add and bitcast-convert ceil clamp compare convert count-leading-zeros divide floor is-finite maximum",
+  "minimum multiply negate not or popcnt reduce-precision remainder round-nearest-afz round-nearest-even",
+  "select shift-left shift-right-arithmetic shift-right-logical sign subtract xor",
 )
-# Also element-wise; compilers count them separately.
-_TRANSCENDENTAL = frozenset(
-  {
-    *("atan2", "cbrt", "cosine", "erf", "exponential", "exponential-minus-one", "log", "log-plus-one"),
-    *("logistic", "power", "rsqrt", "sine", "sqrt", "tan", "tanh"),
-  }
+_OTHERS = _set_of(
+  "async atan2 batch-norm-grad batch-norm-inference batch-norm-training broadcast call cbrt cholesky",
+  "complex concatenate conditional constant convolution copy cosine custom-call domain dot dynamic-reshape",
+  "dynamic-slice dynamic-update-slice erf exponential exponential-minus-one fft fusion gather",
+  "get-dimension-size imag infeed iota log log-plus-one logistic map outfeed pad parameter partition-id",
+  "power ragged-dot real recv reduce reduce-window replica-id reshape reverse rng rng-bit-generator",
+  "rng-get-and-update-state rsqrt scaled-dot scan scatter select-and-scatter send set-dimension-size sine",
+  "slice sort sqrt stochastic-convert tan tanh topk transpose triangular-solve tuple while",
 )
-ELEMENTWISE = ARITHMETIC | _TRANSCENDENTAL | {"complex", "copy", "imag", "real", "stochastic-convert"}
-# REORDERING: the result has the dtype and the number of elements of the first operand. SAME_DTYPE: the dtype.
-REORDERING = frozenset({"copy", "reshape", "reverse", "transpose"})
-SAME_DTYPE = REORDERING | {
-  *("broadcast", "concatenate", "dynamic-slice", "dynamic-update-slice", "gather", "pad", "reduce-window"),
-  *("select-and-scatter", "slice"),
-}
-COLLECTIVES = frozenset(
-  {
-    *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
-    *("ragged-all-to-all", "reduce-scatter"),
-  }
-)
-KNOWN = (
-  VIEWS
-  | ELEMENTWISE
-  | SAME_DTYPE
-  | COLLECTIVES
-  | {
-    *("async", "batch-norm-grad", "batch-norm-inference", "batch-norm-training", "call", "cholesky"),
-    *("conditional", "constant", "convolution", "custom-call", "domain", "dot", "dynamic-reshape", "fft"),
-    *("fusion", "get-dimension-size", "infeed", "iota", "map", "outfeed", "parameter", "partition-id"),
-    *("ragged-dot", "recv", "reduce", "replica-id", "rng", "rng-bit-generator", "rng-get-and-update-state"),
-    *("scaled-dot", "scan", "scatter", "send", "set-dimension-size", "sort", "topk", "triangular-solve"),
-    "while",
-  }
-)
-
-
-def is_known(op: str) -> bool:
-  """Returns whether HLO has an operation, or the operation that it starts or ends asynchronously."""
-  return any(op.removesuffix(end) in KNOWN for end in ("", "-start", "-update", "-done"))
+KNOWN = VIEWS | COLLECTIVES | ARITHMETIC | _OTHERS

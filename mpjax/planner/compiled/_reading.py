@@ -12,19 +12,14 @@ from mpjax.planner._results import Collective, Compiled, Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled._compile import Program
 from mpjax.planner.compiled._differences import differences
-from mpjax.planner.compiled._hlo_checks import counted_flops, doubtful
+from mpjax.planner.compiled._hlo import HloModule, HloShape, parse
+from mpjax.planner.compiled._hlo_checks import counted_flops, unknown_operations
 from mpjax.planner.compiled._hlo_parts import divide_memory
-from mpjax.planner.compiled._hlo_products import (
-  by_dtypes,
-  collectives,
-  kernel_products,
-  unplaced_collectives,
-)
-from mpjax.planner.compiled._hlo_text import HloModule, HloShape, parse
+from mpjax.planner.compiled._hlo_products import by_dtypes, collectives, kernel_products
 
-# How far the bytes of arguments and results in the program's text may differ from the compiler's figure.
+# How far the bytes of arguments and results in the program may differ from the compiler's figure.
 _NEAR = 0.02
-# The same for figures derived from the text: beyond this the compiler's own figure is shown.
+# The same for figures derived from the program: beyond this the compiler's own figure is shown.
 _FAR = 0.1
 
 
@@ -32,9 +27,9 @@ class Reading(NamedTuple):
   """The figures that are read from a compiled program.
 
   Attributes:
-    compiled: totals, and parts and kernels if its text could be read.
+    compiled: totals, and parts and kernels if the program could be read.
     collectives: the collectives of the program.
-    notes: what is not understood in its text, and which figures are therefore the compiler's totals.
+    notes: what is not understood in it, and which figures are therefore the compiler's totals.
   """
 
   compiled: Compiled
@@ -45,10 +40,7 @@ class Reading(NamedTuple):
 def read_program(
   program: Program, arguments: Sequence[Argument], analytic: Memory, target: Target
 ) -> Reading:
-  """Reads a compiled program.
-
-  Its text does not follow a specification, and each release of a compiler may change it. If the text cannot
-  be read, the totals of the compiler's own memory analysis are left.
+  """Reads a compiled program; if it cannot be read, the totals of the compiler's memory analysis are left.
 
   Args:
     program: the output of the target's compiler.
@@ -69,8 +61,11 @@ def read_program(
 
 
 def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, target: Target) -> Reading:
-  module = parse(program.text)
-  _check(module, program)
+  module = parse(program.proto)
+  results = module.entry.root.shapes
+  _near("arguments", [s for i in module.entry.parameters() for s in i.shapes], program.arguments)
+  _near("results", results, program.outputs)
+  _near("results in the memory of arguments", [results[k] for k in module.aliases], program.aliases)
   whole = _totals(program, arguments, target)
   named, slots = argument_parts(arguments, target.kind)
   memory, explained = divide_memory(
@@ -82,7 +77,7 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
     outputs=program.outputs - program.aliases,
     known_live=program.live,
   )
-  notes = _not_understood(module, target.kind)
+  notes = _not_understood(module)
   if explained < 1 - _FAR:
     missed = round((1 - explained) * program.peak)
     notes.append(
@@ -94,7 +89,7 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
   flops = counted_flops(module)
   if program.flops and abs(flops - program.flops) > _FAR * program.flops:
     notes.append(
-      f"matrix products: the compiled program's text has {flops:.3g} operations, but the compiler counts "
+      f"matrix products: the compiled program has {flops:.3g} operations, but the compiler counts "
       f"{program.flops:.3g}, which are shown undivided"
     )
     kernels = {"undivided": int(program.flops)}
@@ -108,18 +103,13 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
   return Reading(compiled, collectives(module), tuple(notes))
 
 
-def _not_understood(module: HloModule, kind: str) -> list[str]:
-  """Returns sentences on the instructions, collectives and loops that are not understood."""
+def _not_understood(module: HloModule) -> list[str]:
+  """Returns sentences on the operations and loops that are not understood."""
   notes = []
-  if doubts := doubtful(module, kind):
+  if unknown := unknown_operations(module):
     notes.append(
-      f"the compiled program has {len(doubts)} instructions that are not understood, the first "
-      f"{doubts[0].op} {doubts[0].name}: parts, kernels and collectives may be incomplete"
-    )
-  if begun := unplaced_collectives(module):
-    notes.append(
-      f"collectives: {len(begun)} begin in the compiled program and do not end in it, the first {begun[0]}: "
-      "their bytes are unknown and not counted"
+      f"the compiled program has {len(unknown)} instructions that are not understood, the first "
+      f"{unknown[0].op} {unknown[0].name}: parts, kernels and collectives may be incomplete"
     )
   if loops := module.loops_of_unknown_length():
     notes.append(
@@ -129,27 +119,12 @@ def _not_understood(module: HloModule, kind: str) -> list[str]:
   return notes
 
 
-def _check(module: HloModule, program: Program) -> None:
-  """Checks that a text was read completely.
+def _near(what: str, listed: list[HloShape], known: int) -> None:
+  """Checks a total of the compiler; allows for a table of pointers, and for whole tiles of small arrays.
 
   Raises:
-    ValueError: if an instruction reads a value that no earlier instruction computes, or if the size of
-      arguments or results differs from the compiler's figure.
+    ValueError: if the arrays in the program differ from it.
   """
-  for instructions in module.computations.values():
-    known: set[str] = set()
-    for instruction in instructions.values():
-      if lacking := set(instruction.operands) - known:
-        raise ValueError(f"{instruction.name} reads {min(lacking)}, which is not computed before it")
-      known.add(instruction.name)
-  _near("arguments", module.parameters(), program.arguments)
-  _near("results", module.results(), program.outputs)
-  aliased = [shape for k, shape in enumerate(module.results()) if k in module.aliases]
-  _near("results in the memory of arguments", aliased, program.aliases)
-
-
-def _near(what: str, listed: list[HloShape], known: int) -> None:
-  # Allows for a table of pointers, and for whole tiles of small arrays.
   nbytes = sum(shape.nbytes for shape in listed)
   if abs(nbytes - known) > _NEAR * known + 512 * (len(listed) + 1):
     raise ValueError(f"{what} of {nbytes} B, but the compiler states {known} B")

@@ -1,7 +1,7 @@
 """Compiles one exported program for a described device: `python _worker.py FOLDER`, without mpjax.
 
-FOLDER has `program` and `request.json`; `result.json`, `program.hlo` and `program.pb` are written there.
-`_compile.py` sets the environment.
+FOLDER has `program` and `request.json`; `result.json` and `program.pb` are written there. `_compile.py` sets
+the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ def main(folder: pathlib.Path) -> None:
     result = _compile(folder, request)
   except Exception as error:
     result = {"error": f"{type(error).__name__}: {error}"}
-  (folder / "program.hlo").write_text(result.pop("text", ""))
   (folder / "program.pb").write_bytes(result.pop("proto", b""))
   (folder / "result.json").write_text(json.dumps(result))
 
@@ -46,23 +45,14 @@ def figures(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
     "aliases": memory.alias_size_in_bytes,
     "temporaries": memory.temp_size_in_bytes,
     "live": _live(memory),
-    "text": _text(compiled),
-    "proto": _proto(compiled),
+    "proto": module_proto(compiled),
     "seconds": seconds,
     "accessed": costs.get("bytes accessed", 0.0),
     "flops": costs.get("flops", 0.0),
   }
 
 
-def _text(compiled: jax.stages.Compiled) -> str:
-  """Returns the optimised HLO; empty if the runtime does not give it."""
-  try:
-    return compiled.as_text() or ""
-  except (NotImplementedError, jax.errors.JaxRuntimeError):
-    return ""
-
-
-def _proto(compiled: jax.stages.Compiled) -> bytes:
+def module_proto(compiled: jax.stages.Compiled) -> bytes:
   """Returns the serialised `HloModuleProto` of the program; empty if JAX or the runtime does not give it."""
   try:
     return bytes(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())

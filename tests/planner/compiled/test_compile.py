@@ -85,7 +85,7 @@ def test_a_step_travels_with_what_it_gives_up_and_comes_back_with_its_figures(ta
   assert program.accessed > 0
   assert program.temporaries > 0
   assert program.seconds > 0
-  assert [(shape.dtype, shape.dims) for shape in parse(program.text).results()] == [
+  assert [(shape.dtype, shape.dims) for shape in parse(program.proto).entry.root.shapes] == [
     ("f32", (64, 64)),
     ("bf16", (8,)),
   ]
@@ -291,7 +291,7 @@ def test_bytes_of_what_a_tpus_compiler_lays_out():
   args = [S(shape, jnp.dtype(dtype)) for dtype in SIZES for shape in shapes_to_try()]
   step = lambda *arrays: [~x if x.dtype == bool else x + x for x in arrays]
   program = compile_step(step, tuple(args), [], get_target(described("v5e")))
-  laid_out = parse(program.text).parameters()
+  laid_out = [i.shapes[0] for i in parse(program.proto).entry.parameters()]
   assert [shape.dims for shape in laid_out] == [arg.shape for arg in args]
   for arg, shape in zip(args, laid_out, strict=True):
     assert tiled_bytes(arg.shape, arg.dtype) == shape.nbytes, arg

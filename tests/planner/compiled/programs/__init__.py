@@ -1,4 +1,4 @@
-"""Programs that compilers of several releases made, kept as text, with what those compilers say of them."""
+"""Programs that compilers of several releases made, kept as messages, with what those compilers say of them."""
 
 import functools
 import json
@@ -18,18 +18,22 @@ KEPT = [(v, name, target) for v in VERSIONS for name, (_, targets) in STEPS.item
 
 def kept(version, name, target="here"):
   """Returns the program that the compiler of a target made of a function, with the JAX of a version."""
-  figures, texts = _all(version)
-  key = f"{name} {target}"
-  return Program(**figures[key], text=texts[key], proto=b"")
+  return programs_of(version)[f"{name} {target}"]
 
 
 @functools.cache
 def parsed(version, name, target="here"):
   """Returns the module of a program that is kept."""
-  return parse(kept(version, name, target).text)
+  return parse(kept(version, name, target).proto)
 
 
 @functools.cache
-def _all(version):
+def programs_of(version):
+  """Returns the programs that are kept for a version of JAX, by function and target."""
   figures = json.loads((_FOLDER / f"{version}.json").read_text())
-  return figures, json.loads(lzma.decompress((_FOLDER / f"{version}.texts.xz").read_bytes()))
+  protos = lzma.decompress((_FOLDER / f"{version}.pb.xz").read_bytes())
+  found = {}
+  for key, row in figures.items():
+    size = row.pop("size")
+    found[key], protos = Program(**row, proto=protos[:size]), protos[size:]
+  return found

@@ -3,7 +3,7 @@
     python -m tests.planner.compiled.programs.make [NAME ...]
 
 Needs the compilers of mpjax[plan-tpu,plan-cuda]. Writes two files for the version of JAX: `VERSION.json`, what the
-compilers say of memory and arithmetic, and `VERSION.texts.xz`, the programs; both by function and target.
+compilers say of memory and arithmetic, and `VERSION.pb.xz`, the programs in the same order.
 """
 
 from __future__ import annotations
@@ -12,50 +12,48 @@ import dataclasses
 import json
 import lzma
 import pathlib
-import re
 import sys
-from typing import Any
 
 import jax
 
 from mpjax.planner import get_target
-from mpjax.planner.compiled import compile_step
+from mpjax.planner.compiled import Program, compile_step
+from mpjax.planner.compiled._proto import module_class
+from tests.planner.compiled.programs import programs_of
 from tests.planner.compiled.programs._steps import STEPS
 
 FOLDER = pathlib.Path(__file__).parent
-_FILE = re.compile(r'^(\d+) "([^"]*/[^"]*)"$', re.MULTILINE)
 
 
-def without_folders(text: str) -> str:
-  """Returns a text whose files are named from `site-packages` on, or by their last name."""
-
-  def shorter(line: re.Match[str]) -> str:
-    _, packages, inside = line[2].rpartition("site-packages/")
-    return f'{line[1]} "/lib/{packages}{inside}"' if packages else f'{line[1]} "{line[2].rpartition("/")[2]}"'
-
-  return _FILE.sub(shorter, text)
+def without_folders(proto: bytes) -> bytes:
+  """Returns a program whose files are named from `site-packages` on, or by their last name."""
+  module = module_class().FromString(proto)
+  names = module.stack_frame_index.file_names
+  for i, name in enumerate(names):
+    _, packages, inside = name.rpartition("site-packages/")
+    names[i] = f"/lib/{packages}{inside}" if packages else name.rpartition("/")[2]
+  return bytes(module.SerializeToString(deterministic=True))
 
 
 def main(names: list[str]) -> None:
-  figures: dict[str, Any] = {}
-  texts: dict[str, str] = {}
-  about, programs = FOLDER / f"{jax.__version__}.json", FOLDER / f"{jax.__version__}.texts.xz"
-  if names and about.exists():
-    figures = json.loads(about.read_text())
-    texts = json.loads(lzma.decompress(programs.read_bytes()))
+  about, protos = FOLDER / f"{jax.__version__}.json", FOLDER / f"{jax.__version__}.pb.xz"
+  programs: dict[str, Program] = dict(programs_of(jax.__version__)) if names and about.exists() else {}
   for name in names or STEPS:
     make, targets = STEPS[name]
     step = make()
     for target in targets:
       program = compile_step(step.function, step.args, step.donated_leaves, get_target(target))
-      key = f"{name} {target}"
-      texts[key] = without_folders(program.text)
-      figures[key] = {**dataclasses.asdict(program), "seconds": 0.0}
-      del figures[key]["text"], figures[key]["proto"]
-      print(key, len(texts[key]), flush=True)
-  lines = (f"{json.dumps(key)}: {json.dumps(figures[key], sort_keys=True)}" for key in sorted(figures))
+      made = dataclasses.replace(program, seconds=0.0, proto=without_folders(program.proto))
+      programs[f"{name} {target}"] = made
+      print(name, target, len(made.proto), flush=True)
+  lines = []
+  for key, program in sorted(programs.items()):
+    row = dataclasses.asdict(program) | {"size": len(program.proto)}
+    del row["proto"]
+    lines.append(f"{json.dumps(key)}: {json.dumps(row, sort_keys=True)}")
   about.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-  programs.write_bytes(lzma.compress(json.dumps(texts, sort_keys=True).encode(), preset=9))
+  together = b"".join(program.proto for _, program in sorted(programs.items()))
+  protos.write_bytes(lzma.compress(together, preset=9))
 
 
 if __name__ == "__main__":
