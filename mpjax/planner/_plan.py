@@ -16,7 +16,7 @@ from mpjax._render.text_sections import TextSection
 from mpjax._types import PolicyLike, PyTree
 from mpjax.formats import narrow_bits, runs_on
 from mpjax.jaxpr import constants_of
-from mpjax.planner._results import Collective, Compiled, KernelGroup, Memory, PlanFigures, ProductGroup, Time
+from mpjax.planner._results import Collective, Compiled, Memory, PlanFigures, ProductGroup, Time
 from mpjax.planner._targets import Target, get_target
 from mpjax.planner._traced_step import TracedStep, trace_step
 from mpjax.planner.analytic import (
@@ -120,8 +120,7 @@ def plan(
   graph = make_graph(traced.jaxpr)
   memory = analytic_memory(graph, traced.arguments, traced.donated, device, traced.results)
   products = list_products(graph, device, traced.devices)
-  kernels = list_kernels(graph, traced.devices)
-  compiled, collectives, compiler_notes, time = _by_the_compiler(traced, memory, device, compile, kernels)
+  compiled, collectives, compiler_notes, time = _by_the_compiler(traced, memory, device, compile, graph)
   sent = collectives
   if compiled is None:
     collectives, sent = stated_collectives(graph), stated_collectives(graph, least=True)
@@ -142,7 +141,7 @@ def plan(
     collectives=collectives,
     floor=time_floor(graph, traced.arguments, given, sent, device, traced.devices),
     notes=(*_notes(traced, graph, products, device), *compiler_notes),
-    fused=kernels,
+    fused=list_kernels(graph, traced.devices),
     fp8=traced.fp8,
     model_flops=model_flops(graph, traced.devices),
     peak_flops=device.flops.get("bfloat16") or max(device.flops.values(), default=0.0),
@@ -151,7 +150,7 @@ def plan(
 
 
 def _by_the_compiler(
-  traced: TracedStep, analytic: Memory, device: Target, compile: bool | str, kernels: Sequence[KernelGroup]
+  traced: TracedStep, analytic: Memory, device: Target, compile: bool | str, graph: Graph
 ) -> tuple[Compiled | None, tuple[Collective, ...], tuple[str, ...], Time | None]:
   """Returns the compiler's figures, the collectives of its program, notes, and the time of a step.
 
@@ -178,7 +177,7 @@ def _by_the_compiler(
       None,
     )
   reading = read_program(program, traced.arguments, analytic, device)
-  time, note = program_time(program.proto, device, kernels)
+  time, note = program_time(program.proto, device, graph)
   return reading.compiled, reading.collectives, (*reading.notes, *note), time
 
 

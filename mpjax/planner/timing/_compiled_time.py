@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from mpjax.jaxpr import layer_pattern
-from mpjax.planner._results import TIME_PARTS, KernelGroup, Time
+from mpjax.planner._results import TIME_PARTS, Time
 from mpjax.planner._targets import Target
+from mpjax.planner.analytic import Graph
 from mpjax.planner.compiled._hlo import HloComputation, HloInstruction, HloModule, done_of, parse, trips
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES, VIEWS
 from mpjax.planner.compiled._hlo_parts import path_of_name
 from mpjax.planner.timing._groups import group_of
 from mpjax.planner.timing._instructions import HOST, Product, moved_bytes, product_of
+from mpjax.planner.timing._kernels import compiled_flops, is_kernel, traced_kernels
 from mpjax.planner.timing._rates import (
   collective_seconds,
   efficiency,
@@ -31,7 +33,6 @@ from mpjax.planner.timing._rates import (
 
 _SENTINEL = 1 << 62  # the compiler writes 2^63 - 1 where it has no estimate
 _FREE = VIEWS | {"parameter", "constant", "partition-id", "replica-id", "iota"}
-_KERNELS = ("tpu_custom_call", "__cudnn$fmha", "triton", "mosaic")
 _COPIES = frozenset({"bitcast", "constant", "copy", "get-tuple-element", "parameter", "transpose", "tuple"})
 _ERRORS = {"tpu": 0.25, "gpu": 0.35}
 _SOURCES = {"tpu": "compiler's cycles", "gpu": "roofline of the compiled program"}
@@ -66,15 +67,12 @@ class Spent:
     return Time(sum(parts.values()), parts, self.hidden, dict(modules.most_common()), source, error)
 
 
-def program_time(
-  proto: bytes, target: Target, kernels: Sequence[KernelGroup] = ()
-) -> tuple[Time | None, tuple[str, ...]]:
+def program_time(proto: bytes, target: Target, graph: Graph) -> tuple[Time | None, tuple[str, ...]]:
   """Returns the time of a serialised program, and a note if it cannot be read. Never raises."""
   if not proto:
     return None, ()
   try:
-    runs = {kernel.name: kernel.flops // max(1, kernel.count) for kernel in kernels}
-    return compiled_time(parse(proto), target, runs), ()
+    return compiled_time(parse(proto), target, traced_kernels(graph)), ()
   except Exception as error:
     return None, (f"the time of the compiled program cannot be read: {type(error).__name__}: {error}"[:200],)
 
@@ -85,7 +83,7 @@ def compiled_time(module: HloModule, target: Target, kernels: Mapping[str, int] 
   Args:
     module: the compiled program.
     target: its target.
-    kernels: FLOPs of one run of a fused kernel by its name, as the traced program states them.
+    kernels: FLOPs of fused kernels, as `traced_kernels` returns them.
   """
   if target.kind not in _SOURCES or not target.flops or not target.bandwidth:
     return None
@@ -155,9 +153,7 @@ class _Walk:
       if _collective(one) and not _chain(one):
         return "collectives", self._collective(one, instruction), one
     products = [(one, found) for one in inner if (found := product_of(one)) is not None]
-    kernel = instruction.op == "custom-call" and any(
-      name in instruction.proto.custom_call_target for name in _KERNELS
-    )
+    kernel = is_kernel(instruction)
     if kernel:
       part, named = "attention kernels", instruction
     elif products:
@@ -196,14 +192,10 @@ class _Walk:
 
   def _kernel(self, instruction: HloInstruction) -> float:
     """Returns the seconds of a fused kernel's FLOPs."""
-    cost = instruction.config.get("custom_call_config", {}).get("cost_estimate", {})
-    flops = int(cost.get("flops", 0)) or next(
-      (n for name, n in self._kernels.items() if name and name in instruction.op_name), 0
-    )
     dtypes = [shape.dtype for operand in instruction.operands for shape in operand.shapes]
     dtype = "float8_e4m3fn" if dtypes and dtypes[0].startswith("f8") else "bfloat16"
     _, rate = unit_rate(self._target, dtype)
-    return flops / (rate * efficiency(self._target, "kernels"))
+    return compiled_flops(instruction, self._kernels) / (rate * efficiency(self._target, "kernels"))
 
   def _bytes(self, instruction: HloInstruction) -> tuple[tuple[int, int], int]:
     """Returns bytes read from memory and from the cache, and written."""
@@ -266,7 +258,7 @@ def _awaits(instruction: HloInstruction) -> HloInstruction | str | None:
 
 
 def _chain_of(instruction: HloInstruction, target: str) -> str:
-  """Returns the chain of a collective of a TPU that a fusion starts or ends; other fusions compute beside it."""
+  """Returns the chain of a TPU's collective that a fusion starts or ends; others compute beside it."""
   if instruction.op != "fusion":
     return ""
   scope = instruction.called[0].instructions

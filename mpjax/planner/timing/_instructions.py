@@ -80,7 +80,7 @@ def _convolution(instruction: HloInstruction) -> Product:
 
 
 def _dtype(lhs: str, rhs: str, precision: Sequence[Any]) -> str:
-  """Returns the dtype in which a GPU multiplies: float32 at the highest precision alone, else TensorFloat-32."""
+  """Returns the dtype in which a GPU multiplies: TensorFloat-32 for float32 below the highest precision."""
   if "f32" in (lhs, rhs):
     return "float32" if any(p in (_HIGHEST, "HIGHEST") for p in precision) else "tensorfloat32"
   return numpy_name(lhs)
