@@ -24,21 +24,14 @@ class SpeedData(TypedDict):
   Attributes:
     clock: cycles/s of the estimates of a TPU's compiler.
     ring: an axis of that many chips of a TPU, or of a multiple, has its ends linked.
-    launch: time from the end of a small kernel of a GPU to the start of the next.
-    cache: bandwidth of a GPU's L2 cache, as a multiple of that of its memory.
     network: bytes/s of one GPU to other hosts.
     host: bytes/s between a device and its host's memory.
-    efficiency: share of a published peak that large work reaches, by dtype or `memory`, `interconnect`,
-      `kernels`.
   """
 
   clock: NotRequired[float]
   ring: NotRequired[int]
-  launch: NotRequired[float]
-  cache: NotRequired[float]
   network: NotRequired[float]
   host: NotRequired[float]
-  efficiency: NotRequired[dict[str, float]]
 
 
 class DeviceData(TypedDict):

@@ -20,18 +20,19 @@ from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES, VIEWS
 from mpjax.planner.compiled._hlo_parts import path_of_name
 from mpjax.planner.timing._groups import group_of
 from mpjax.planner.timing._instructions import HOST, Product, moved_bytes, product_of
-from mpjax.planner.timing._kernels import compiled_flops, is_kernel, traced_kernels
+from mpjax.planner.timing._kernels import is_kernel, kernel_flops, traced_kernels
 from mpjax.planner.timing._rates import (
   collective_seconds,
   efficiency,
   host_seconds,
-  launch_seconds,
+  kernel_seconds,
   memory_seconds,
   product_seconds,
   unit_rate,
 )
 
 _SENTINEL = 1 << 62  # the compiler writes 2^63 - 1 where it has no estimate
+_SCATTER = 3  # times the bytes of a scatter: additions in memory, as measured on an H100
 _FREE = VIEWS | {"parameter", "constant", "partition-id", "replica-id", "iota"}
 _COPIES = frozenset({"bitcast", "constant", "copy", "get-tuple-element", "parameter", "transpose", "tuple"})
 _ERRORS = {"tpu": 0.25, "gpu": 0.35}
@@ -97,7 +98,6 @@ class _Walk:
     self._kernels = kernels
     self._clock = float(target.speeds.get("clock", 0))
     self._done: dict[HloComputation, Spent] = {}
-    self._cache: collections.OrderedDict[HloInstruction, int] = collections.OrderedDict()
 
   def run(self, computation: HloComputation) -> Spent:
     """Returns what one run of a computation takes."""
@@ -168,18 +168,11 @@ class _Walk:
       return part, cycles / self._clock, named
     if self._target.kind == "tpu" and instruction.op == "custom-call" and not kernel:
       return part, 0.0, named
-    read, written = self._bytes(instruction)
-    seconds = memory_seconds(self._target, *read) + memory_seconds(self._target, written)
-    if kernel:
-      seconds = max(seconds, self._kernel(instruction))
-    else:
-      work = sum(self._product(product) for _, product in products)
-      seconds = max(seconds, work)
-    return (
-      part,
-      seconds + launch_seconds(self._target),
-      named,
-    )
+    work = self._kernel(instruction) if kernel else sum(self._product(product) for _, product in products)
+    nbytes = moved_bytes(instruction)
+    if any(one.op == "scatter" for one in inner):
+      nbytes *= _SCATTER
+    return part, kernel_seconds(self._target, work, nbytes), named
 
   def _cycles(self, instruction: HloInstruction) -> int | None:
     if not self._clock:
@@ -188,27 +181,15 @@ class _Walk:
     return cycles if cycles < _SENTINEL else None
 
   def _product(self, product: Product) -> float:
-    return product_seconds(self._target, product.dtype, product.shape, product.batch)
+    convolution = product.convolution
+    return product_seconds(self._target, product.dtype, product.shape, product.batch, convolution=convolution)
 
   def _kernel(self, instruction: HloInstruction) -> float:
     """Returns the seconds of a fused kernel's FLOPs."""
     dtypes = [shape.dtype for operand in instruction.operands for shape in operand.shapes]
     dtype = "float8_e4m3fn" if dtypes and dtypes[0].startswith("f8") else "bfloat16"
     _, rate = unit_rate(self._target, dtype)
-    return compiled_flops(instruction, self._kernels) / (rate * efficiency(self._target, "kernels"))
-
-  def _bytes(self, instruction: HloInstruction) -> tuple[tuple[int, int], int]:
-    """Returns bytes read from memory and from the cache, and written."""
-    read, written = moved_bytes(instruction)
-    cached = 0
-    for operand, nbytes in read.items():
-      if operand in self._cache:
-        cached += nbytes
-    room = 0.5 * self._target.cache if self._target.kind == "gpu" else 0
-    self._cache[instruction] = written
-    while self._cache and sum(self._cache.values()) > room:
-      self._cache.popitem(last=False)
-    return (sum(read.values()) - cached, cached), written
+    return kernel_flops(instruction, self._kernels) / (rate * efficiency(self._target, "kernels"))
 
   def _collective(self, collective: HloInstruction, outer: HloInstruction | None = None) -> float:
     """Returns the seconds of a collective, or of the fusion that it is in."""

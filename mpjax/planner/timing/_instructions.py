@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -86,36 +87,39 @@ def _dtype(lhs: str, rhs: str, precision: Sequence[Any]) -> str:
   return numpy_name(lhs)
 
 
-def moved_bytes(instruction: HloInstruction) -> tuple[dict[HloInstruction, int], int]:
-  """Returns the bytes of the device's memory that an instruction reads, by operand, and those that it writes.
+def moved_bytes(instruction: HloInstruction) -> int:
+  """Returns the bytes of the device's memory that an instruction reads and writes.
 
   Of an operand that is only sliced or gathered from, the part counts; of one that is updated in place, the
   update.
   """
-  read = {
-    operand: sum(shape.nbytes for shape in operand.shapes if shape.space == 0)
-    for operand in instruction.operands
-  }
-  written = sum(shape.nbytes for shape in instruction.shapes if shape.space == 0)
+  operands = [_nbytes(operand) for operand in instruction.operands]
+  written = _nbytes(instruction)
   if instruction.op in _PART:
-    return {instruction.operands[0]: min(written, sum(read.values()))}, written
+    return 2 * min(written, sum(operands))
   if instruction.op == "dynamic-update-slice":
-    update = read[instruction.operands[1]]
-    return {instruction.operands[1]: update}, update
+    return 2 * operands[1]
   if "__cu" in instruction.proto.custom_call_target and len(instruction.shapes) > 1:
     written -= instruction.shapes[-1].nbytes  # the workspace
   if instruction.op != "fusion":
-    return read, written
+    return sum(operands) + written
   scope = instruction.called[0]
-  for operand, parameter in zip(instruction.operands, scope.parameters(), strict=True):
-    users = [i for i in scope.instructions if parameter in i.operands]
+  readers = collections.defaultdict(list)
+  for inner in scope.instructions:
+    for operand in inner.operands:
+      readers[operand].append(inner)
+  for i, parameter in enumerate(scope.parameters()):
+    users = readers[parameter]
     while len(users) == 1 and users[0].op in _SEES:
-      seen = users[0]
-      parameter, users = seen, [i for i in scope.instructions if seen in i.operands]
+      parameter = users[0]
+      users = readers[parameter]
     if users and all(user.op in _PART and user.operands[0] is parameter for user in users):
-      read[operand] = min(read[operand], sum(shape.nbytes for user in users for shape in user.shapes))
-    elif users and all(u.op == "dynamic-update-slice" and u.operands[0] is parameter for u in users):
-      update = sum(shape.nbytes for user in users for shape in user.operands[1].shapes)
-      written += update - min(written, read[operand])
-      read[operand] = 0
-  return read, written
+      operands[i] = min(operands[i], sum(map(_nbytes, users)))
+    elif users and all(user.op == "dynamic-update-slice" and user.operands[0] is parameter for user in users):
+      written += sum(_nbytes(user.operands[1]) for user in users) - min(written, operands[i])
+      operands[i] = 0
+  return sum(operands) + written
+
+
+def _nbytes(instruction: HloInstruction) -> int:
+  return sum(shape.nbytes for shape in instruction.shapes if shape.space == 0)

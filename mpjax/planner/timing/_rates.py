@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from mpjax import formats
 from mpjax.planner._targets import Target
 
-# Used where a target's file does not have a measured share of a peak.
-_EFFICIENCY = {"memory": 0.9, "interconnect": 0.8, "kernels": 0.5, "products": 0.75}
-# Rows and columns of a result that one multiprocessor computes, and the share of its rate that this reaches:
-# a smaller tile reads more of its operands for each product of two numbers.
-_TILES = ((256, 128, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
+# Shares of published peaks that large work reaches. GPU: as measured on an H100 (benchmarks/results,
+# gpu_rates_h100.json; between GPUs: "How to Scale Your Model", chapter on GPUs, 370 of 450 GB/s). TPU: links
+# as in its chapter on TPUs, 45 of 50 GB/s; the others are guesses, used where the compiler has no estimate.
+_REACHED = {
+  "gpu": {
+    **{"bfloat16": 0.87, "float16": 0.87, "float8": 0.82, "tensorfloat32": 0.8, "float32": 0.78},
+    **{"memory": 0.8, "interconnect": 0.8, "kernels": 0.67},
+  },
+  "tpu": {"memory": 0.9, "interconnect": 0.9, "kernels": 0.5},
+}
+# Rows and columns of a result that one multiprocessor computes at once, and the share of its rate that this
+# reaches: a smaller tile reads more of its operands for each product of two numbers.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (64, 64, 0.7))
 _PARTS_OF_K = (1, 2, 4, 8)
-_FILL = 128  # the depth K that passes before a tile's pipeline is full, and while it empties
-_LATENCY = 1e-6
+_FILL = 64  # the depth K that passes while a tile's pipeline fills
+_CONVOLUTION = 0.7  # of the rate of a product
+_LINE = 16  # bytes: cuBLAS has slower kernels for matrices whose rows are not whole multiples of them
+_UNALIGNED = 2.3
+_LAUNCH = {"gpu": 1.1e-6}  # seconds of the smallest kernel of a program, and more of a product's
+_START = 1.8e-6
+_LATENCY = 1e-6  # seconds of one hop
 
 
 def efficiency(target: Target, name: str) -> float:
   """Returns the share of a peak that large work reaches, by dtype or `memory`, `interconnect`, `kernels`."""
-  known: Mapping[str, float] = target.speeds.get("efficiency", {})
-  if name in known:
-    return known[name]
-  return _EFFICIENCY.get(name) or known.get("products", _EFFICIENCY["products"])
+  return _REACHED.get(target.kind, {}).get(name, 0.95 if target.kind == "tpu" else 0.8)
 
 
 def unit_rate(target: Target, dtype: str) -> tuple[str, float]:
@@ -36,44 +46,67 @@ def unit_rate(target: Target, dtype: str) -> tuple[str, float]:
   bits = formats.narrow_bits(dtype)
   if bits:
     dtype = f"float{bits}" if formats.runs_on(target.matrix_units, dtype) else "bfloat16"  # widened to it
-  rate = target.flops.get(dtype) or target.flops.get("float32") or max(target.flops.values())
-  return dtype, rate
+  if dtype not in target.flops:
+    dtype = "float32"
+  return dtype, target.flops.get(dtype) or max(target.flops.values())
 
 
-def product_seconds(target: Target, dtype: str, shape: tuple[int, int, int], batch: int = 1) -> float:
-  """Returns the seconds that the matrix units take for `batch` products.
+def product_seconds(
+  target: Target, dtype: str, shape: tuple[int, int, int], batch: int = 1, *, convolution: bool = False
+) -> float:
+  """Returns the seconds that the matrix units take for `batch` products, however fast the memory is.
 
   On a GPU, tiles of the result are divided over the multiprocessors, and the last round of tiles may leave
-  some of them idle; a deep product of few tiles is divided along K. On a TPU, each of M, N and K fills the
-  units to a multiple of 128.
+  some of them idle; a product of few tiles is divided along K. It fits the products that were measured on an
+  H100 within 7% in the mean. On a TPU, K fills the units to a multiple of 128.
 
   Args:
     target: the target.
     dtype: NumPy's name of the operands' dtype, or `tensorfloat32`.
     shape: M, N and K.
     batch: number of products.
+    convolution: whether it is a convolution, as a product.
   """
   name, peak = unit_rate(target, dtype)
-  rate = peak * efficiency(target, name)
+  rate = peak * efficiency(target, name) * (_CONVOLUTION if convolution and target.kind == "gpu" else 1)
   m, n, k = shape
-  if target.kind != "gpu" or name == "float32":
-    return 2 * batch * m * n * (_up(k, 128) if target.kind == "tpu" else k) / rate
+  if target.kind != "gpu":
+    return 2 * batch * m * n * (math.ceil(k / 128) * 128) / rate
   units = int(target.cuda.get("core_count", 100))
   best = math.inf
-  for high, wide, share in _TILES:
-    for tall, broad in {(high, wide), (wide, high)}:
-      tiles = batch * math.ceil(m / tall) * math.ceil(n / broad)
-      for parts in _PARTS_OF_K if tiles < units else (1,):
-        depth = k / parts + _FILL + (_FILL if parts > 1 else 0)
-        rounds = math.ceil(tiles * parts / units)
-        best = min(best, rounds * units * 2 * tall * broad * depth / (rate * share))
-  return best
+  for tall, wide, share in _TILES:
+    tiles = batch * math.ceil(m / tall) * math.ceil(n / wide)
+    for parts in _PARTS_OF_K if tiles < units else (1,):
+      depth = k / parts + (_FILL if parts == 1 else 2 * _FILL)
+      rounds = math.ceil(tiles * parts / units)
+      best = min(best, rounds * units * 2 * tall * wide * depth / (rate * share))
+  itemsize = {"float32": 4, "tensorfloat32": 4, "float8": 1}.get(name, 2)
+  aligned = convolution or not any(side * itemsize % _LINE for side in (n, k) if side > 1)
+  return best * (1 if aligned else _UNALIGNED)
 
 
-def memory_seconds(target: Target, nbytes: float, cached: float = 0) -> float:
-  """Returns the seconds that the memory takes for bytes read and written, and for `cached` bytes more."""
-  faster = target.speeds.get("cache", 1.0)
-  return (nbytes + cached / faster) / (target.bandwidth * efficiency(target, "memory"))
+def kernel_seconds(target: Target, work: float, nbytes: float) -> float:
+  """Returns the seconds of one kernel of a GPU, or of one operation of a TPU.
+
+  Args:
+    target: the target.
+    work: seconds that its products take in the units; 0 without products.
+    nbytes: bytes of memory that it reads and writes.
+  """
+  memory = memory_seconds(target, nbytes)
+  if target.kind != "gpu":
+    return max(work, memory)
+  # Operands arrive and results leave only in part while the units work.
+  return math.hypot(work, memory) + _LAUNCH["gpu"] + (_START if work else 0.0)
+
+
+def memory_seconds(target: Target, nbytes: float) -> float:
+  """Returns the seconds that the memory takes for bytes read and written.
+
+  On an H100, what fits its cache moves no faster (element-wise operations of 2 to 32 MB), so that none is
+  counted.
+  """
+  return nbytes / (target.bandwidth * efficiency(target, "memory"))
 
 
 def host_seconds(target: Target, nbytes: float) -> float:
@@ -82,8 +115,8 @@ def host_seconds(target: Target, nbytes: float) -> float:
 
 
 def launch_seconds(target: Target) -> float:
-  """Returns the seconds from the end of a small kernel to the start of the next one."""
-  return float(target.speeds.get("launch", 0.0))
+  """Returns the seconds of the smallest kernel."""
+  return _LAUNCH.get(target.kind, 0.0)
 
 
 def collective_seconds(target: Target, operation: str, nbytes: float, group: Sequence[int]) -> float:
@@ -149,7 +182,3 @@ def _spanned(target: Target, n: int) -> list[tuple[int, bool]]:
       spanned.append((taken, taken == side and bool(every) and side % every == 0))
     left = math.ceil(left / taken)
   return spanned or [(2, True)]
-
-
-def _up(size: int, unit: int) -> int:
-  return math.ceil(size / unit) * unit
