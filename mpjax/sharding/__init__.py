@@ -1,5 +1,12 @@
 """Device meshes, and the sharding of parameters over them. Independent of training steps."""
 
+from mpjax.sharding._host_memory import (
+  in_host_memory,
+  in_host_shardings,
+  lacks_host_memory,
+  on_device,
+  to_host,
+)
 from mpjax.sharding._mesh import (
   AXES,
   BATCH_AXES,
@@ -36,8 +43,13 @@ __all__ = [
   "check_mesh",
   "dimension_over",
   "has_explicit_axes",
+  "in_host_memory",
+  "in_host_shardings",
   "is_spec",
   "keep_axes",
+  "lacks_host_memory",
+  "on_device",
   "specs_like",
+  "to_host",
   "with_axis_types",
 ]

@@ -19,6 +19,7 @@ from mpjax.loss_scale._finite import is_inexact
 from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy
 from mpjax.policy._policy_text import brief, plain
+from mpjax.sharding import on_device
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import in_containers
 
@@ -128,13 +129,13 @@ def require_state(state: object, batch: PyTree) -> None:
 
 
 def require_state_and_batch(tool: str, args: tuple[Any, ...]) -> tuple[TrainState, PyTree]:
-  """Returns the arguments of a tool for a step; `TypeError` for others."""
+  """Returns the arguments of a tool for a step, on the device; `TypeError` for others."""
   if len(args) != 2:
     raise TypeError(
       f"mpjax.{tool} got a TrainStep: call mpjax.{tool}(step, state, batch), with policy= by keyword"
     )
   require_state(*args)
-  return args
+  return on_device(args)
 
 
 def require_in_place(model: object, optimizer: object, tx: optax.GradientTransformation) -> None:

@@ -21,8 +21,12 @@ from mpjax.sharding import (
   batch_spec,
   check_mesh,
   has_explicit_axes,
+  in_host_shardings,
   is_spec,
+  lacks_host_memory,
+  on_device,
   specs_like,
+  to_host,
   with_axis_types,
 )
 from mpjax.step._micro_batches import require_same_rows
@@ -30,6 +34,7 @@ from mpjax.step._train_state import TrainState
 from mpjax.step._trained import with_frozen, without_frozen
 
 GATHERS = ("step", "block")  # once per step, or where they are read
+_OFFLOADS = (None, "optimizer")
 
 _Out = TypeVar("_Out")
 
@@ -43,12 +48,14 @@ class Layout:
     rules: the sharding rules of parameters.
     gather: when to gather divided parameters, one of `GATHERS`.
     gather_prefetch: how many blocks before its reader a parameter may be gathered with `"block"`: 0 or 1.
+    offload: what is in the host's memory between steps: `"optimizer"`, the optimiser's state, or `None`.
   """
 
   mesh: Mesh
   rules: ShardingRules
   gather: str = "step"
   gather_prefetch: int = 1
+  offload: str | None = None
 
   @property
   def shards(self) -> int:
@@ -65,7 +72,14 @@ class Layout:
     return self.rules.specs(params, self.mesh)
 
   def shardings(self, state: TrainState) -> TrainState:
-    """Returns a `NamedSharding` for each array of a state (arrays or shapes)."""
+    """Returns a `NamedSharding` for each array of a state (arrays or shapes), as it lies between steps."""
+    placed = self.device_shardings(state)
+    if self.offload is None:
+      return placed
+    return placed.replace(opt_state=in_host_shardings(state.opt_state, placed.opt_state))
+
+  def device_shardings(self, state: TrainState) -> TrainState:
+    """Returns a `NamedSharding` for each array of a state (arrays or shapes), as a step computes with it."""
     weights = with_frozen(state)
     specs = self.specs(weights.arrays)
     whole: TrainState = jax.tree.map(lambda _: PartitionSpec(), weights)
@@ -89,28 +103,32 @@ class Layout:
   def place(self, state: TrainState) -> TrainState:
     """Moves a state to its shardings on the mesh, from any others."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
-      return self.keep(state)
+      return self.put_away(self.keep(on_device(state)))
     return jax.device_put(state, self.shardings(state))
 
   def keep(self, state: TrainState) -> TrainState:
-    """Constrains a state to its shardings; inside `jit`."""
+    """Constrains a state on the devices to its shardings; inside `jit`."""
     if has_explicit_axes(self._typed_mesh()):
-      kept: TrainState = jax.sharding.reshard(state, self.shardings(state))
+      kept: TrainState = jax.sharding.reshard(state, self.device_shardings(state))
       return kept
-    return jax.lax.with_sharding_constraint(state, self.shardings(state))
+    return jax.lax.with_sharding_constraint(state, self.device_shardings(state))
+
+  def put_away(self, state: TrainState) -> TrainState:
+    """Moves what `offload` names from the devices to the host; inside `jit`."""
+    return state if self.offload is None else state.replace(opt_state=to_host(state.opt_state))
 
   def run(self, fun: Callable[..., _Out], state: TrainState, batch: PyTree, out: PyTree) -> _Out:
     """Calls `fun(state, batch)` on axes that the compiler divides, also if the surrounding mesh is explicit.
 
     Args:
-      fun: the computation of a step.
+      fun: the computation of a step, with all its state on the devices.
       state: a state.
       batch: a batch.
       out: the shardings of the results; a prefix of their tree, with specs or shardings.
     """
     if has_explicit_axes(self._typed_mesh()):
       fun = jax.sharding.auto_axes(fun, out_sharding=out)
-    return fun(state, batch)
+    return fun(on_device(state), batch)
 
   def in_mesh(self) -> contextlib.AbstractContextManager[object]:
     """Enters the mesh, for kernels that divide themselves over it: no compiler divides one."""
@@ -142,11 +160,12 @@ def make_layout(
   sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None,
   gather: str = "step",
   gather_prefetch: int = 1,
+  offload: str | None = None,
 ) -> Layout | None:
   """Makes a layout from these arguments of `make_train_step`; `None` without a mesh.
 
   Raises:
-    ValueError: for a mesh or rules that do not match.
+    ValueError: for a mesh or rules that do not match, or devices that cannot do what `offload` says.
   """
   if gather not in GATHERS:
     raise ValueError(
@@ -154,7 +173,14 @@ def make_layout(
     )
   if gather_prefetch not in (0, 1):
     raise ValueError(f"gather_prefetch={gather_prefetch!r}: expected 0 or 1")
+  if offload not in _OFFLOADS:
+    raise ValueError(f"offload={offload!r}: expected 'optimizer', or None")
   if mesh is None:
+    if offload is not None:
+      raise ValueError(
+        f"offload={offload!r} places state by a mesh: pass mesh=, too; one device is enough, as in "
+        "jax.make_mesh((1,), ('data',))"
+      )
     if sharding is not None:
       raise ValueError("sharding divides parameters over a mesh: pass mesh=, too")
     if gather != "step":
@@ -165,7 +191,9 @@ def make_layout(
     raise ValueError(
       f"gather='block' needs parameters that are divided over an axis fsdp: the mesh has {dict(mesh.shape)}"
     )
-  if isinstance(sharding, ShardingRules):
-    return Layout(mesh, sharding, gather, gather_prefetch)
-  rules = ShardingRules(model=sharding) if callable(sharding) else ShardingRules(sharding)
-  return Layout(mesh, rules, gather, gather_prefetch)
+  if offload is not None and (why := lacks_host_memory(mesh)):
+    raise ValueError(f"offload={offload!r} keeps state in the host's memory: {why}")
+  rules = sharding
+  if not isinstance(rules, ShardingRules):
+    rules = ShardingRules(model=rules) if callable(rules) else ShardingRules(rules)
+  return Layout(mesh, rules, gather, gather_prefetch, offload)

@@ -55,6 +55,7 @@ def make_train_step(
   sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None = None,
   gather: str = "step",
   gather_prefetch: int = 1,
+  offload: str | None = None,
   grad_norm: bool = False,
   model_state: str = "last",
   **unknown: Never,
@@ -122,6 +123,9 @@ def make_train_step(
       computed, for each micro-batch.
     gather_prefetch: with `"block"`, 1 lets the compiler gather a parameter during the block before
       its reader; 0 makes the gather wait for the reader's other operands.
+    offload: `"optimizer"` keeps the optimiser's state in the host's memory between steps. Each step moves it
+      to the device and back, except arrays of fewer than 1024 entries. Needs `mesh`, which may have one
+      device.
     grad_norm: report `grad_norm` among the metrics, f32[]: the global norm of the unscaled gradients, before
       any clipping. This reads each gradient once more.
     model_state: the model state that a micro-batch starts from: the state after the `"last"` one, as
@@ -152,7 +156,7 @@ def make_train_step(
     cast_batch=cast_batch,
     donate=donate,
     recompute=recompute,
-    layout=make_layout(mesh, sharding, gather, gather_prefetch),
+    layout=make_layout(mesh, sharding, gather, gather_prefetch, offload),
     grad_norm=grad_norm,
     model_state=model_state,
   )

@@ -32,6 +32,7 @@ from mpjax.optim._master_weights import apply_bits, join, make_master_weights
 from mpjax.optim._quantized import dequantize, rebuild
 from mpjax.patterns import path_text
 from mpjax.policy import Policy
+from mpjax.sharding import on_device
 
 
 def with_policy(
@@ -142,9 +143,9 @@ def masters_of(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def corrections_of(opt_state: PyTree) -> PyTree | None:
-  """Returns the corrections of a step's parameters (`MasterWeightsState.correction`), or `None`."""
+  """Returns the corrections of a step's parameters (`MasterWeightsState`) on the device, or `None`."""
   inner = _inner(opt_state)
-  return inner.correction if isinstance(inner, MasterWeightsState) else None
+  return on_device(inner.correction) if isinstance(inner, MasterWeightsState) else None
 
 
 def user_state(
@@ -274,11 +275,11 @@ def _with_inner(state: PyTree, inner: PyTree) -> PyTree:
 
 
 def _moments(state: PyTree) -> PyTree:
-  """Returns the state of the user's optimiser inside the policy's transforms."""
+  """Returns the state of the user's optimiser inside the policy's transforms, on the device."""
   inner = _inner(state)
   if isinstance(inner, MasterWeightsState):
     inner = inner.inner_state
-  return dequantize_state(inner)
+  return dequantize_state(on_device(inner))
 
 
 def _described(tree: PyTree) -> list[tuple[Any, ...]]:

@@ -33,6 +33,7 @@ from mpjax.loss_scale._skip import keep_if
 from mpjax.loss_scale._state_access import find_scaler
 from mpjax.optim._quantized import rebuild
 from mpjax.policy import get_policy, matmul_precision
+from mpjax.sharding import on_device
 from mpjax.step._checks import (
   require_arrays,
   require_differentiable,
@@ -248,6 +249,7 @@ class TrainStep:
       before: the other step.
       warn: emit a `UserWarning` that names the parts that are new.
     """
+    state = on_device(state)
     masters = masters_of(self.trained.parameters(state), state.opt_state)
     same_scaling = self.policy.loss_scaling == before.policy.loss_scaling
     params = self.policy.cast_to_param(masters)
@@ -255,11 +257,13 @@ class TrainStep:
     if warn:
       warn_of_what_begins_anew(anew, state.step)
     params, opt_state = set_masters(self.policy, masters, opt_state)
-    return state.replace(
+    state = state.replace(
       arrays=merged(params, state.arrays),
       opt_state=opt_state,
       fp8_state=state.fp8_state if self.needs_batch else {},
     )
+    has_places = self.layout is not None and self.layout.offload is not None
+    return self.layout.place(state) if has_places else state
 
   def user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
     """Returns the master parameters in float32, and the state of the optimiser that the step was made with.
@@ -277,7 +281,7 @@ class TrainStep:
       state: a state of this step, on one device or a mesh; also inside `jit`.
 
     Returns:
-      New arrays, which later steps do not reuse, with the shardings of `state`'s. Parameters that `wrt`
+      New arrays on the devices, which later steps do not reuse, divided as `state`'s. Parameters that `wrt`
       leaves out are unchanged, and have no state.
     """
     require_kept(state)
@@ -286,6 +290,7 @@ class TrainStep:
 
   def _user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
     has_scale = self.policy.loss_scaling is not None or self.options.skip_nonfinite
+    state = on_device(state)
     trained = self.trained.parameters(state)
     params, opt_state = user_state(self.inner_tx, self.policy, has_scale, trained, state.opt_state)
     # Copies, otherwise `jit` would return buffers that the next step reuses.
@@ -307,7 +312,7 @@ class TrainStep:
     """Computes what `gradients` returns, without `jit`, for tracing."""
     if self.layout is None:
       return self._gradients(state, batch)
-    shardings = self.layout.shardings(state).arrays
+    shardings = self.layout.device_shardings(state).arrays
     out = (PartitionSpec(), only(self.trained.read(state), shardings))
     return self.layout.run(self._gradients, state, batch, out)
 
@@ -327,7 +332,7 @@ class TrainStep:
 
     if self.layout is None:
       return last(state, batch)
-    laid = self.layout.shardings(state)
+    laid = self.layout.device_shardings(state)
     return self.layout.run(last, state, batch, (laid.model_state, laid.fp8_state))
 
   def explain(self, state: TrainState, batch: PyTree) -> Explanation:
@@ -399,7 +404,9 @@ class TrainStep:
     """Takes a training step; this function is jitted."""
     if self.layout is None:
       return self._update(state, batch)
-    return self.layout.run(self._update, state, batch, (self.layout.shardings(state), PartitionSpec()))
+    out = (self.layout.device_shardings(state), PartitionSpec())
+    state, metrics = self.layout.run(self._update, state, batch, out)
+    return self.layout.put_away(state), metrics
 
   def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     average, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)

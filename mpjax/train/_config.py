@@ -72,6 +72,7 @@ class MeshConfig(Section):
   before the model's own rules. `gather` says when parameters that are divided over `fsdp` are gathered: once
   per `step`, or by `block`, where they are read. With `gather_prefetch: 1` the compiler may gather a block's
   parameters while the block before runs; with 0 it waits until the block's other inputs are ready.
+  `offload: optimizer` keeps the optimiser's state in the host's memory between steps, also on one device.
   """
 
   data: Int = -1
@@ -80,6 +81,7 @@ class MeshConfig(Section):
   rules: dict[str, Any] = pydantic.Field(default_factory=dict)
   gather: Literal["step", "block"] = "step"
   gather_prefetch: Literal[0, 1] = 1
+  offload: Literal["optimizer"] | None = None
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> MeshConfig:

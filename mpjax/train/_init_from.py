@@ -55,7 +55,7 @@ def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
   theirs = _like(load_config(path / "config.yaml"), setup.config)
   task, before = build_step(theirs, setup.info, theirs.resolve_policy(), setup.layout.mesh)
   shapes = jax.eval_shape(lambda: init_state(theirs, task, before, setup.batch_shapes()))
-  shardings = setup.layout.shardings
+  shardings = setup.layout.device_shardings
   checkpoints = Checkpoints(path / "checkpoints", read_only=True)
   try:
     step = checkpoints.latest()

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from mpjax._types import PyTree
-from mpjax.sharding import AXES, BATCH_AXES
+from mpjax.sharding import AXES, BATCH_AXES, lacks_host_memory
 from mpjax.train._config import Config, MeshConfig
 from mpjax.train._errors import ConfigError
 from mpjax.train.data import Rows
@@ -40,19 +40,20 @@ def mesh_sizes(spec: MeshConfig, available: int, target: str | None = None) -> d
 
 
 def on_devices_here(config: Config) -> Config:
-  """Returns the config, for one device if its mesh does not fit this machine. For tools, not for training."""
+  """Returns the config with all state on devices, on one if its mesh does not fit this machine; for tools."""
   try:
     _check_rows(config, mesh_sizes(config.mesh, len(jax.devices())))
   except ConfigError:
     return config.model_copy(update={"mesh": MeshConfig(data=1)})
-  return config
+  return config.model_copy(update={"mesh": config.mesh.model_copy(update={"offload": None})})
 
 
 def make_mesh(config: Config) -> Mesh:
   """Makes the mesh of a run, over all processes.
 
   Raises:
-    ConfigError: if the mesh does not fit the devices or the batch, or leaves out devices of a process.
+    ConfigError: if the mesh does not fit the devices or the batch, leaves out devices of a process, or needs
+      memory of the host that its devices do not reach.
   """
   devices = jax.devices()
   sizes = mesh_sizes(config.mesh, len(devices))
@@ -64,7 +65,10 @@ def make_mesh(config: Config) -> Mesh:
       "part; use -1 for one axis"
     )
   shape = tuple(sizes.values())
-  return jax.make_mesh(shape, AXES, devices=devices[:count], axis_types=(AxisType.Auto,) * len(AXES))
+  mesh = jax.make_mesh(shape, AXES, devices=devices[:count], axis_types=(AxisType.Auto,) * len(AXES))
+  if config.mesh.offload and (why := lacks_host_memory(mesh)):
+    raise ConfigError(f"mesh.offload={config.mesh.offload}: {why}")
+  return mesh
 
 
 def _check_rows(config: Config, sizes: dict[str, int]) -> None:

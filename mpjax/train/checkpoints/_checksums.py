@@ -17,6 +17,7 @@ import numpy as np
 
 from mpjax._types import ArrayLike, PyTree
 from mpjax.patterns import named_leaves
+from mpjax.sharding import on_device
 
 # "NaN", "inf" or both, for each leaf that holds them, by path.
 NonFiniteLeaves = dict[str, list[str]]
@@ -56,7 +57,7 @@ def tree_checksums(tree: PyTree) -> dict[str, str]:
 def examine(tree: PyTree) -> Examined:
   """Returns the checksums of `tree_checksums`, and which leaves hold NaN or infinity."""
   leaves = named_leaves(tree)
-  looks = jax.device_get([_look(leaf) for _, leaf in leaves])
+  looks = jax.device_get([_look(on_device(leaf)) for _, leaf in leaves])
   found = {name: look for (name, _), look in zip(leaves, looks, strict=True)}
   kinds = {
     name: [kind for kind, there in zip(_KINDS, has, strict=True) if there] for name, (_, has) in found.items()
