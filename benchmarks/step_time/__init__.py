@@ -1,0 +1,1 @@
+"""Step times: published and measured ones beside those of plans."""
