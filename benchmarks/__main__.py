@@ -35,6 +35,7 @@ SUITES = {
   "numerics": ("what an inspection of the numbers costs", "numerics._suite"),
   "plan": ("the analytic plan of memory beside a compiler's", "plan._accuracy"),
   "plan_measured": ("plans of memory beside what a GPU takes", "plan._measured"),
+  "step_time": ("planned times of steps beside published rates and measured ones", "step_time._suite"),
   "scaling": ("weak scaling on 1 to 256 described chips", "scaling._suite"),
   "gather": ("when divided parameters are gathered: compiled memory and collectives", "gather._suite"),
   "tune": ("what a search for a policy finds, and how good its predictions are", "tune._suite"),

@@ -1,4 +1,4 @@
-"""A decoder in plain JAX, Llama's or GPT-3's by its sizes, and its training step divided over a described mesh.
+"""A transformer in plain JAX, Llama or GPT-3 by its sizes, and its training step on a described mesh.
 
 It is written in float32: the policy says what runs in which dtype. Layers are stacked and run in a scan.
 """
@@ -101,6 +101,7 @@ class Run:
     save, offload: names of what the forward pass leaves for the backward pass on the device or on the host;
       `save=("all",)`: nothing is computed again.
     attention: `splash` (a TPU's kernel), `stated` (stands for a GPU's) or `plain`.
+    causal: whether a token attends only to those before it; `plain` attention alone can do without.
     blocks: sides of splash attention's blocks of queries and keys.
     one_hot: whether the embedding is a product with one-hot rows.
     loss_rows: how many tokens go through head and loss together; 0 for all.
@@ -112,6 +113,7 @@ class Run:
   save: tuple[str, ...] = ()
   offload: tuple[str, ...] = ()
   attention: str = "splash"
+  causal: bool = True
   blocks: int = 512
   one_hot: bool = False
   loss_rows: int = 0
@@ -124,10 +126,10 @@ class Decoder:
 
   Args:
     sizes, run: what to compute.
-    mesh: with the axes `AXES`.
+    mesh: with the axes `AXES`; `None` on one device.
   """
 
-  def __init__(self, sizes: Sizes, run: Run, mesh: AbstractMesh):
+  def __init__(self, sizes: Sizes, run: Run, mesh: AbstractMesh | None = None):
     self.sizes, self.run, self.mesh = sizes, run, mesh
 
   def loss(self, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
@@ -135,11 +137,7 @@ class Decoder:
     tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     with jax.named_scope("embed"):
       x = self._embed(params, tokens)
-    layer = functools.partial(jax.named_call(self._layer, name="layer"))
-    if self.run.save != ("all",):
-      layer = jax.checkpoint(layer, policy=self._policy(), prevent_cse=False)
-    x, _ = jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, params["layers"])
-    x = self._norm(x, params["norm"], params.get("norm_bias"))
+    x = self.stream(params, x)
     head = params["embed"].T if self.sizes.tied else params["head"]
     if self.run.loss_rows:
       return mpjax.linear_cross_entropy(x, head, labels, rows=self.run.loss_rows)
@@ -147,6 +145,14 @@ class Decoder:
       logits = self._divided(x @ head, _ROWS, None, "tensor")
     with jax.named_scope("loss"):
       return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+  def stream(self, params: Any, x: jax.Array) -> jax.Array:
+    """Returns what the layers and the last norm make of x [B, T, D]."""
+    layer = jax.named_call(self._layer, name="layer")
+    if self.run.save != ("all",):
+      layer = jax.checkpoint(layer, policy=self._policy(), prevent_cse=False)
+    x, _ = jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, params["layers"])
+    return self._norm(x, params["norm"], params.get("norm_bias"))
 
   def _embed(self, params: Any, tokens: jax.Array) -> jax.Array:
     if self.run.one_hot:
@@ -195,7 +201,9 @@ class Decoder:
 
   def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Returns causal attention of q [B, T, N, H] to k, v [B, T, K, H]."""
-    inner = {"splash": self._splash, "stated": _stated, "plain": _plain}[self.run.attention]
+    if self.run.attention == "plain":
+      return jax.nn.dot_product_attention(q, k, v, is_causal=self.run.causal)
+    inner = self._splash if self.run.attention == "splash" else _stated
     spec = PartitionSpec(_ROWS, None, "tensor", None)
     local = jax.shard_map(inner, mesh=self.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
     return mpjax.half_precision(local)(q, k, v)
@@ -224,6 +232,8 @@ class Decoder:
     return policies.save_only_these_names(*self.run.save)
 
   def _divided(self, x: jax.Array, *spec: Any) -> jax.Array:
+    if self.mesh is None:
+      return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
 
@@ -275,10 +285,6 @@ def _kernel(name: str, flops: int, results: list[Any]) -> Any:
     cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=0, transcendentals=0),
     compiler_params=triton.CompilerParams(num_warps=4),
   )
-
-
-def _plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-  return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 def training(

@@ -133,21 +133,23 @@ def measure(row: Row) -> dict[str, Any]:
     plan = plan_of(row)
   except CompileError as error:
     return figures | {"error": str(error)[:300]}
-  assert plan.time is not None and plan.floor is not None and plan.compiled is not None
-  modules = sorted(plan.time.modules.items(), key=lambda item: -item[1])[:8]
+  time_of_step, floor, compiled = plan.time, plan.floor, plan.compiled
+  if time_of_step is None or floor is None or compiled is None:
+    return figures | {"error": "the plan has no time"}
+  modules = sorted(time_of_step.modules.items(), key=lambda item: -item[1])[:8]
   return figures | {
     "policy": plan.label,
     "parameters": plan.parameters,
-    "seconds": plan.time.seconds,
-    "ratio": plan.time.seconds / row.seconds,
-    "parts": plan.time.parts,
-    "hidden": plan.time.hidden,
+    "seconds": time_of_step.seconds,
+    "ratio": time_of_step.seconds / row.seconds,
+    "parts": time_of_step.parts,
+    "hidden": time_of_step.hidden,
     "modules": dict(modules),
-    "floor": plan.floor.seconds,
-    "peak": plan.compiled.peak,
+    "floor": floor.seconds,
+    "peak": compiled.peak,
     "usable": plan.usable_memory,
     "plan_seconds": time.perf_counter() - start,
-    "compile_seconds": plan.compiled.seconds,
+    "compile_seconds": compiled.seconds,
   }
 
 
@@ -163,7 +165,8 @@ def errors(report: dict[str, Any]) -> dict[str, list[float]]:
 def table(report: dict[str, Any]) -> str:
   """Returns the report as a table."""
   lines = [
-    "| step | published s | predicted s | ratio | floor s | products | attention | other | collectives | hidden |",
+    "| step | published s | predicted s | ratio | floor s | products | attention | other | collectives "
+    "| hidden |",
     "|---|" + "---|" * 9,
   ]
   for row in report["rows"]:
