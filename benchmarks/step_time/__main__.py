@@ -1,4 +1,4 @@
-"""Predicted, published and measured step times: python -m benchmarks.step_time, `scripts/bench.py step_time`."""
+"""Times of training steps: python -m benchmarks.step_time, as `scripts/bench.py step_time` does."""
 
 import sys
 

@@ -6,7 +6,6 @@ It is written in float32: the policy says what runs in which dtype. Layers are s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 

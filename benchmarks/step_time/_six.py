@@ -1,4 +1,4 @@
-"""Six models on one GPU under three policies: their steps as planned, and as measured where there is the GPU."""
+"""Six models on one GPU under three policies: their steps as planned and as measured."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def _filled(tree: Any) -> Any:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       return np.zeros(leaf.shape, leaf.dtype)
     last = str(getattr(path[-1], "key", path[-1]))
-    if last in ("var", "scale") or last.startswith("norm") and "bias" not in last:
+    if last in ("var", "scale") or (last.startswith("norm") and "bias" not in last):
       return np.ones(leaf.shape, leaf.dtype)
     return np.resize(noise, leaf.shape).astype(leaf.dtype)
 

@@ -4,9 +4,9 @@
     python scripts/bench.py step_time six [--json FILE]
     python scripts/bench.py step_time measure [--tiny] [--json FILE]
 
-published: the rows of `published.yaml` whose name or target contains a text of `--rows` (all without it). Needs
-the packages of `plan-tpu` and `plan-cuda`, and no device. six: six models under three policies as planned for an
-H100. measure: the same steps on this machine's device; the median of 20.
+published: the rows of `published.yaml` whose name or target contains a text of `--rows` (all without it).
+Needs the packages of `plan-tpu` and `plan-cuda`, and no device. six: six models under three policies, as
+planned for an H100. measure: the same steps on this machine's device; the median of 20.
 """
 
 from __future__ import annotations
