@@ -32,8 +32,7 @@ from mpjax.planner.timing._rates import (
 )
 
 _SENTINEL = 1 << 62  # the compiler writes 2^63 - 1 where it has no estimate
-_SCATTER = 3  # times the bytes of a scatter: additions in memory, as measured on an H100
-_FREE = VIEWS | {"parameter", "constant", "partition-id", "replica-id", "iota"}
+_FREE = VIEWS | {"parameter", "constant", "partition-id", "replica-id", "iota", "async-update"}
 _COPIES = frozenset({"bitcast", "constant", "copy", "get-tuple-element", "parameter", "transpose", "tuple"})
 _ERRORS = {"tpu": 0.25, "gpu": 0.35}
 _SOURCES = {"tpu": "compiler's cycles", "gpu": "roofline of the compiled program"}
@@ -169,10 +168,7 @@ class _Walk:
     if self._target.kind == "tpu" and instruction.op == "custom-call" and not kernel:
       return part, 0.0, named
     work = self._kernel(instruction) if kernel else sum(self._product(product) for _, product in products)
-    nbytes = moved_bytes(instruction)
-    if any(one.op == "scatter" for one in inner):
-      nbytes *= _SCATTER
-    return part, kernel_seconds(self._target, work, nbytes), named
+    return part, kernel_seconds(self._target, work, moved_bytes(instruction)), named
 
   def _cycles(self, instruction: HloInstruction) -> int | None:
     if not self._clock:

@@ -1,0 +1,123 @@
+"""The time of a step from its compiled program."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax.planner import TIME_PARTS, get_target
+from mpjax.planner.timing import compiled_time
+from tests.planner._steps import described
+from tests.planner.timing._programs import Program, cycles
+
+CLOCK = 1.5e9  # of a TPU v5e
+SENTINEL = 2**63 - 1
+MB = ("f32", 1024, 256)
+
+
+def of(program, target="v5e"):
+  return compiled_time(program.parse(), get_target(target))
+
+
+def test_cycles_of_a_loop_count_as_often_as_it_runs():
+  program = Program()
+  body, condition = program.computation("body"), program.computation("condition")
+  body.add("convert", MB, body.add("parameter", MB), config=cycles(3000))
+  condition.add("parameter", ("pred",))
+  main = program.computation("main")
+  state = main.add("fusion", MB, main.add("parameter", MB), called=[body], config=cycles(500))
+  main.add("while", MB, state, called=[body, condition], config={"known_trip_count": {"n": "7"}})
+  time = of(program)
+  assert time.seconds == pytest.approx((500 + 7 * 3000) / CLOCK)
+  assert time.source == "compiler's cycles"
+
+
+def test_an_operation_without_an_estimate_takes_as_long_as_its_bytes():
+  program = Program()
+  main = program.computation("main")
+  main.add("negate", MB, main.add("parameter", MB), config=cycles(SENTINEL))
+  assert of(program).seconds == pytest.approx(2 * 2**20 / get_target("v5e").bandwidth, rel=0.2)
+
+
+def test_a_conditional_takes_its_longest_branch():
+  program = Program()
+  branches = [program.computation(name) for name in ("skip", "update")]
+  for branch, number in zip(branches, (10, 4000), strict=True):
+    branch.add("negate", MB, branch.add("parameter", MB), config=cycles(number))
+  main = program.computation("main")
+  state = main.add("parameter", MB)
+  main.add("conditional", MB, main.add("parameter", ("pred",)), state, state, called=branches)
+  assert of(program).seconds == pytest.approx(4000 / CLOCK)
+
+
+def gathering(between):
+  """Gathers 64 MB over eight chips and computes for so many cycles meanwhile."""
+  program = Program()
+  main = program.computation("main")
+  part = main.add("parameter", ("f32", 2048, 1024))
+  whole = ("f32", 16384, 1024)
+  start = main.add(
+    "all-gather-start", [("f32", 2048, 1024), whole], part, replica_groups=[{"replica_ids": range(8)}]
+  )
+  main.add("negate", MB, main.add("parameter", MB), config=cycles(between))
+  main.add("all-gather-done", whole, start)
+  return of(program, "v5e:2x4")
+
+
+def test_a_collective_takes_what_no_other_work_hides():
+  alone = gathering(0)
+  gathered = alone.parts["collectives"]
+  assert gathered == pytest.approx(64 * 2**20 * 7 / 8 / 1e11, rel=0.2)  # on two of four links of 50 GB/s
+  half = gathering(int(gathered / 2 * CLOCK))
+  assert half.hidden == pytest.approx(gathered / 2)
+  assert half.seconds == pytest.approx(gathered)
+  hidden = gathering(int(3 * gathered * CLOCK))
+  assert "collectives" not in hidden.parts
+  assert (hidden.hidden, hidden.seconds) == pytest.approx((gathered, 3 * gathered))
+
+
+def test_a_transfer_from_the_host_is_a_part_of_its_own():
+  program = Program()
+  main = program.computation("main")
+  state = main.add("parameter", (*MB, {5}))
+  start = main.add("copy-start", [MB, (*MB, {5})], state)
+  main.add("copy-done", MB, start)
+  assert of(program, "h100").parts["host"] == pytest.approx(2**20 / 5e10, rel=0.2)
+
+
+def test_the_state_of_a_loop_is_read_in_slices_and_written_in_place():
+  program = Program()
+  inner = program.computation("fused")
+  stacked, at = (
+    inner.add("parameter", ("f32", 1000, 1024, 256)),
+    inner.add("parameter", ("s32",), parameter_number=1),
+  )
+  part = inner.add("dynamic-slice", ("f32", 1, 1024, 256), stacked, at)
+  inner.add("negate", ("f32", 1, 1024, 256), part)
+  main = program.computation("main")
+  state = main.add("parameter", ("f32", 1000, 1024, 256))
+  main.add("fusion", ("f32", 1, 1024, 256), state, main.add("parameter", ("s32",)), called=[inner])
+  assert of(program, "h100").seconds < 5e-6  # 1 GB would take 300 us
+
+
+def loss(params, batch):
+  with jax.named_scope("up"):
+    h = jnp.tanh(batch @ params["up"])
+  with jax.named_scope("down"):
+    return jnp.sum((h @ params["down"]).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("target", ["v5e", "h100"])
+def test_a_plan_has_the_time_of_its_compiled_step(target):
+  half = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  params = {"up": half(1024, 4096), "down": half(4096, 1024)}
+  plan = mpjax.plan(
+    jax.value_and_grad(loss), params, half(4096, 1024), target=described(target), compile=True
+  )
+  time = plan.time
+  assert plan.floor.seconds < time.seconds < 4 * plan.floor.seconds
+  assert sum(time.parts.values()) == pytest.approx(time.seconds)
+  assert sum(time.modules.values()) == pytest.approx(time.seconds)
+  assert list(time.parts) == [name for name in TIME_PARTS if name in time.parts]
+  assert max(time.parts, key=time.parts.get) == "products"
+  assert {"up", "down"} <= set(time.modules)
