@@ -14,7 +14,9 @@ _LISTED = 20
 _ORDER = ("compute copies", "gradients", "activations", "workspace", "temporaries")
 _PRODUCTS = frozenset({"dot", "scaled-dot", "convolution", "custom-call", "fusion"})
 # Parts of a name that lowering adds for loops and calls.
-_NOT_MODULES = MARKS | {"call_exported", "while", "body", "cond", "closed_call", "remat2"}
+_NOT_MODULES = MARKS | {
+  *("body", "call_exported", "closed_call", "cond", "eval_jaxpr", "remat2", "shard_map", "while")
+}
 
 
 def divide_memory(
