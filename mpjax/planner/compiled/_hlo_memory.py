@@ -13,7 +13,7 @@ from mpjax.planner.compiled._hlo_opcodes import VIEWS
 from mpjax.planner.compiled._proto import TOKEN, TUPLE
 
 # Operations that write over their operand.
-_IN_PLACE = frozenset({"all-reduce", "dynamic-update-slice", "scatter"})
+_IN_PLACE = frozenset({"all-reduce", "all-reduce-start", "dynamic-update-slice", "scatter"})
 _NO_MEMORY = frozenset({"parameter", "constant", "partition-id", "replica-id"})
 
 
@@ -99,7 +99,7 @@ def _memory(computation: HloComputation) -> dict[HloInstruction, list[Buffer | N
     elif op in VIEWS or op in ("while", "async-update") or op.endswith("-start"):
       own = read
     else:
-      if op in _IN_PLACE:
+      if maker.op in _IN_PLACE:
         own = [old or new for old, new in zip(read, own, strict=False)]
       for alias in maker.proto.output_operand_aliasing:
         if not alias.operand_shape_index and (written := parts[maker.operands[alias.operand_index]]):

@@ -87,7 +87,7 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
     memory = whole.memory
   kernels = {name: row["flops"] for name, row in by_dtypes(kernel_products(module, target.kind)).items()}
   flops = counted_flops(module)
-  if program.flops and abs(flops - program.flops) > _FAR * program.flops:
+  if kernels and abs(flops - program.flops) > _FAR * program.flops > 0:
     notes.append(
       f"matrix products: the compiled program has {flops:.3g} operations, but the compiler counts "
       f"{program.flops:.3g}, which are shown undivided"

@@ -111,7 +111,7 @@ def test_asynchronous_operation_takes_what_its_end_returns_and_keeps_its_operand
     "%gs = (X, FOUR) all-gather-start(%rd), dimensions={0}; b = p . p; %gd = FOUR all-gather-done(%gs);"
     "ROOT %r = f32[] custom-call(%gd, %b)"
   )
-  # The gathered array is beside what it is made of while it is made.
+  # The sum is in its operand's memory; the gathered array is beside it while it is made.
   assert most(lines) == A + 4 * A + A
 
 
