@@ -184,7 +184,8 @@ def autocast(
       module = bound_module(fun, args, kwargs)
       # The parameters that a linen module makes at first are the same as without autocast.
       is_initializing = module is not None and module.is_initializing()
-      if (rules.overrides.nothing_to_do and fp8_state is None) or is_initializing:
+      as_written = rules.overrides.nothing_to_do and fp8_state is None and not resolved.in_passes
+      if as_written or is_initializing:
         with jax.named_scope(FULL_PRECISION), tracing(NO_REGIONS):
           return to_output(fun(*args, **kwargs), resolved, (args, kwargs))
 

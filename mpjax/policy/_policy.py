@@ -28,6 +28,7 @@ from mpjax.dtypes import (
   parse_dtype,
   platform,
 )
+from mpjax.formats._passes import PASSES, SHORT_NAMES
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import parse_recipe
 from mpjax.patterns import component_regex
@@ -71,7 +72,8 @@ class Policy(jmp.Policy):
     master_weights: master weights of half-precision parameters (`mpjax.master_weights`): `"int16"`, `"int8"`,
       `"float32"`, `"stochastic"`; `None`, or `"none"`: no master weights, updates are rounded to nearest.
     vector_dtype: dtype of parameters of fewer than two dimensions (norms, biases); `None`: `param_dtype`.
-    matmul_precision: a `jax.default_matmul_precision` name, e.g. `"tensorfloat32"`; `None`: JAX's.
+    matmul_precision: a name of `jax.default_matmul_precision`, e.g. `"tensorfloat32"`; for several passes
+      also `"bfloat16_x3"`, `"bfloat16_x6"`, `"bfloat16_x9"` or `"tensorfloat32_x3"`; `None`: JAX's default.
     loss_scaling: `LossScaling` or `None`; parsed from every value of `loss_scaling:` in YAML.
     fp8: the `Recipe` of FP8 products or `None`; parsed from every value of `fp8:` in YAML.
     autocast: whether a step runs the loss function under `mpjax.autocast`, or casts parameters and batch.
@@ -119,13 +121,15 @@ class Policy(jmp.Policy):
         f"{self.compute_dtype.name}, or float8_e4m3fn"
       )
     if self.matmul_precision is not None:
+      full = SHORT_NAMES.get(self.matmul_precision, self.matmul_precision)
+      object.__setattr__(self, "matmul_precision", full)
       try:
         with jax.default_matmul_precision(self.matmul_precision):
           pass
       except (TypeError, ValueError) as error:
         raise ValueError(
-          f"matmul_precision={self.matmul_precision!r}: expected a name of jax.default_matmul_precision "
-          f"({error})"
+          f"matmul_precision={self.matmul_precision!r}: expected one of {', '.join(SHORT_NAMES)}, or a name "
+          f"of jax.default_matmul_precision ({error})"
         ) from error
     if not isinstance(self.autocast, bool):
       raise ValueError(f"autocast={self.autocast!r}: expected true or false")
@@ -172,6 +176,11 @@ class Policy(jmp.Policy):
   def without_histories(self) -> Policy:
     """Returns the policy with `recipe: current` instead of delayed FP8 scaling: for inference."""
     return self if self.fp8 is None else _changed(self, {"fp8": self.fp8.without_histories()})
+
+  @property
+  def in_passes(self) -> bool:
+    """Whether float32 products run in named passes of a narrower dtype."""
+    return self.compute_dtype == _FLOAT32 and self.matmul_precision in PASSES
 
   @property
   def across_devices(self) -> dict[str, str]:

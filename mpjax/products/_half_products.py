@@ -10,6 +10,10 @@ rounding. The gradient of a weight is such a product; whether others are depends
 them. So all `dot_general`s multiply in float32 on a CPU, and round once; other platforms use JAX's
 product. On a GPU a convolution returns half precision, also as the gradient of a float32 value: for a float32
 result cuDNN would need float32 operands.
+
+Products of float32 operands in passes of bfloat16 or TensorFloat-32 (`jax.lax.DotAlgorithmPreset`) are
+`half_dot_general_p`, too: XLA for CPU computes some in float32, without the error of the passes, and JAX
+refuses the others there.
 """
 
 from __future__ import annotations
@@ -28,9 +32,11 @@ from jax.sharding import NamedSharding
 
 from mpjax import _compat
 from mpjax._types import Array, JaxprEqn
+from mpjax.formats._passes import passes_of
 from mpjax.jaxpr import register_as
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
 from mpjax.products._dimensions import Dims, batched_product, free_dims, gradient_product, sum_of_tangents
+from mpjax.products._emulated_passes import multiply_in_passes
 from mpjax.products._lowering import compute_by_platform
 
 FLOAT32 = np.dtype(np.float32)
@@ -64,7 +70,7 @@ def has_own_gradients(equation: JaxprEqn) -> bool:
 def bind_product(
   equation: JaxprEqn, operands: Sequence[Array], originals: Mapping[int, Array], **changes: Any
 ) -> list[Array]:
-  """Applies a product to operands in half precision.
+  """Applies a product to operands in half precision, or to float32 operands in passes.
 
   Args:
     equation: the product in the user's program.
@@ -74,7 +80,7 @@ def bind_product(
   """
   plain = equation.primitive is not jax.lax.dot_general_p or operands[0].dtype != jnp.bfloat16
   wide = changes.get("preferred_element_type") == FLOAT32 or bool(originals)
-  if (
+  if not _in_passes(equation, operands) and (
     not has_own_gradients(equation)
     or any(x.dtype.itemsize != 2 for x in operands[:2])
     or (plain and not wide)
@@ -83,6 +89,13 @@ def bind_product(
   with _compat.context_of(equation):
     parameters = {**equation.params, **changes, "originals": tuple(originals)}
     return [_OWN[equation.primitive].bind(*operands, *originals.values(), **parameters)]
+
+
+def _in_passes(equation: JaxprEqn, operands: Sequence[Array]) -> bool:
+  """Returns whether a product is one of float32 operands in passes; JAX drops the passes of convolutions."""
+  named = passes_of(equation.params.get("precision")) is not None
+  plain = equation.primitive is jax.lax.dot_general_p
+  return named and plain and all(x.dtype == FLOAT32 for x in operands)
 
 
 def _common(operands: Sequence[Array | ShapedArray]) -> np.dtype:
@@ -106,6 +119,9 @@ def _bind_on_cpu(
   own: Primitive, *operands: Array, originals: tuple[int, ...] = (), **parameters: Any
 ) -> Array:
   lhs, rhs, *_ = plain = _rounded(operands, originals)
+  if passes := passes_of(parameters["precision"]):
+    multiply = functools.partial(PLAIN[own].bind, **{**parameters, "precision": None})
+    return multiply_in_passes(passes, lhs, rhs, multiply)
   out_dtype = parameters["preferred_element_type"] or lhs.dtype
   if own is not half_dot_general_p or (lhs.dtype != jnp.bfloat16 and out_dtype != FLOAT32):
     return PLAIN[own].bind(*plain, **parameters)
@@ -153,7 +169,8 @@ def _jvp(
   values = _rounded(primals, originals)
   moving = {side: tangents[side] for side in (0, 1)}
   moving |= dict(zip(originals, tangents[len(values) :], strict=True))
-  out = PLAIN[own].bind(*values, **parameters)
+  in_passes = passes_of(parameters["precision"]) is not None
+  out = own.bind(*values, originals=(), **parameters) if in_passes else PLAIN[own].bind(*values, **parameters)
   bind = lambda _, lhs, rhs: own.bind(lhs, rhs, *values[2:], originals=(), **parameters)
   return out, sum_of_tangents(out, values[:2], moving.items(), bind)
 

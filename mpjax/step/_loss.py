@@ -196,7 +196,7 @@ class StepLoss:
       batch = policy.cast_to_compute(batch)
     loss_fn = self.transform(
       self.fun,
-      self.autocast_policy if policy.autocast else None,
+      self.autocast_policy if policy.autocast or policy.in_passes else None,
       recompute=self.options.recompute,
       fp8_state=fp8_state or None,
     )

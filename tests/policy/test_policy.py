@@ -76,6 +76,10 @@ def test_every_preset_is_documented():
 
 def test_presets_carry_more_than_dtypes():
   assert mpjax.get_policy("tf32").matmul_precision == "tensorfloat32"
+  short = {"bfloat16_x3": "BF16_BF16_F32_X3", "tensorfloat32_x3": "TF32_TF32_F32_X3"}
+  for name, full in short.items():
+    policies = [mpjax.get_policy({"base": "fp32", "matmul_precision": one}) for one in (name, full)]
+    assert policies[0] == policies[1] == mpjax.get_policy(str(policies[0]))
   assert mpjax.get_policy("bf16_pure").optimizer_dtype == "float32"
   lean = mpjax.get_policy("bf16_lean")
   assert (lean.optimizer_dtype, lean.master_weights, lean.vector_dtype) == ("int8", "int8", "float32")
@@ -124,7 +128,7 @@ WRONG = [
   ({"compute_dtype": jnp.float8_e4m3fn}, ["float8_e4m3fn", "fp8"]),
   ({"compute_dtype": 17}, ["17", "float32"]),
   ({"compute_dtype": ["f16"]}, ["['f16']", "float32"]),
-  ({"matmul_precision": "fast"}, ["matmul_precision", "fast"]),
+  ({"matmul_precision": "fast"}, ["matmul_precision", "fast", "bfloat16_x3"]),
   ({"base": "fp16", "loss_scaling": True}, ["loss_scaling", "boolean"]),
   ({"base": "fp16", "loss_scaling": "sometimes"}, ["loss_scaling", "sometimes"]),
   ({"base": "fp16", "loss_scaling": {"init": 4}}, ["'init'", "init_scale"]),

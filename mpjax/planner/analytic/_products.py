@@ -19,7 +19,7 @@ from mpjax.jaxpr import Trait, dtype_of, has, is_recomputation, layer_pattern, s
 from mpjax.planner._results import KernelGroup, ProductGroup
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
-from mpjax.products import is_fp8
+from mpjax.products import is_fp8, plain_primitive
 from mpjax.products._spec import Spec
 
 # The number of bfloat16 passes of a TPU for a float32 product, by precision.
@@ -164,7 +164,8 @@ def units_of(operation: GraphOperation, target: Target) -> Units:
   dtype = _operand_dtype(equation)
   if dtype != np.float32:
     return Units(dtype.name)
-  if passes := passes_of(equation.params.get("precision")):
+  passes = passes_of(equation.params.get("precision"))
+  if passes and plain_primitive(equation.primitive) is jax.lax.dot_general_p:  # JAX drops those of others
     return Units(passes.dtype, passes.count)
   precision = precision_of(equation)
   if target.kind == "tpu":

@@ -123,6 +123,9 @@ def test_products_are_in_the_dtype_of_the_device():
     step = lambda params, batch, precision=precision: jnp.matmul(batch, params, precision=precision)
     plan = plan_of(step, S((D, H), dtype), S((B, D), dtype), target=target)
     assert plan.matrix_flops() == {want: FIRST}, (target, dtype, precision)
+  with jax.default_matmul_precision("BF16_BF16_F32_X3"):  # JAX drops it: the program asks for no precision
+    plan = plan_of(convolution(1, "SAME"), S((3, 3, 4, 4), F32), S((2, 6, 6, 4), F32), target="v5e")
+  assert plan.matrix_flops().keys() == {"bfloat16"}
 
 
 product_of = lambda params, batch: batch @ params
