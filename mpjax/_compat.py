@@ -167,12 +167,19 @@ def trace_open(fun: Callable[..., Any], operands: list[Any]) -> tuple[Jaxpr, lis
   return partial_eval.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
 
 
+def manual_axes(equation: JaxprEqn) -> tuple[str, ...]:
+  """Returns the axes over which a `shard_map` divides its operands; the compiler divides over the others.
+
+  Waits for documented parameters of the primitive; JAX 0.10.0 has `manual_axes`.
+  """
+  p = equation.params
+  return tuple(sorted(p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]))
+
+
 def shard_map_like(
   equation: JaxprEqn, fun: Callable[..., Any], replicated: int = 0, split: int = 0
 ) -> tuple[Callable[..., Any], int]:
   """Returns `fun` under the `shard_map` of an equation, with more operands, and the number of devices.
-
-  Waits for documented parameters of the primitive; JAX 0.10.0 has `manual_axes`.
 
   Args:
     equation: the equation.
@@ -181,7 +188,7 @@ def shard_map_like(
     split: how many additional operands have a row for each device, after the replicated ones.
   """
   p = equation.params
-  axes = tuple(sorted(p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]))
+  axes = manual_axes(equation)
   more = (*(jax.sharding.PartitionSpec(),) * replicated, *(jax.sharding.PartitionSpec(axes),) * split)
   mapped = jax.shard_map(
     fun,

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.core import AbstractValue
 
+from mpjax import _compat
 from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, Var
 from mpjax.jaxpr import (
   BACKWARD,
@@ -76,6 +77,7 @@ class GraphOperation:
       different regions, unless it ignores regions.
     equation: the traced equation.
     local: whether it is inside a `shard_map`, with the shapes of one device.
+    divided: inside a `shard_map`, number of devices that divide those shapes further (a `tensor` axis).
     bodies: graphs of a loop's or conditional's bodies.
     times: how often the bodies run (a `while` counts once).
     group: for a collective, the number of devices that exchange with each other; 1 otherwise.
@@ -94,6 +96,11 @@ class GraphOperation:
   bodies: list[Graph]
   times: int
   group: int = 1
+  divided: int = 1
+
+  def flops_on(self, devices: int) -> float:
+    """Returns the FLOPs of one run on each of the devices of a step."""
+    return self.flops / (self.divided if self.local else devices)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -192,8 +199,9 @@ class _Context:
   path: str
   source: str
   region: int
-  # Inside a `shard_map`: the number of devices on each axis of its mesh.
+  # Inside a `shard_map`: the number of devices on each axis of its mesh, and the axes left to the compiler.
   axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  left: frozenset[str] = frozenset()
 
 
 class _Builder:
@@ -224,7 +232,9 @@ class _Builder:
         self._regions += 1
         here = dataclasses.replace(here, region=self._regions)
       if call_kind(equation) is CallKind.SHARD_MAP:
-        here = dataclasses.replace(here, axes={**here.axes, **equation.params["mesh"].shape})
+        axes = {**here.axes, **equation.params["mesh"].shape}
+        left = (here.left if here.axes else axes.keys()) - {*_compat.manual_axes(equation)}
+        here = dataclasses.replace(here, axes=axes, left=frozenset(left))
       body = _call(equation)
       if body is None:
         out.append(self._operation(equation, environment, here))
@@ -276,6 +286,7 @@ class _Builder:
       bodies,
       times,
       _group(equation, here.axes) if facts(equation).collective else 1,
+      math.prod(here.axes[axis] for axis in here.left),
     )
     for value in results:
       value.maker = operation
@@ -313,7 +324,9 @@ def _at(equation: JaxprEqn, context: _Context) -> _Context:
   if context.phase == BACKWARD or (phase == OTHER and context.phase):
     phase = context.phase
   path = inside(context.path, module_path(equation))
-  return _Context(phase, path, source_line(equation) or context.source, context.region, context.axes)
+  return _Context(
+    phase, path, source_line(equation) or context.source, context.region, context.axes, context.left
+  )
 
 
 def _needed(operations: list[GraphOperation], results: list[GraphValue]) -> list[GraphOperation]:

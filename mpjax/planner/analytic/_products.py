@@ -41,7 +41,7 @@ def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[Produ
     if not operation.flops or has(operation.equation, Trait.KERNEL):
       continue
     product = _product(operation, target)
-    flops = operation.flops * times // (1 if operation.local else devices)
+    flops = int(operation.flops_on(devices) * times)
     key = dataclasses.replace(product, flops=0)
     known = found.get(key)
     found[key] = dataclasses.replace(product, flops=flops + (known.flops if known else 0))
@@ -83,7 +83,7 @@ def list_kernels(graph: Graph, devices: int = 1) -> tuple[KernelGroup, ...]:
       flops=0,
     )
     known = found.get(one, one)
-    flops = known.flops + operation.flops * times // (1 if operation.local else devices)
+    flops = known.flops + int(operation.flops_on(devices) * times)
     found[one] = dataclasses.replace(one, count=known.count + times, flops=flops)
   return tuple(sorted(found.values(), key=lambda kernel: -kernel.flops))
 

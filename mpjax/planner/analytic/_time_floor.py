@@ -59,7 +59,7 @@ def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:
   total = 0.0
   for operation, times in graph.every_operation(least=True):
     if operation.flops and not has(operation.equation, Trait.KERNEL):
-      total += operation.flops * times / (1 if operation.local else devices) / _rate(operation, target)
+      total += operation.flops_on(devices) * times / _rate(operation, target)
   return total
 
 

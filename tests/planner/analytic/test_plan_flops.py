@@ -218,6 +218,19 @@ def test_an_fp8_policy_on_a_gpu_before_bfloat16_says_both():
   assert any("has no matrix units for bfloat16" in note for note in plan.notes)
 
 
+def test_what_an_axis_of_the_compiler_divides_counts_its_share():
+  mesh = jax.sharding.AbstractMesh((2, 4), ("data", "tensor"))
+  whole, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+  step = jax.shard_map(product_of, mesh=mesh, in_specs=(whole, rows), out_specs=rows, axis_names={"data"})
+  args = [
+    jax.ShapeDtypeStruct(shape, BF16, sharding=jax.sharding.NamedSharding(mesh, spec))
+    for shape, spec in (((D, H), whole), ((B, D), rows))
+  ]
+  plan = plan_of(step, *args, target="h100:8")
+  assert sum(plan.matrix_flops().values()) == FIRST / 8
+  assert plan.floor.parts["matrix units"] == pytest.approx(FIRST / 8 / 989.4e12)
+
+
 def test_a_vocabulary_is_to_be_padded_at_its_cost():
   loss = lambda params, batch: jnp.sum(batch @ params["head"])
   step, state = a_train_step("bf16", loss=loss, params={"head": S((64, 50_257), F32)})
