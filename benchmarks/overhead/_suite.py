@@ -30,8 +30,8 @@ import jax
 from benchmarks._record import compiler_figures, instructions, origin, write
 from benchmarks.overhead import _steps, _tables
 from benchmarks.overhead._models import LARGE, SMALL, Model
-from mpjax.planner import Target, get_target
-from mpjax.planner.compiled import CompileError, compile_step, missing
+from mpjax.planner import Target, get_target, missing
+from mpjax.planner.compiled import CompileError, compile_step
 
 PACKAGES = ("flax", "optax", "jmp", "mixed-precision-for-JAX", "keras")
 DTYPES = ("float32", "bfloat16", "float16")

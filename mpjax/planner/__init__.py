@@ -21,11 +21,12 @@ from mpjax.planner._targets import (
   Target,
   device_memory,
   get_target,
+  missing,
   policy_on_target,
   presets_of,
   target_names,
 )
-from mpjax.planner.compiled import CompileError, missing
+from mpjax.planner.compiled import CompileError
 
 __all__ = [
   "ARGUMENT_PARTS",

@@ -17,7 +17,7 @@ from mpjax._types import PolicyLike, PyTree
 from mpjax.formats import narrow_bits, runs_on
 from mpjax.jaxpr import constants_of
 from mpjax.planner._results import Collective, Compiled, Memory, PlanFigures, ProductGroup, Time
-from mpjax.planner._targets import Target, get_target
+from mpjax.planner._targets import Target, get_target, missing
 from mpjax.planner._traced_step import TracedStep, trace_step
 from mpjax.planner.analytic import (
   Graph,
@@ -31,7 +31,7 @@ from mpjax.planner.analytic import (
   stated_collectives,
   time_floor,
 )
-from mpjax.planner.compiled import CompileError, compile_step, missing, read_program
+from mpjax.planner.compiled import CompileError, compile_step, read_program
 from mpjax.planner.render import answer, sections_of
 from mpjax.planner.timing import program_time
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 
+from mpjax._render.install_text import pip_install
 from mpjax.dtypes import did_you_mean
 from mpjax.formats import LOW_PRECISION, DeviceData, described_devices, runs_on
 from mpjax.fp8._hardware import fp8_units, in_force, matrix_units_of, on_units
@@ -24,6 +26,11 @@ _SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # The workspace that XLA gives a cuBLAS call, from Hopper on and before.
 _WORKSPACE = {9: 32 << 20, 10: 32 << 20, 12: 32 << 20}
 _WORKSPACE_BEFORE = 4 << 20
+# The packages of each extra, by the names that Python imports.
+_PACKAGES = {"plan-tpu": ("libtpu", "flatbuffers"), "plan-cuda": ("jax_cuda13_plugin", "flatbuffers")}
+_ALTERNATIVES = {"jax_cuda13_plugin": "jax_cuda12_plugin"}
+# The assembler of CUDA 13 does not support a GPU below this compute capability.
+_LEAST_OF_CUDA_13 = (7, 5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,3 +260,23 @@ def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
   # Its products must be traced as FP8 on this machine, too; the target decides which kernels they become.
   there = dataclasses.replace(on_units(recipe, target.matrix_units), emulate=True)
   return dataclasses.replace(policy, fp8=there), says
+
+
+def missing(target: Target) -> str:
+  """Returns one line that says what to install to compile for a target; empty if nothing is missing."""
+  if target.is_here:
+    return ""
+  if target.kind == "gpu" and target.compute_capability < _LEAST_OF_CUDA_13 and _absent("jax_cuda12_plugin"):
+    major, minor = target.compute_capability
+    return (
+      f"analytic only: JAX for CUDA 13 compiles from compute capability 7.5 on, and {target.name} has "
+      f"{major}.{minor}: install jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 instead to compile for it"
+    )
+  for package in _PACKAGES[target.extra]:
+    if _absent(package) and _absent(_ALTERNATIVES.get(package, package)):
+      return f"analytic only: {pip_install(target.extra)} to compile for {target.name} without the device"
+  return ""
+
+
+def _absent(package: str) -> bool:
+  return importlib.util.find_spec(package) is None

@@ -11,8 +11,7 @@ import pytest
 from mpjax._render.install_text import pip_install
 from mpjax._render.plain_text import bytes_text
 from mpjax.cli import _plan_command, main
-from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, get_target
-from mpjax.planner.compiled import _compile as compilers
+from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, _targets, get_target
 from mpjax.train import ConfigError, Planner, load_config, make_setup
 from tests.train._tiny_gpt import write_tiny_gpt
 
@@ -227,7 +226,7 @@ def test_cheapest_looks_through_what_the_target_can_run(run):
 
 
 def test_without_the_packages_one_line_says_what_to_install(run, monkeypatch):
-  monkeypatch.setattr(compilers, "_absent", lambda package: True)
+  monkeypatch.setattr(_targets, "_absent", lambda package: True)
   report, printed = run("target=v5e", "policy=bf16")
   assert report["plans"][0]["compiled"] is None
   assert pip_install("plan-tpu") in printed

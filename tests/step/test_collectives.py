@@ -11,9 +11,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import mpjax
-from mpjax.planner import get_target
-from mpjax.planner.compiled import _compile as compilers  # of described devices
-from mpjax.planner.compiled import module_proto, parse
+from mpjax.planner import get_target, missing
+from mpjax.planner.compiled import compile_step, module_proto, parse
 from mpjax.planner.compiled._hlo import start_of
 
 # Parts are whole tiles of a TPU, whose compiler pads others.
@@ -192,10 +191,10 @@ def test_parts_of_a_product_are_reduced_and_gathered_as_parts():
 )
 def test_programs_for_described_devices_cross_as_they_were_asked(target, base, reduce_dtype, sizes):
   described = get_target(target)
-  if lacks := compilers.missing(described):
+  if lacks := missing(described):
     pytest.skip(lacks)
   step, args = a_step({"base": base, "reduce_dtype": reduce_dtype}, sizes, accumulate=2, target=target)
-  everywhere, in_loops = crossing(compilers.compile_step(step.jitted, args, [], described).proto)
+  everywhere, in_loops = crossing(compile_step(step.jitted, args, [], described).proto)
   want = by_hand(step.policy, sizes)
   if described.kind == "tpu":
     everywhere, want = (in_all_reduces(counter, sizes.get("fsdp", 1)) for counter in (everywhere, want))

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.planner import get_target
-from mpjax.planner.compiled import _compile as compilers
+from mpjax.planner import get_target, missing
+from mpjax.planner.compiled import compile_step, module_proto
 from mpjax.train.models import GPT, ViT, gpt_sharding, vit_sharding
 from mpjax.train.models._attention import split_heads
 from tests.step.test_collectives import a_step, crossing
@@ -63,7 +63,7 @@ CASES = {
 )
 def test_nothing_of_attention_moves_between_devices(case, tensor):
   step, args = a_step("fp32", {"data": 8 // tensor, "tensor": tensor}, **CASES[case])
-  everywhere, _ = crossing(step.jitted.lower(*args).compile().as_text())
+  everywhere, _ = crossing(module_proto(step.jitted.lower(*args).compile()))
   assert {operation for operation, _ in everywhere} == {"all-reduce"}
 
 
@@ -74,13 +74,13 @@ def test_nothing_of_attention_moves_between_devices(case, tensor):
 )
 def test_nothing_of_attention_moves_in_programs_for_described_devices(target, attention):
   described = get_target(target)
-  if lacks := compilers.missing(described):
+  if lacks := missing(described):
     pytest.skip(lacks)
   sizes = {"vocab_size": 512, "max_len": 128, "dim": 512, "layers": 1, "heads": HEADS}
   make = lambda: GPT(**sizes, attention=attention, rngs=nnx.Rngs(0))
   case = {"loss": gpt_loss, "first": make, "rows": (16, 129), "rules": gpt_rules(HEADS)}
   step, args = a_step("bf16", {"fsdp": 2, "tensor": 4}, target=target, **case)
-  everywhere, _ = crossing(compilers.compile_step(step.jitted, args, [], described).text)
+  everywhere, _ = crossing(compile_step(step.jitted, args, [], described).proto)
   assert {name for name, _ in everywhere} == {"all-gather", "all-reduce", "reduce-scatter"}
   # The parameters, which `tensor` divides.
   gathered = everywhere["all-gather", "bf16"] + everywhere["all-gather", "f32"]

@@ -1,6 +1,6 @@
 """A program from a target's own compiler: totals, and the parts and products read from its messages."""
 
-from mpjax.planner.compiled._compile import CompileError, Program, compile_step, missing
+from mpjax.planner.compiled._compile import CompileError, Program, compile_step
 from mpjax.planner.compiled._hlo import HloModule, parse
 from mpjax.planner.compiled._hlo_products import KernelProduct, by_dtypes, collectives, kernel_products
 from mpjax.planner.compiled._reading import Reading, read_program
@@ -16,7 +16,6 @@ __all__ = [
   "collectives",
   "compile_step",
   "kernel_products",
-  "missing",
   "module_proto",
   "parse",
   "read_program",

@@ -7,7 +7,6 @@ it dies, this process lives. It gets the step as a `jax.export` program.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import pathlib
@@ -22,18 +21,12 @@ from typing import Any
 import jax
 import jax.export
 
-from mpjax._render.install_text import pip_install
 from mpjax._types import Array, PyTree
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled import _worker
 from mpjax.planner.compiled._worker import figures
 
 _TIMEOUT = 3600
-# The packages of each extra, by the names that Python imports.
-_PACKAGES = {"plan-tpu": ("libtpu", "flatbuffers"), "plan-cuda": ("jax_cuda13_plugin", "flatbuffers")}
-_ALTERNATIVES = {"jax_cuda13_plugin": "jax_cuda12_plugin"}
-# The assembler of CUDA 13 does not support a GPU below this compute capability.
-_LEAST_OF_CUDA_13 = (7, 5)
 _BLOCKS = b"xla.scaled_dot"  # a product of blocks in an exported program
 
 
@@ -76,22 +69,6 @@ class Program:
   def peak(self) -> int:
     """Returns the bytes that the program needs."""
     return self.arguments + self.outputs - self.aliases + self.temporaries
-
-
-def missing(target: Target) -> str:
-  """Returns one line that says what to install to compile for a target; empty if nothing is missing."""
-  if target.is_here:
-    return ""
-  if target.kind == "gpu" and target.compute_capability < _LEAST_OF_CUDA_13 and _absent("jax_cuda12_plugin"):
-    major, minor = target.compute_capability
-    return (
-      f"analytic only: JAX for CUDA 13 compiles from compute capability 7.5 on, and {target.name} has "
-      f"{major}.{minor}: install jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 instead to compile for it"
-    )
-  for package in _PACKAGES[target.extra]:
-    if _absent(package) and _absent(_ALTERNATIVES.get(package, package)):
-      return f"analytic only: {pip_install(target.extra)} to compile for {target.name} without the device"
-  return ""
 
 
 def compile_step(
@@ -138,30 +115,19 @@ def _compile_here(jitted: jax.stages.Wrapped, args: Sequence[Any]) -> Program:
 
 def _exported(jitted: jax.stages.Wrapped, args: Sequence[Any], target: Target) -> bytes:
   platform = "cuda" if target.kind == "gpu" else target.kind
-  try:
+  calls: list[str] = []
+  while True:
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
     try:
-      exported = _export(jitted, args, platform, [])
-    except ValueError as error:
+      exported = jax.export.export(jitted, platforms=[platform], disabled_checks=checks)(*args)
+      return bytes(exported.serialize())
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
       # By default an exported program may call only stable libraries; this one is compiled at once.
-      calls = re.findall(r"custom_call @([\w$.]+)", str(error))
-      if not calls:
-        raise
-      exported = _export(jitted, args, platform, calls)
-    return bytes(exported.serialize())
-  except (
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    RuntimeError,
-  ) as error:  # such as a callback to this machine
-    raise CompileError(f"the step cannot be taken to {target.name}: {_first_lines(str(error))}") from error
-
-
-def _export(
-  jitted: jax.stages.Wrapped, args: Sequence[Any], platform: str, calls: Sequence[str]
-) -> jax.export.Exported:
-  checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
-  return jax.export.export(jitted, platforms=[platform], disabled_checks=checks)(*args)
+      found = re.findall(r"custom_call @([\w$.]+)", str(error))
+      if calls or not found:  # such as a callback to this machine
+        why = _first_lines(str(error))
+        raise CompileError(f"the step cannot be taken to {target.name}: {why}") from error
+      calls = found
 
 
 def _mesh(leaves: Sequence[Any]) -> list[tuple[str, int, str]]:
@@ -236,7 +202,3 @@ def _first_lines(message: str) -> str:
   lines = [line.strip() for line in message.splitlines() if line.strip()]
   told = [line for line in lines if "Error" in line or "error" in line or "RESOURCE" in line]
   return (told[:1] or lines[-1:] or ["the compiler stopped without a message"])[0][:600]
-
-
-def _absent(package: str) -> bool:
-  return importlib.util.find_spec(package) is None

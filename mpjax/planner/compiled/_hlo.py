@@ -13,7 +13,6 @@ from mpjax.planner.compiled._proto import BUFFER, DTYPES, TOKEN, TUPLE, module_c
 
 _DEPTH = 64
 _LOCAL = (1 << 32) - 1  # the low bits of an identity are unique in a computation
-_BITS = re.compile(r"(\d+)")
 _PLAIN_DTYPE = re.compile(r"(f|bf|s|u|c)(\d+)")
 
 
@@ -90,7 +89,7 @@ class HloComputation:
 
   def parameters(self) -> list[HloInstruction]:
     """Returns its parameters, in order."""
-    found = [i for i in self.instructions if i.op == "parameter"]
+    found = (i for i in self.instructions if i.op == "parameter")
     return sorted(found, key=lambda i: int(i.proto.parameter_number))
 
 
@@ -99,7 +98,7 @@ class HloModule:
   """A compiled program.
 
   Attributes:
-    computations: by name.
+    computations: by name; those that others run come before them.
     entry: the main computation.
     aliases: from the position of a result to the position of the argument whose memory it takes.
     lines: from the number of a stack frame to (file, line) of itself and its callers, innermost first.
@@ -115,24 +114,17 @@ class HloModule:
 
     A loop of unknown length counts once.
     """
-
-    def visit(
-      computation: HloComputation, times: int, callers: list[HloInstruction]
-    ) -> Iterator[tuple[HloComputation, int, list[HloInstruction]]]:
+    left: list[tuple[HloComputation, int, list[HloInstruction]]] = [(self.entry, 1, [])]
+    while left:
+      computation, times, callers = left.pop()
       yield computation, times, callers
-      for instruction in computation.instructions:
-        if instruction.op in ("async-update", "async-done"):  # they repeat the name of what their start runs
-          continue
-        runs = (trips(instruction) if instruction.op == "while" else 1) or 1
-        for called in instruction.called:
-          yield from visit(called, times * runs, [*callers, instruction])
-
-    yield from visit(self.entry, 1, [])
-
-  def loops_of_unknown_length(self) -> list[HloInstruction]:
-    """Returns the loops whose number of rounds is not known."""
-    every = (i for computation in self.computations.values() for i in computation.instructions)
-    return [i for i in every if i.op == "while" and trips(i) is None]
+      for instruction in reversed(computation.instructions):
+        if instruction.called and instruction.op not in (
+          "async-update",
+          "async-done",
+        ):  # which run nothing new
+          runs = times * ((trips(instruction) if instruction.op == "while" else 1) or 1)
+          left += ((called, runs, [*callers, instruction]) for called in reversed(instruction.called))
 
 
 def parse(proto: bytes) -> HloModule:
@@ -153,8 +145,8 @@ def parse(proto: bytes) -> HloModule:
   order = {entry.key: entry.value.instruction_ids for entry in message.schedule.sequences}
   known: dict[bytes, list[HloShape]] = {}
   computations: dict[int, HloComputation] = {}
-  for computation in message.computations:  # those that are called come first
-    computations[computation.id] = _computation(computation, order.get(computation.id), computations, known)
+  for made in message.computations:
+    computations[made.id] = _computation(made, order.get(made.id), computations, known)
   if message.entry_computation_id not in computations:
     raise ValueError("expected a serialised HloModuleProto: it has no main computation")
   return HloModule(
@@ -166,23 +158,19 @@ def parse(proto: bytes) -> HloModule:
 
 
 def _computation(
-  message: Any,
-  order: Any,
-  computations: Mapping[int, HloComputation],
-  known: dict[bytes, list[HloShape]],
+  message: Any, order: Any, computations: Mapping[int, HloComputation], known: dict[bytes, list[HloShape]]
 ) -> HloComputation:
   protos = {proto.id & _LOCAL: proto for proto in message.instructions}
   made: dict[int, HloInstruction] = {}
-  for number in protos if order is None else (number & _LOCAL for number in order):
+  for number in protos if order is None else [number & _LOCAL for number in order]:
     proto = protos[number]
     try:
       operands = [made[i & _LOCAL] for i in proto.operand_ids]
       called = [computations[i] for i in proto.called_computation_ids]
     except KeyError as error:
       raise ValueError(f"{proto.name} reads or runs what is not computed before it") from error
-    made[number] = HloInstruction(
-      proto.name, proto.opcode, _shapes(proto.shape, known), operands, called, proto
-    )
+    shapes = _shapes(proto.shape, known)
+    made[number] = HloInstruction(proto.name, proto.opcode, shapes, operands, called, proto)
   return HloComputation(message.name, list(made.values()), made[message.root_id & _LOCAL])
 
 
@@ -190,24 +178,21 @@ def _shapes(proto: Any, known: dict[bytes, list[HloShape]]) -> list[HloShape]:
   """Returns the arrays of a shape or of a tuple of shapes; `known` has those that were read before."""
   key = proto.SerializeToString()
   if key not in known:
-    kind = proto.element_type
-    if kind in (TUPLE, BUFFER):
+    if proto.element_type in (TUPLE, BUFFER):
       known[key] = [shape for part in proto.tuple_shapes for shape in _shapes(part, known)]
     else:
-      known[key] = [] if kind == TOKEN else [_array(proto)]
+      known[key] = [] if proto.element_type == TOKEN else [_array(proto)]
   return known[key]
 
 
 def _array(proto: Any) -> HloShape:
-  dtype, dims = DTYPES.get(proto.element_type, f"unknown-{proto.element_type}-"), tuple(proto.dimensions)
-  in_memory = list(dims)
-  if proto.layout.tiles:  # the first tile pads; those after it divide it
-    tile = proto.layout.tiles[0].dimensions
-    in_memory = [dims[i] for i in reversed(proto.layout.minor_to_major)]
-    in_memory = [1] * (len(tile) - len(in_memory)) + in_memory
-    for i in range(1, len(tile) + 1):
-      in_memory[-i] = -(-in_memory[-i] // tile[-i]) * tile[-i]
-  return HloShape(dtype, dims, math.ceil(math.prod(in_memory) * bits(dtype) / 8), proto.layout.memory_space)
+  dtype, dims, layout = DTYPES.get(proto.element_type, "unknown"), tuple(proto.dimensions), proto.layout
+  in_memory = [dims[i] for i in reversed(layout.minor_to_major)] if layout.tiles else list(dims)
+  for tile in layout.tiles[:1]:  # those after the first divide it
+    in_memory = [1] * (len(tile.dimensions) - len(dims)) + in_memory
+    for i, size in enumerate(reversed(tile.dimensions), 1):
+      in_memory[-i] = -(-in_memory[-i] // size) * size
+  return HloShape(dtype, dims, math.ceil(math.prod(in_memory) * bits(dtype) / 8), layout.memory_space)
 
 
 def start_of(done: HloInstruction) -> HloInstruction:
@@ -228,18 +213,15 @@ def done_of(start: HloInstruction, scope: HloComputation) -> HloInstruction | No
 
 def numpy_name(dtype: str) -> str:
   """Returns NumPy's name of a dtype: `float32` for `f32`."""
-  if dtype == "pred":
-    return "bool"
-  found = _PLAIN_DTYPE.fullmatch(dtype)
-  if found:
+  if found := _PLAIN_DTYPE.fullmatch(dtype):
     return {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}[found[1]] + found[2]
-  return re.sub(r"^f(\d)(e)", r"float\1_\2", dtype)
+  return "bool" if dtype == "pred" else re.sub(r"^f(\d)(e)", r"float\1_\2", dtype)
 
 
 def bits(dtype: str) -> int:
   """Returns the bits of an element in memory."""
-  found = _BITS.search(dtype)
-  return 8 if dtype == "pred" else int(found[1]) if found else 0
+  found = re.search(r"\d+", dtype)
+  return int(found[0]) if found else 8 * (dtype == "pred")
 
 
 def trips(loop: HloInstruction) -> int | None:
@@ -248,27 +230,23 @@ def trips(loop: HloInstruction) -> int | None:
   A counter is a part of the state that the body adds a constant to, and the condition compares with a
   constant, as `lax.scan` makes it.
   """
-  stated = loop.config.get("known_trip_count", {}).get("n")
-  if stated is not None:
+  if (stated := loop.config.get("known_trip_count", {}).get("n")) is not None:
     return int(stated)
   body, condition = loop.called
   test, state, start = condition.root, body.root, loop.operands[0]
   if test.op != "compare" or test.proto.comparison_direction != "LT" or {state.op, start.op} != {"tuple"}:
     return None
   counter, limit = map(_source, test.operands)
-  if counter.op != "get-tuple-element":
-    return None
   position = counter.proto.tuple_index
   add = _source(state.operands[position])
-  if add.op != "add":
+  if counter.op != "get-tuple-element" or add.op != "add":
     return None
   old, more = map(_source, add.operands)
-  first, last, step = _number(_source(start.operands[position])), _number(limit), _number(more)
   if old.op != "get-tuple-element" or old.proto.tuple_index != position:
     return None
-  if first is None or last is None or step is None or step <= 0:
-    return None
-  return max(0, -((first - last) // step))
+  first, last, step = _number(_source(start.operands[position])), _number(limit), _number(more)
+  known = first is not None and last is not None and step is not None and step > 0
+  return max(0, -((first - last) // step)) if known else None
 
 
 def _source(instruction: HloInstruction) -> HloInstruction:
@@ -282,19 +260,17 @@ def _number(constant: HloInstruction) -> int | None:
   """Returns the value of an integer constant."""
   literal = constant.proto.literal
   found = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
-  return found[0] if constant.op == "constant" and len(found) == 1 else None
+  return found[0] if len(found) == 1 else None
 
 
 def _frames(index: Any) -> dict[int, list[tuple[str, int]]]:
   """Returns (file, line) of each stack frame and its callers; the tables count from one."""
   chains: dict[int, list[tuple[str, int]]] = {}
   for number in range(1, len(index.stack_frames) + 1):
-    chain: list[tuple[str, int]] = []
-    at = number
+    at, chain = number, chains.setdefault(number, [])
     while at and len(chain) < _DEPTH:
       frame = index.stack_frames[at - 1]
       location = index.file_locations[frame.file_location_id - 1]
       chain.append((index.file_names[location.file_name_id - 1], location.line))
       at = frame.parent_frame_id
-    chains[number] = chain
   return chains

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,33 +41,29 @@ def live_at_peak(computation: HloComputation) -> list[Buffer]:
   """
   parts = _memory(computation)
   results = set(parts[computation.root])
-  last: dict[Buffer, HloInstruction] = {}
-  born: dict[HloInstruction, list[Buffer]] = collections.defaultdict(list)
-  for buffer in {b: None for own in parts.values() for b in own if b is not None and b not in results}:
-    born[buffer.maker].append(buffer)
-    last[buffer] = buffer.maker
+  position = {instruction: i for i, instruction in enumerate(computation.instructions)}
   for instruction in computation.instructions:
-    for buffer in {b for operand in instruction.operands for b in parts[operand] if b is not None}:
-      if instruction.op not in VIEWS:
+    if instruction.op not in VIEWS:
+      for buffer in {b: None for operand in instruction.operands for b in parts[operand] if b is not None}:
         buffer.readers.append(instruction)
-        last[buffer] = instruction
-  dying: dict[HloInstruction, list[Buffer]] = collections.defaultdict(list)
-  for buffer in itertools.chain(*born.values()):
-    dying[last[buffer]].append(buffer)
-  live: dict[Buffer, None] = {}
-  worst: list[Buffer] = []
-  most = total = 0
-  for instruction in computation.instructions:
-    live |= dict.fromkeys(born[instruction])
-    total += total_bytes(born[instruction])
+  lives = {
+    b: (position[b.maker], position[b.readers[-1] if b.readers else b.maker])
+    for own in parts.values()
+    for b in own
+    if b is not None and b not in results
+  }
+  change: collections.Counter[int] = collections.Counter()
+  for buffer, (first, last) in lives.items():
+    change[first] += buffer.shape.nbytes
+    change[last + 1] -= buffer.shape.nbytes
+  total, most, peak, within = 0, 0, 0, list[Buffer]()
+  for i, instruction in enumerate(computation.instructions):
+    total += change[i]
     runs = instruction.called if instruction.op in ("while", "conditional", "call") else []
     inner = max(map(live_at_peak, runs), key=total_bytes, default=[])
     if total + total_bytes(inner) > most:
-      most, worst = total + total_bytes(inner), [*live, *inner]
-    for buffer in dying[instruction]:
-      del live[buffer]
-      total -= buffer.shape.nbytes
-  return worst
+      most, peak, within = total + total_bytes(inner), i, inner
+  return [*(buffer for buffer, (first, last) in lives.items() if first <= peak <= last), *within]
 
 
 def total_bytes(buffers: Iterable[Buffer]) -> int:

@@ -7,26 +7,23 @@ XLA's own loops compute any other `dot`, without matrix units. A `scaled-dot` mu
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpjax.formats import narrow_bits
 from mpjax.jaxpr import taps
 from mpjax.planner._results import Collective, Crossing, add_up
-from mpjax.planner.compiled._hlo import HloInstruction, HloModule, numpy_name, start_of
+from mpjax.planner.compiled._hlo import HloComputation, HloInstruction, HloModule, numpy_name, start_of
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES
 from mpjax.planner.compiled._hlo_parts import path_of_name
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelProduct:
+class KernelProduct(NamedTuple):
   """One matrix product.
 
   Attributes:
-    kernel: `cublas`, `triton` or `cudnn`; `loop` for a product that is not a GEMM; `dot` on platforms with a
-      single way (TPU, CPU).
+    kernel: `cublas`, `triton` or `cudnn`; `loop` for a product that is not a GEMM; `dot` on a TPU or CPU.
     dtypes: HLO's names of its operands' dtypes.
     flops: FLOPs of all repetitions.
     times: how often it runs; a loop of unknown length counts once.
@@ -51,26 +48,20 @@ class KernelProduct:
 
 
 def kernel_products(module: HloModule, kind: str = "gpu") -> list[KernelProduct]:
-  """Returns every matrix product of a compiled module.
-
-  Args:
-    module: the program.
-    kind: kind of the platform: `gpu`, `tpu` or `cpu`.
-  """
-  times: collections.Counter[str] = collections.Counter()
-  fused: dict[str, str] = {}
+  """Returns every matrix product of a program for a `kind` of platform: `gpu`, `tpu` or `cpu`."""
+  times: collections.Counter[HloComputation] = collections.Counter()
+  fused: dict[HloComputation, str] = {}
   for computation, count, callers in module.repetitions():
-    times[computation.name] += count
+    times[computation] += count
     for caller in callers if kind == "gpu" else ():
-      config = caller.config.get("fusion_backend_config", {})
-      for kernel in ("triton", "cudnn"):
-        if config.get("kind", "").startswith(f"__{kernel}"):
-          fused[computation.name] = kernel
+      fusion = caller.config.get("fusion_backend_config", {}).get("kind", "")
+      if fusion.startswith(("__triton", "__cudnn")):
+        fused[computation] = fusion[2:8].rstrip("$")
   found = []
-  for name, count in times.items():
-    for instruction in module.computations[name].instructions:
+  for computation, count in times.items():
+    for instruction in computation.instructions:
       if flops := product_flops(instruction):
-        kernel = fused.get(name, "loop" if kind == "gpu" else "dot")
+        kernel = fused.get(computation, "loop" if kind == "gpu" else "dot")
         if instruction.op == "custom-call":
           kernel = "cublas" if "cublas" in instruction.proto.custom_call_target else "cudnn"
         lhs, rhs = (operand.shapes[0].dtype for operand in instruction.operands[:2])
@@ -88,36 +79,16 @@ def by_dtypes(found: Sequence[KernelProduct]) -> dict[str, dict[str, int]]:
   return dict(table)
 
 
-def collectives(module: HloModule) -> tuple[Collective, ...]:
-  """Returns the collectives of one step: the bytes of the results on each device, by operation and dtype."""
-  found, chains = [], set()
-  for computation, times, callers in module.repetitions():
+def counted_flops(module: HloModule) -> int:
+  """Returns the products' FLOPs that XLA's cost analysis counts: no libraries' calls, a loop's body once."""
+  counted: dict[HloComputation, int] = {}
+  for computation in module.computations.values():  # those that are called come first
+    counted[computation] = 0
     for instruction in computation.instructions:
-      operation = instruction.op.removesuffix("-done")
-      if operation not in COLLECTIVES:
-        continue
-      start = instruction if instruction.op == operation else start_of(instruction)
-      # On a TPU, several fusions that compute during one collective each repeat it; they share its chain.
-      if chain := {a.key: a.value for a in start.proto.frontend_attributes.map}.get("chain_id"):
-        loops = tuple(caller for caller in callers if caller.op == "while")
-        if (chain, loops) in chains:
-          continue
-        chains.add((chain, loops))
-      where = group_size(start.proto), path_of_name(start.op_name), times
-      found += [Crossing(operation, numpy_name(s.dtype), s.nbytes, *where) for s in instruction.shapes]
-  return add_up(found)
-
-
-def group_size(proto: Any) -> int:
-  """Returns the number of devices that exchange with each other in a collective; 0 if not stated."""
-  devices, over = proto.collective_device_list, proto.mesh_replica_groups
-  for group in (*devices.replica_groups[:1], *proto.replica_groups[:1]):
-    return len(group.replica_ids)
-  if over.axes:
-    sizes = [a.sub_axis_info.size or over.mesh.axes[a.mesh_axis_index].size for a in over.axes]
-    return math.prod(sizes)
-  counted = proto.iota_replica_groups, devices.iota_replica_group_list
-  return int(max(groups.num_devices_per_group for groups in counted))
+      inside = [counted[called] for called in instruction.called]
+      counted[computation] += max(inside, default=0) if instruction.op == "conditional" else sum(inside)
+      counted[computation] += product_flops(instruction) if instruction.op != "custom-call" else 0
+  return counted[module.entry]
 
 
 def product_flops(instruction: HloInstruction) -> int:
@@ -137,32 +108,51 @@ def product_flops(instruction: HloInstruction) -> int:
   return 2 * math.prod(lhs) * math.prod(rhs) // max(1, math.prod(lhs[i] for i in shared))
 
 
+def collectives(module: HloModule) -> tuple[Collective, ...]:
+  """Returns the collectives of one step: the bytes of the results on each device, by operation and dtype."""
+  found, chains = [], set()
+  for computation, times, callers in module.repetitions():
+    for instruction in computation.instructions:
+      operation = instruction.op.removesuffix("-done")
+      if operation not in COLLECTIVES:
+        continue
+      start = instruction if instruction.op == operation else start_of(instruction)
+      # On a TPU, several fusions that compute during one collective each repeat it; they share its chain.
+      if chain := [a.value for a in start.proto.frontend_attributes.map if a.key == "chain_id"]:
+        key = (*chain, *(caller for caller in callers if caller.op == "while"))
+        if key in chains:
+          continue
+        chains.add(key)
+      where = group_size(start.proto), path_of_name(start.op_name), times
+      found += [Crossing(operation, numpy_name(s.dtype), s.nbytes, *where) for s in instruction.shapes]
+  return add_up(found)
+
+
+def group_size(proto: Any) -> int:
+  """Returns the number of devices that exchange with each other in a collective; 0 if not stated."""
+  devices, over = proto.collective_device_list, proto.mesh_replica_groups
+  for group in (*devices.replica_groups[:1], *proto.replica_groups[:1]):
+    return len(group.replica_ids)
+  if over.axes:
+    return math.prod(a.sub_axis_info.size or over.mesh.axes[a.mesh_axis_index].size for a in over.axes)
+  iota = proto.iota_replica_groups, devices.iota_replica_group_list
+  return int(max(groups.num_devices_per_group for groups in iota))
+
+
 def _convolution(instruction: HloInstruction) -> int:
   """Returns the FLOPs of a convolution; on a TPU every plain product is one, with a window of one."""
-  numbers = instruction.proto.convolution_dimension_numbers
+  proto, target = instruction.proto, instruction.proto.custom_call_target
   lhs, rhs = (operand.shapes[0].dims for operand in instruction.operands[:2])
   out = instruction.shapes[0].dims
   # cuDNN's backward calls use the names of the forward call's operands and result.
-  if "convBackwardFilter" in instruction.proto.custom_call_target:
+  if "convBackwardFilter" in target:
     rhs, out = out, rhs
-  elif "convBackwardInput" in instruction.proto.custom_call_target:
+  elif "convBackwardInput" in target:
     lhs, out = out, lhs
-  features = out[numbers.output_batch_dimension] * out[numbers.output_feature_dimension]
-  flops = 2 * features * rhs[numbers.kernel_input_feature_dimension]
-  space = zip(
-    numbers.input_spatial_dimensions,
-    numbers.output_spatial_dimensions,
-    instruction.proto.window.dimensions,
-    strict=True,
-  )
-  for i, j, window in space:
-    flops *= taps(
-      lhs[i],
-      out[j],
-      size=window.size,
-      stride=window.stride,
-      pad=window.padding_low,
-      lhs_dilate=window.base_dilation,
-      rhs_dilate=window.window_dilation,
-    )
+  at = proto.convolution_dimension_numbers
+  features = out[at.output_batch_dimension] * out[at.output_feature_dimension]
+  flops = 2 * features * rhs[at.kernel_input_feature_dimension]
+  space = at.input_spatial_dimensions, at.output_spatial_dimensions, proto.window.dimensions
+  for i, j, w in zip(*space, strict=True):
+    flops *= taps(lhs[i], out[j], w.size, w.stride, w.padding_low, w.base_dilation, w.window_dilation)
   return flops

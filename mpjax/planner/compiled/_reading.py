@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpjax._render.plain_text import bytes_text
 from mpjax.planner._arguments import Argument, argument_parts
+from mpjax.planner._differences import differences
 from mpjax.planner._results import Collective, Compiled, Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled._compile import Program
-from mpjax.planner.compiled._differences import differences
-from mpjax.planner.compiled._hlo import HloModule, HloShape, parse
-from mpjax.planner.compiled._hlo_checks import counted_flops, unknown_operations
+from mpjax.planner.compiled._hlo import HloModule, HloShape, parse, trips
+from mpjax.planner.compiled._hlo_opcodes import KNOWN
 from mpjax.planner.compiled._hlo_parts import divide_memory
-from mpjax.planner.compiled._hlo_products import by_dtypes, collectives, kernel_products
+from mpjax.planner.compiled._hlo_products import by_dtypes, collectives, counted_flops, kernel_products
 
 # How far the bytes of arguments and results in the program may differ from the compiler's figure.
 _NEAR = 0.02
@@ -24,7 +25,7 @@ _FAR = 0.1
 
 
 class Reading(NamedTuple):
-  """The figures that are read from a compiled program.
+  """What is read from a compiled program.
 
   Attributes:
     compiled: totals, and parts and kernels if the program could be read.
@@ -86,18 +87,17 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
     )
     memory = whole.memory
   kernels = {name: row["flops"] for name, row in by_dtypes(kernel_products(module, target.kind)).items()}
-  flops = counted_flops(module)
-  if kernels and abs(flops - program.flops) > _FAR * program.flops > 0:
+  if (flops := counted_flops(module)) > (1 + _FAR) * program.flops > 0:
     notes.append(
-      f"matrix products: the compiled program has {flops:.3g} operations, but the compiler counts "
-      f"{program.flops:.3g}, which are shown undivided"
+      f"matrix products: those of the compiled program have {flops:.3g} operations, but the compiler counts "
+      f"{program.flops:.3g} in all, which are shown undivided"
     )
     kernels = {"undivided": int(program.flops)}
   compiled = dataclasses.replace(
     whole,
     memory=memory,
     explained=explained,
-    difference=differences(analytic, memory, program, sum(named.values()), target),
+    difference=differences(analytic, memory, (sum(named.values()), program.arguments), target),
     kernels=kernels,
   )
   return Reading(compiled, collectives(module), tuple(notes))
@@ -105,18 +105,18 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
 
 def _not_understood(module: HloModule) -> list[str]:
   """Returns sentences on the operations and loops that are not understood."""
-  notes = []
-  if unknown := unknown_operations(module):
-    notes.append(
-      f"the compiled program has {len(unknown)} instructions that are not understood, the first "
-      f"{unknown[0].op} {unknown[0].name}: parts, kernels and collectives may be incomplete"
-    )
-  if loops := module.loops_of_unknown_length():
-    notes.append(
-      f"the compiled program does not say how often {len(loops)} of its loops run, the first "
-      f"{loops[0].name}: their products and collectives count once"
-    )
-  return notes
+  every = [i for computation in module.computations.values() for i in computation.instructions]
+  unknown = [i for i in every if re.sub(r"-(start|update|done)$", "", i.op) not in KNOWN]
+  loops = [i for i in every if i.op == "while" and trips(i) is None]
+  return [
+    f"the compiled program has {len(unknown)} instructions that are not understood, the first {i.op} "
+    f"{i.name}: parts, kernels and collectives may be incomplete"
+    for i in unknown[:1]
+  ] + [
+    f"the compiled program does not say how often {len(loops)} of its loops run, the first {i.name}: their "
+    "products and collectives count once"
+    for i in loops[:1]
+  ]
 
 
 def _near(what: str, listed: list[HloShape], known: int) -> None:

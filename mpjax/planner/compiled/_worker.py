@@ -54,8 +54,9 @@ def figures(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
 
 def module_proto(compiled: jax.stages.Compiled) -> bytes:
   """Returns the serialised `HloModuleProto` of the program; empty if JAX or the runtime does not give it."""
+  executable: Any = compiled.runtime_executable()
   try:
-    return bytes(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    return bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
   except (AttributeError, IndexError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
     return b""
 

@@ -6,7 +6,6 @@ from mpjax import _compat
 from mpjax._render.plain_text import bytes_text
 from mpjax.planner._results import Memory
 from mpjax.planner._targets import Target
-from mpjax.planner.compiled._compile import Program
 
 # Below this share of the peak a difference is not worth a sentence.
 _WORTH = 0.01
@@ -33,23 +32,20 @@ _REASONS = ({} if _compat.has_newer_xla() else _OLDER_REASONS) | {
 
 
 def differences(
-  analytic: Memory, compiled: Memory, program: Program, arguments: int, target: Target
+  analytic: Memory, compiled: Memory, arguments: tuple[int, int], target: Target
 ) -> tuple[str, ...]:
   """Returns a sentence for every part in which the two differ by more than a hundredth of the peak.
 
   Args:
     analytic: the plan without a compiler.
     compiled: the compiler's memory, by part.
-    program: the compiled program.
-    arguments: analytic bytes of all arguments.
+    arguments: bytes of all arguments, analytic and by the compiler.
     target: the target of the compiler.
   """
   out = []
-  if program.arguments != arguments:
-    out.append(
-      f"arguments: {arguments:,} B analytic, {program.arguments:,} B compiled: the compiler chooses another "
-      "layout"
-    )
+  ours, theirs = arguments
+  if ours != theirs:
+    out.append(f"arguments: {ours:,} B analytic, {theirs:,} B compiled: the compiler chooses another layout")
   for part in dict.fromkeys((*analytic.parts, *compiled.parts)):
     ours, theirs = analytic.parts.get(part, 0), compiled.parts.get(part, 0)
     if abs(ours - theirs) <= _WORTH * compiled.peak:
