@@ -78,7 +78,7 @@ def peak(
   if traits.half_as_float32:
     given = size
     size = lambda v: given(v) * (2 if getattr(v.dtype, "itemsize", 4) == 2 else 1)
-  storage = _Storage(graph, traits)
+  storage = Storage(graph, traits)
   if traits.half_operands:
     whole = size
     size = lambda v: whole(v) // (2 if storage.only_multiplied(v) else 1)
@@ -97,7 +97,7 @@ def peak(
   return best
 
 
-class _Storage:
+class Storage:
   """The stored values, and which of them each operation reads."""
 
   def __init__(self, graph: Graph, traits: Traits):
@@ -106,19 +106,19 @@ class _Storage:
     self._view: dict[int, GraphValue] = {}
     self._reach: dict[int, tuple[GraphValue, ...]] = {}
     for operation in graph.operations:
-      if _is_view(operation):
+      if is_view(operation):
         for result, operand in zip(operation.results, operation.operands, strict=False):
           self._view[id(result)] = self.root(operand)
     self._stored: set[int] = {id(self.root(v)) for v in (*graph.arguments, *graph.results)}
     self._readers: dict[int, list[GraphOperation]] = {}
     for operation in graph.operations:
-      if _is_view(operation):
+      if is_view(operation):
         continue
       for value in operation.operands:
         self._readers.setdefault(id(self.root(value)), []).append(operation)
-      if _heavy(operation) or _reduction(operation):
+      if is_heavy(operation) or is_reduction(operation):
         self._stored |= {id(value) for value in operation.results}
-      if _heavy(operation):
+      if is_heavy(operation):
         for value in operation.operands:
           root = self.root(value)
           if not (self._fused_cast(operation, root)):
@@ -140,13 +140,23 @@ class _Storage:
     )
 
   def is_stored(self, value: GraphValue) -> bool:
+    """Returns whether a value is in memory."""
     return id(value) in self._stored
+
+  def store(self, value: GraphValue) -> None:
+    """Stores a value, too."""
+    self._stored.add(id(value))
+    self._reach.clear()
+
+  def readers(self, value: GraphValue) -> list[GraphOperation]:
+    """Returns the operations that read a value that is no view."""
+    return self._readers.get(id(value), [])
 
   def steps(self, inner: Callable[[Graph], Peak], weights: DividedWeights) -> list[StoredOperation]:
     out = []
     gathered: set[int] = set()
     for operation in self._graph.operations:
-      if _is_view(operation):
+      if is_view(operation):
         continue
       writes = [v for v in operation.results if self.is_stored(v)]
       if not writes and not operation.equation.effects:
@@ -174,7 +184,7 @@ class _Storage:
     product = has(operation.equation, Trait.PRODUCT)
     if not self._traits.casts_into_products or not product or value.maker is None:
       return False
-    return not (_heavy(value.maker) or _reduction(value.maker))
+    return not (is_heavy(value.maker) or is_reduction(value.maker))
 
   def _sources(self, value: GraphValue) -> tuple[GraphValue, ...]:
     """Returns the value itself if it is stored, else the stored values that it is computed from."""
@@ -211,15 +221,15 @@ class _Storage:
             needed_later |= {id(s) for s in sources}
 
 
-def _heavy(operation: GraphOperation) -> bool:
+def is_heavy(operation: GraphOperation) -> bool:
   return has(operation.equation, Trait.READS_STORED) or bool(operation.bodies)
 
 
-def _reduction(operation: GraphOperation) -> bool:
+def is_reduction(operation: GraphOperation) -> bool:
   return has(operation.equation, Trait.STORES_RESULT)
 
 
-def _is_view(operation: GraphOperation) -> bool:
+def is_view(operation: GraphOperation) -> bool:
   if has(operation.equation, Trait.ALIAS):
     return True
   if len(operation.operands) != 1 or len(operation.results) != 1:
@@ -306,7 +316,7 @@ def _in_place(results: list[GraphValue], arguments: list[GraphValue], reusable: 
 
 def _written_over(step: StoredOperation, dying: list[GraphValue], size: Callable[[GraphValue], int]) -> int:
   """Returns the bytes that an operation writes over operands that it reads for the last time."""
-  if _heavy(step.operation) and not has(step.operation.equation, Trait.IN_PLACE):
+  if is_heavy(step.operation) and not has(step.operation.equation, Trait.IN_PLACE):
     return 0
   spare = collections.Counter(map(size, dying))
   written = collections.Counter(map(size, step.writes))
