@@ -33,7 +33,7 @@ class Row:
     rows: sequences of a step.
     policy: as `mpjax.get_policy` takes it.
     seconds: of a step, as published or from the published rate.
-    vmem: KiB of `--xla_tpu_scoped_vmem_limit_kib`; 0 for the compiler's own.
+    flags: of the compiler.
     source: where the rate is published.
     differs: what the planned step has otherwise than the run.
   """
@@ -46,7 +46,7 @@ class Row:
   rows: int
   policy: Any
   seconds: float
-  vmem: int
+  flags: str
   source: str
   differs: str
 
@@ -69,7 +69,19 @@ def _row(given: dict[str, Any], data: dict[str, Any]) -> Row:
     **{"attention": "splash" if target.kind == "tpu" else "stated"}
     | {key: value for key, value in run.items() if key in _RUN}
   )
-  known = {"name", "model", "target", "policy", "mesh", "batch", "rate", "vmem", "source", "where", "differs"}
+  known = {
+    "name",
+    "model",
+    "target",
+    "policy",
+    "mesh",
+    "batch",
+    "rate",
+    "flags",
+    "source",
+    "where",
+    "differs",
+  }
   if extra := set(given) - known - set(_RUN):
     raise ValueError(f"{given['name']}: unknown keys {sorted(extra)}")
   tokens = given["batch"] * run.length  # of a device
@@ -91,7 +103,7 @@ def _row(given: dict[str, Any], data: dict[str, Any]) -> Row:
     rows=given["batch"] * target.devices,
     policy=given["policy"],
     seconds=seconds[unit](),
-    vmem=given.get("vmem", 0),
+    flags=" ".join(data["flags"][name] for name in given.get("flags", ())),
     source=f"{data['sources'][given['source']]}: {given['where']}",
     differs=given.get("differs", ""),
   )
@@ -105,8 +117,8 @@ def plan_of(row: Row) -> Plan:
   """
   step, state, batch = training(row.sizes, row.run, row.target, row.mesh, row.rows, row.policy)
   before = os.environ.get("LIBTPU_INIT_ARGS")
-  if row.vmem:
-    os.environ["LIBTPU_INIT_ARGS"] = f"--xla_tpu_scoped_vmem_limit_kib={row.vmem}"
+  if row.flags:
+    os.environ["LIBTPU_INIT_ARGS"] = row.flags
   try:
     return mpjax.plan(step, state, batch, target=row.target, compile=True)
   finally:
