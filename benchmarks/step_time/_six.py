@@ -128,7 +128,8 @@ def step_of(model: Model, policy: Any) -> mpjax.TrainStep:
   return mpjax.make_train_step(model.loss_fn, optax.adamw(1e-4), policy)
 
 
-def _state(step: mpjax.TrainStep, params: Any, batch: Any, model_state: Any) -> Any:
+def state_of(step: mpjax.TrainStep, params: Any, batch: Any, model_state: Any) -> Any:
+  """Returns the first state of a step; takes what is carried besides as `None` if there is none."""
   return step.init(params, model_state=model_state, batch=batch)
 
 
@@ -138,7 +139,7 @@ def plans(target: str = TARGET) -> Iterator[dict[str, Any]]:
     for policy in POLICIES:
       step = step_of(model, policy)
       state = jax.eval_shape(
-        lambda *given, step=step: _state(step, *given), model.params, model.batch, model.model_state
+        lambda *given, step=step: state_of(step, *given), model.params, model.batch, model.model_state
       )
       plan = mpjax.plan(step, state, model.batch, target=target, compile=True)
       if plan.time is None or plan.floor is None:
@@ -156,12 +157,12 @@ def plans(target: str = TARGET) -> Iterator[dict[str, Any]]:
 def measured(tiny: bool = False) -> Iterator[dict[str, Any]]:
   """Yields the measured time of each model under each policy, on this machine's first device."""
   for name, model in models(tiny).items():
-    made = [_filled(tree) for tree in (model.params, model.batch, model.model_state)]
+    made = [filled(tree) for tree in (model.params, model.batch, model.model_state)]
     for policy in POLICIES:
       start = time.perf_counter()
       step = step_of(model, policy)
       params, batch, model_state = jax.device_put(made)
-      state = _state(step, params, batch, model_state)
+      state = state_of(step, params, batch, model_state)
       del params, model_state
       for _ in range(3):
         state, metrics = step(state, batch)
@@ -184,11 +185,11 @@ def measured(tiny: bool = False) -> Iterator[dict[str, Any]]:
       del state, metrics
 
 
-def _filled(tree: Any) -> Any:
+def filled(tree: Any) -> Any:
   """Returns small random numbers of the shapes of a tree; zeros for integers, ones for a variance."""
   noise = 0.02 * np.random.default_rng(0).standard_normal(1 << 20, np.float32)
 
-  def filled(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+  def of_leaf(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       return np.zeros(leaf.shape, leaf.dtype)
     last = str(getattr(path[-1], "key", path[-1]))
@@ -196,4 +197,4 @@ def _filled(tree: Any) -> Any:
       return np.ones(leaf.shape, leaf.dtype)
     return np.resize(noise, leaf.shape).astype(leaf.dtype)
 
-  return jax.tree_util.tree_map_with_path(filled, tree)
+  return jax.tree_util.tree_map_with_path(of_leaf, tree)
