@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 import mpjax
+from benchmarks._record import provenance
 from benchmarks.gpu._models import ResNet50
 from benchmarks.step_time._decoder import Decoder, Run, Sizes
 
@@ -152,6 +153,40 @@ def plans(target: str = TARGET) -> Iterator[dict[str, Any]]:
         "parts": plan.time.parts,
         "floor": plan.floor.seconds,
       }
+
+
+def with_measured(rows: Iterator[dict[str, Any]], report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+  """Yields planned rows with the measured seconds of a report, and the ratio."""
+  known = {(row["model"], row["policy"]): row["seconds"] for row in report["rows"]}
+  for row in rows:
+    seconds = known.get((row["model"], row["policy"]))
+    yield row | ({"measured": seconds, "ratio": row["seconds"] / seconds} if seconds else {})
+
+
+def table(report: dict[str, Any]) -> str:
+  """Returns a report of planned steps as a table, with the measured ones if it has them."""
+  lines = [f"| model | {' | '.join(POLICIES)} | order |", "|---|---|---|---|---|"]
+  rows = {(row["model"], row["policy"]): row for row in report["rows"]}
+  for name in dict.fromkeys(row["model"] for row in report["rows"]):
+    found = [rows[name, policy] for policy in POLICIES if (name, policy) in rows]
+    cells = [_cell(row) for row in found]
+    lines.append(f"| {name} | {' | '.join(cells)} | {_order(found)} |")
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def _cell(row: dict[str, Any]) -> str:
+  measured = f", measured {row['measured'] * 1e3:.1f}" if "measured" in row else ""
+  return f"{row['seconds'] * 1e3:.1f} ms{measured}"
+
+
+def _order(rows: list[dict[str, Any]]) -> str:
+  """Returns whether the planned order of the policies is the measured one."""
+  if not all("measured" in row for row in rows):
+    return " < ".join(row["policy"] for row in sorted(rows, key=lambda row: row["seconds"]))
+  planned, found = (sorted(rows, key=lambda row: row[key]) for key in ("seconds", "measured"))
+  if planned == found:
+    return "as measured"
+  return f"planned {' < '.join(row['policy'] for row in planned)}"
 
 
 def measured(tiny: bool = False) -> Iterator[dict[str, Any]]:

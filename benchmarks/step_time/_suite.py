@@ -1,18 +1,21 @@
 """The predicted time of training steps beside published rates and measured times.
 
     python scripts/bench.py step_time published [--rows TEXT] [--json FILE]
-    python scripts/bench.py step_time six [--json FILE]
+    python scripts/bench.py step_time six [--measured FILE] [--json FILE]
     python scripts/bench.py step_time measure [--tiny] [--json FILE]
 
 published: the rows of `published.yaml` whose name or target contains a text of `--rows` (all without it).
 Needs the packages of `plan-tpu` and `plan-cuda`, and no device. six: six models under three policies, as
-planned for an H100. measure: the same steps on this machine's device; the median of 20.
+planned for an H100, beside what `measure` reported if that is given. measure: the same steps on this
+machine's device; the median of 20.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import pathlib
 import sys
 from typing import Any
 
@@ -31,19 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--rows", action="append", metavar="TEXT", help="of `published`: part of a name or target"
   )
+  parser.add_argument("--measured", type=pathlib.Path, metavar="FILE", help="of `six`: a report of `measure`")
   parser.add_argument("--tiny", action="store_true", help="of `measure`: sizes for a CPU")
 
 
 def run(options: argparse.Namespace) -> int:
   """Measures or plans, prints as it goes, and writes the report after each row."""
   report = _report(options)
-  rows = {"published": _published_rows, "six": lambda _: _six.plans(), "measure": _measured}[options.what]
+  rows = {"published": _published_rows, "six": _planned, "measure": _measured}[options.what]
   for row in rows(options):
     report["rows"].append(row)
     print(_line(row), flush=True)
     write(report, options.json)
-  if options.what == "published":
-    print(_published.table(report))
+  if options.what != "measure":
+    print({"published": _published.table, "six": _six.table}[options.what](report))
   return 0
 
 
@@ -52,6 +56,11 @@ def _published_rows(options: argparse.Namespace) -> Any:
   for row in _published.rows():
     if any(text in row.name or text in row.target.name for text in asked):
       yield _published.measure(row)
+
+
+def _planned(options: argparse.Namespace) -> Any:
+  rows = _six.plans()
+  return _six.with_measured(rows, json.loads(options.measured.read_text())) if options.measured else rows
 
 
 def _measured(options: argparse.Namespace) -> Any:
