@@ -16,6 +16,7 @@ from mpjax.optim import Quantized
 from mpjax.patterns import path_text
 from mpjax.planner._array_bytes import itemsize, key_words, tiled_bytes
 from mpjax.planner._results import ARGUMENT_PARTS
+from mpjax.sharding import in_host_memory
 from mpjax.step import TrainState
 
 _FIELDS = {
@@ -66,6 +67,11 @@ class Argument:
   shape: tuple[int, ...]
   dtype: Any
   sharding: Any
+
+  @property
+  def on_host(self) -> bool:
+    """Returns whether it is in the host's memory between steps."""
+    return in_host_memory(self)
 
 
 def name_arguments(
@@ -119,10 +125,12 @@ def argument_bytes(argument: Argument, kind: str) -> int:
 
 
 def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, int], dict[str, int]]:
-  """Returns the bytes by part, and the optimiser's bytes by slot and dtype."""
+  """Returns the bytes on a device by part, and the optimiser's bytes by slot and dtype."""
   parts: collections.Counter[str] = collections.Counter()
   slots: collections.Counter[str] = collections.Counter()
   for argument in arguments:
+    if argument.on_host:
+      continue
     nbytes = argument_bytes(argument, kind)
     parts[argument.part] += nbytes
     if argument.part == "optimizer state":

@@ -22,6 +22,7 @@ from mpjax.planner._traced_step import TracedStep, trace_step
 from mpjax.planner.analytic import (
   Graph,
   analytic_memory,
+  host_memory,
   list_kernels,
   list_products,
   make_graph,
@@ -146,6 +147,7 @@ def plan(
     model_flops=model_flops(graph, traced.devices),
     peak_flops=device.flops.get("bfloat16") or max(device.flops.values(), default=0.0),
     time=time,
+    host=host_memory(graph, traced.arguments, device.kind),
   )
 
 

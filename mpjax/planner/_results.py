@@ -223,6 +223,20 @@ def add_up(crossings: Iterable[Crossing]) -> tuple[Collective, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostMemory:
+  """What a step keeps in the host's memory, and what crosses to a device and back; bytes of one device.
+
+  Attributes:
+    held: bytes of arguments that are there between steps.
+    to_device, to_host: bytes that one step copies in each direction.
+  """
+
+  held: int
+  to_device: int
+  to_host: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Floor:
   """The shortest time that a step can take at the published peak rates.
 
@@ -297,6 +311,8 @@ class PlanFigures:
     peak_flops: the published rate, in FLOP/s, of the target's 16-bit products, for `utilisation`.
     items: number of tokens, images or rows of a step on all devices; 0 if not known.
     item: what is counted: `tokens`, `images` or `rows`.
+    host: what is in the host's memory between steps, which no other figure of memory counts; `None` if
+      nothing is.
   """
 
   label: str
@@ -322,6 +338,7 @@ class PlanFigures:
   peak_flops: float = 0.0
   items: int = 0
   item: str = ""
+  host: HostMemory | None = None
 
   @property
   def throughput(self) -> float:

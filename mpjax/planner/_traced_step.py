@@ -20,6 +20,7 @@ from mpjax.jaxpr import is_library
 from mpjax.planner._arguments import Argument, name_arguments
 from mpjax.planner._targets import Target, policy_on_target
 from mpjax.policy import Policy, get_policy
+from mpjax.sharding import in_host_memory
 from mpjax.step import TrainStep
 from mpjax.step._checks import require_state_and_batch
 
@@ -188,7 +189,7 @@ def _label(step: Callable[..., Any], policy: Policy | None) -> str:
 
 
 def _abstract(argument: PyTree) -> PyTree:
-  """Returns the shapes of an argument's leaves, with shardings for leaves on a mesh."""
+  """Returns the shapes of an argument's leaves, with shardings for leaves on a mesh or on the host."""
   return jax.tree_util.tree_map_with_path(_abstract_leaf, argument, is_leaf=_is_nnx)
 
 
@@ -211,7 +212,7 @@ def _abstract_leaf(path: jax.tree_util.KeyPath, x: object) -> jax.ShapeDtypeStru
       )
     x = np.asarray(x)
   sharding = getattr(x, "sharding", None)
-  on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
+  on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and (sharding.mesh.size > 1 or in_host_memory(x))
   # As in JAX: without x64, NumPy's wide types and Python's numbers have 32 bits.
   extended = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
   dtype = x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype)
@@ -227,7 +228,8 @@ def _on_devices(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
     abstract = x.sharding.mesh
     devices = np.array(jax.devices()[: abstract.size]).reshape(abstract.axis_sizes)
     mesh = jax.sharding.Mesh(devices, abstract.axis_names, axis_types=abstract.axis_types)
-    return x.update(sharding=jax.sharding.NamedSharding(mesh, x.sharding.spec))
+    there = jax.sharding.NamedSharding(mesh, x.sharding.spec, memory_kind=x.sharding.memory_kind)
+    return x.update(sharding=there)
 
   return jax.tree.map(leaf, args)
 

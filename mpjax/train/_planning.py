@@ -138,15 +138,15 @@ class Planner:
     train = self.config.train.model_copy(update={"recompute": recompute})
     layout = self.config.mesh.model_copy(update={"gather": gather})
     config = self.config.model_copy(update={"train": train, "mesh": layout})
-    mesh = _mesh(self.sizes, self.target)
+    mesh = _mesh(self.sizes, self.target, on_one=config.mesh.offload is not None)
     task, step = build_step(config, self._data.info, policy, mesh, backend=self.target.kind)
     return config, step, task
 
 
-def _mesh(sizes: dict[str, int], target: Target) -> Mesh | None:
-  """Makes a mesh of a target's devices; `None` for one device."""
+def _mesh(sizes: dict[str, int], target: Target, on_one: bool) -> Mesh | None:
+  """Makes a mesh of a target's devices; `None` for one device, unless `on_one`."""
   shape, count = tuple(sizes.values()), math.prod(sizes.values())
-  if count == 1:
+  if count == 1 and not on_one:
     return None
   types = (AxisType.Auto,) * len(AXES)
   if target.is_here:

@@ -1,7 +1,7 @@
 """Memory, matrix products and the shortest possible time of a program, from its jaxpr alone."""
 
 from mpjax.planner.analytic._graph import Graph, make_graph
-from mpjax.planner.analytic._memory import analytic_memory, table_bytes
+from mpjax.planner.analytic._memory import analytic_memory, host_memory, table_bytes
 from mpjax.planner.analytic._products import (
   list_kernels,
   list_products,
@@ -15,6 +15,7 @@ from mpjax.planner.analytic._time_floor import time_floor
 __all__ = [
   "Graph",
   "analytic_memory",
+  "host_memory",
   "list_kernels",
   "list_products",
   "make_graph",

@@ -48,6 +48,7 @@ class GraphValue:
     maker: the operation that computes it; `None` for an argument or a constant.
     argument: its position among the flat arguments, or `None`.
     local: whether the shape is already one device's share (inside a `shard_map`).
+    on_host: whether it is in the host's memory.
   """
 
   shape: tuple[int, ...]
@@ -55,6 +56,7 @@ class GraphValue:
   maker: GraphOperation | None = None
   argument: int | None = None
   local: bool = False
+  on_host: bool = False
 
   @property
   def nbytes(self) -> int:
@@ -101,6 +103,12 @@ class GraphOperation:
   def flops_on(self, devices: int) -> float:
     """Returns the FLOPs of one run on each of the devices of a step."""
     return self.flops / (self.divided if self.local else devices)
+
+  @property
+  def crosses(self) -> bool:
+    """Returns whether it copies an array between a device and the host's memory."""
+    moves = self.equation.primitive is jax.lax.device_put_p
+    return moves and any(a.on_host != b.on_host for a, b in zip(self.operands, self.results, strict=False))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -294,7 +302,9 @@ class _Builder:
 
 
 def _value(aval: AbstractValue) -> GraphValue:
-  return GraphValue(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(np.float32)))
+  on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+  shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(np.float32))
+  return GraphValue(shape, dtype, on_host=on_host)
 
 
 def _call(equation: JaxprEqn) -> AnyJaxpr | None:

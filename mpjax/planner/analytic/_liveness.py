@@ -222,7 +222,7 @@ class Storage:
 
 
 def is_heavy(operation: GraphOperation) -> bool:
-  return has(operation.equation, Trait.READS_STORED) or bool(operation.bodies)
+  return has(operation.equation, Trait.READS_STORED) or bool(operation.bodies) or operation.crosses
 
 
 def is_reduction(operation: GraphOperation) -> bool:
@@ -305,11 +305,11 @@ def _last_uses(order: Sequence[StoredOperation], results: list[GraphValue]) -> d
 def _in_place(results: list[GraphValue], arguments: list[GraphValue], reusable: list[GraphValue]) -> set[int]:
   """Returns the results that take the memory of a donated argument of the same shape and dtype."""
   fixed = {id(v) for v in arguments}
-  free = collections.Counter((v.shape, v.dtype) for v in reusable)
+  free = collections.Counter((v.shape, v.dtype, v.on_host) for v in reusable)
   found: set[int] = set()
   for v in results:
-    if id(v) not in fixed and id(v) not in found and free[v.shape, v.dtype]:
-      free[v.shape, v.dtype] -= 1
+    if id(v) not in fixed and id(v) not in found and free[v.shape, v.dtype, v.on_host]:
+      free[v.shape, v.dtype, v.on_host] -= 1
       found.add(id(v))
   return found
 

@@ -12,7 +12,7 @@ from mpjax import _compat
 from mpjax.jaxpr import BACKWARD, FORWARD, Trait, call_layout, has, layer_pattern
 from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
 from mpjax.planner._array_bytes import tiled_bytes
-from mpjax.planner._results import Memory, Saved
+from mpjax.planner._results import HostMemory, Memory, Saved
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._divided_weights import DividedWeights, like_weight
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue, merged
@@ -39,7 +39,11 @@ class DeviceSizes:
   kind: str
 
   def of(self, value: GraphValue) -> int:
-    """Returns the bytes of a value."""
+    """Returns the bytes of a value on a device; 0 for one in the host's memory."""
+    return 0 if value.on_host else self.whole(value)
+
+  def whole(self, value: GraphValue) -> int:
+    """Returns the bytes of a value, wherever it is."""
     if value.local:
       return tiled_bytes(value.shape, value.dtype) if self.kind == "tpu" and value.shape else value.nbytes
     if value.shape in self.weights:
@@ -106,6 +110,20 @@ def analytic_memory(
   state |= held_at_once(program, worst, shapes, sizes.of)
   gathered = gathered_at_once(graph, sizes.of)
   return Memory(parts, slots, saved[:LISTED], _total(saved), sum(parts.values()), state, gathered)
+
+
+def host_memory(graph: Graph, arguments: Sequence[Argument], kind: str) -> HostMemory | None:
+  """Returns what a step keeps in the host's memory, and what it copies; `None` if it uses none."""
+  sizes = device_sizes(arguments, kind)
+  copies = [(made, times) for copy, times in graph.every_operation() if copy.crosses for made in copy.results]
+  held = sum(argument_bytes(a, kind) for a in arguments if a.on_host)
+  if not held and not copies:
+    return None
+  return HostMemory(
+    held,
+    to_device=sum(sizes.whole(made) * times for made, times in copies if not made.on_host),
+    to_host=sum(sizes.whole(made) * times for made, times in copies if made.on_host),
+  )
 
 
 def device_sizes(arguments: Sequence[Argument], kind: str) -> DeviceSizes:

@@ -12,6 +12,7 @@ from typing import Any
 from mpjax.planner.compiled._proto import BUFFER, DTYPES, TOKEN, TUPLE, module_class
 
 _DEPTH = 64
+HOST = 5  # the number of the memory space of a host
 _LOCAL = (1 << 32) - 1  # the low bits of an identity are unique in a computation
 _PLAIN_DTYPE = re.compile(r"(f|bf|s|u|c)(\d+)")
 
@@ -24,7 +25,7 @@ class HloShape:
     dtype: HLO's name: `f32`, `bf16`, `f8e4m3fn`.
     dims: sizes of its dimensions.
     nbytes: bytes in memory, with the padding of its tiles.
-    space: number of its memory space: 0 is the device's main memory, 5 the host's.
+    space: number of its memory space: 0 is the device's main memory, `HOST` the host's.
   """
 
   dtype: str

@@ -63,7 +63,8 @@ def module_proto(compiled: jax.stages.Compiled) -> bytes:
 
 def _live(memory: Any) -> int:
   # The CPU compiler's figure leaves temporaries out.
-  live = getattr(memory, "peak_memory_in_bytes", 0) - memory.argument_size_in_bytes
+  arguments = memory.argument_size_in_bytes + memory.host_argument_size_in_bytes
+  live = getattr(memory, "peak_memory_in_bytes", 0) - arguments
   return live if live > memory.temp_size_in_bytes // 4 else 0
 
 

@@ -106,6 +106,9 @@ def _memory(plan: PlanFigures) -> Iterator[str]:
   yield f"memory: {needs} ({'by the compiler' if plan.compiled else 'analytic'})"
   largest = sorted(memory_of(plan).parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
   yield f"  largest: {', '.join(f'{name} {bytes_text(size)}' for name, size in largest)}"
+  if host := plan.host:
+    each = f"{bytes_text(host.to_device)} to the device and {bytes_text(host.to_host)} back in each step"
+    yield f"  on the host: {bytes_text(host.held)}; {each}"
 
 
 def _products(plan: PlanFigures) -> Iterator[str]:

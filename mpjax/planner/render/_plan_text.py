@@ -139,6 +139,7 @@ def _memory(plans: Sequence[PlanFigures], room: _Room) -> TextSection:
     [
       _row(f"peak of {_whose(plans)}", plans, _fit, strong=True),
       *([row("gathered at once", gathered)] if any(gathered) else ()),
+      *_on_host(plans, row),
       row("inference weights", [plan.inference for plan in plans]),
       row("checkpoint", [plan.checkpoint for plan in plans]),
     ],
@@ -150,6 +151,13 @@ def _memory(plans: Sequence[PlanFigures], room: _Room) -> TextSection:
 
 _Row = Callable[..., TextRow]
 _Rows = Callable[..., Iterator[TextRow]]
+
+
+def _on_host(plans: Sequence[PlanFigures], row: _Row) -> list[TextRow]:
+  """Returns the rows of what is in the host's memory, and of what each step copies; empty if nothing is."""
+  hosts = [plan.host for plan in plans]
+  names = {"held": "on the host", "to_device": "  to the device", "to_host": "  to the host"}
+  return [row(name, [h and getattr(h, key) for h in hosts]) for key, name in names.items() if any(hosts)]
 
 
 def _at_once(plans: Sequence[PlanFigures], row: _Row, total: _Rows) -> list[TextRow]:
