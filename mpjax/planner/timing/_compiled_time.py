@@ -15,11 +15,11 @@ from mpjax.jaxpr import layer_pattern
 from mpjax.planner._results import TIME_PARTS, Time
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic import Graph
-from mpjax.planner.compiled._hlo import HloComputation, HloInstruction, HloModule, done_of, parse, trips
+from mpjax.planner.compiled._hlo import HOST, HloComputation, HloInstruction, HloModule, done_of, parse, trips
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES, VIEWS
 from mpjax.planner.compiled._hlo_parts import path_of_name
 from mpjax.planner.timing._groups import group_of
-from mpjax.planner.timing._instructions import HOST, Product, moved_bytes, product_of
+from mpjax.planner.timing._instructions import Product, moved_bytes, product_of
 from mpjax.planner.timing._kernels import is_kernel, kernel_flops, traced_kernels
 from mpjax.planner.timing._rates import (
   collective_seconds,

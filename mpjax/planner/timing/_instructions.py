@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from mpjax.planner.compiled._hlo import HloInstruction, numpy_name
 
-HOST = 5  # the number of the memory space of the host
 _HIGHEST = 2
 _PART = frozenset({"dynamic-slice", "gather", "slice"})
 # A scatter adds in memory: as measured on an H100, the time of so many times the bytes of its updates.

@@ -320,7 +320,7 @@ class _Body:
       others = {k: n for k, n in kernel.reads.items() if k != id(whole)}
       update = sum(others.values())
       made = 0 if self._storage.is_stored(whole) else sum(kernel.writes.values())
-      kernel.reads, kernel.writes = others, {key: update + made for key in kernel.writes}
+      kernel.reads, kernel.writes = others, dict.fromkeys(kernel.writes, update + made)
 
   def _reads(self, operation: GraphOperation) -> dict[int, float]:
     """Returns the bytes that an operation reads of each stored value, also through those that are not."""
