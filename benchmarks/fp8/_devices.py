@@ -40,7 +40,7 @@ from jax.experimental import topologies
 
 import mpjax
 from benchmarks._record import compiler_figures, origin, write
-from benchmarks.fp8._suite import without_json
+from benchmarks.fp8._suite import is_narrow, without_json
 from mpjax.planner import get_target
 from mpjax.planner.compiled import kernel_products, module_proto, parse
 
@@ -136,7 +136,7 @@ def measure(policy: Any, params: Any, x: Any, put: Any, on_gpu: bool) -> dict[st
   row = compiler_figures(compiled)
   if on_gpu:
     found = kernel_products(parse(module_proto(compiled)))
-    row["share_below_16_bits"] = sum(p.flops for p in found if p.is_narrow) / sum(p.flops for p in found)
+    row["share_below_16_bits"] = sum(p.flops for p in found if is_narrow(p)) / sum(p.flops for p in found)
     kernels = [path for path in _DUMP.glob("*.ptx") if path.name not in before]
     counts = collections.Counter(
       kind for path in kernels for kind in set(_INSTRUCTION.findall(path.read_text()))

@@ -13,6 +13,7 @@ that the compiler makes beyond what `explain` counts earn nothing. Needs the pac
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import shlex
 import sys
@@ -36,7 +37,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import mpjax
 from benchmarks._described import described
 from benchmarks._record import compiler_figures, origin, write
-from mpjax.planner.compiled import KernelProduct, by_dtypes, kernel_products, module_proto, parse
+from mpjax.planner.compiled import KernelProduct, kernel_products, module_proto, parse
+from mpjax.planner.compiled._hlo import numpy_name
 from mpjax.train.models import GPT
 
 RECIPES = ("current", "delayed")
@@ -79,11 +81,29 @@ def measure(model: Any, tokens: Any, policy: Any, device: Any) -> dict[str, Any]
   } | compiler_figures(compiled)
 
 
+def by_dtypes(found: list[KernelProduct]) -> dict[str, dict[str, int]]:
+  """Returns FLOPs and number of products by `kernel: dtypes`, the most FLOPs first."""
+  table: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"flops": 0, "products": 0})
+  for product in sorted(found, key=lambda product: -product.flops):
+    row = table[f"{product.kernel}: {' x '.join(product.dtypes)}"]
+    row["flops"] += product.flops
+    row["products"] += 1
+  return dict(table)
+
+
+def is_narrow(product: KernelProduct) -> bool:
+  """Whether it is a GEMM with both operands below 16 bits."""
+  return product.kernel != "loop" and all(
+    mpjax.formats.narrow_bits(numpy_name(dtype)) for dtype in product.dtypes
+  )
+
+
 def shares(found: list[KernelProduct], forward: int) -> dict[str, float]:
   """FP8 GEMMs over what should be: forward, backward (twice the FLOPs of forward) and in all."""
-  fp8 = [product for product in found if product.is_narrow]
-  ahead = sum(product.flops for product in fp8 if not product.backward) / forward
-  back = sum(product.flops for product in fp8 if product.backward) / (2 * forward)
+  backward = lambda product: any("e5m2" in dtype for dtype in product.dtypes)  # the format of gradients
+  fp8 = [product for product in found if is_narrow(product)]
+  ahead = sum(product.flops for product in fp8 if not backward(product)) / forward
+  back = sum(product.flops for product in fp8 if backward(product)) / (2 * forward)
   return {"forward": ahead, "backward": back, "all": (min(ahead, 1) + 2 * min(back, 1)) / 3}
 
 

@@ -2,7 +2,7 @@
 
 from mpjax.planner.compiled._compile import CompileError, Program, compile_step
 from mpjax.planner.compiled._hlo import HloModule, parse
-from mpjax.planner.compiled._hlo_products import KernelProduct, by_dtypes, collectives, kernel_products
+from mpjax.planner.compiled._hlo_products import KernelProduct, collectives, kernel_products
 from mpjax.planner.compiled._reading import Reading, read_program
 from mpjax.planner.compiled._worker import module_proto
 
@@ -12,7 +12,6 @@ __all__ = [
   "KernelProduct",
   "Program",
   "Reading",
-  "by_dtypes",
   "collectives",
   "compile_step",
   "kernel_products",

@@ -233,21 +233,21 @@ def trips(loop: HloInstruction) -> int | None:
   """
   if (stated := loop.config.get("known_trip_count", {}).get("n")) is not None:
     return int(stated)
-  body, condition = loop.called
-  test, state, start = condition.root, body.root, loop.operands[0]
-  if test.op != "compare" or test.proto.comparison_direction != "LT" or {state.op, start.op} != {"tuple"}:
+  (body, condition), start = loop.called, loop.operands[0]
+  if condition.root.proto.comparison_direction != "LT" or {body.root.op, start.op} != {"tuple"}:
     return None
-  counter, limit = map(_source, test.operands)
+  counter, limit = map(_source, condition.root.operands)
   position = counter.proto.tuple_index
-  add = _source(state.operands[position])
-  if counter.op != "get-tuple-element" or add.op != "add":
+  add = _source(body.root.operands[position])
+  if add.op != "add" or counter.op != "get-tuple-element":
     return None
   old, more = map(_source, add.operands)
   if old.op != "get-tuple-element" or old.proto.tuple_index != position:
     return None
-  first, last, step = _number(_source(start.operands[position])), _number(limit), _number(more)
-  known = first is not None and last is not None and step is not None and step > 0
-  return max(0, -((first - last) // step)) if known else None
+  first, last, step = (_number(i) for i in (_source(start.operands[position]), limit, more))
+  if first is None or last is None or step is None or step <= 0:
+    return None
+  return max(0, -((first - last) // step))
 
 
 def _source(instruction: HloInstruction) -> HloInstruction:

@@ -52,7 +52,7 @@ def divide_memory(
       place = (
         layer_pattern(path_of_name(named.op_name)),
         source_of(module, named),
-        operation_of(named.op_name),
+        split_scopes(named.op_name)[-1],
       )
       saved.setdefault((*place, numpy_name(shape.dtype), shape.dims), []).append(shape.nbytes)
   listed = sum(parts.values())
@@ -82,7 +82,7 @@ class _Sorter:
   def __init__(self, module: HloModule, weights: set[tuple[int, ...]]):
     self._weights = {_without_ones(shape) for shape in weights}
     self._position = {instruction: i for i, instruction in enumerate(module.entry.instructions)}
-    phases = [phase_of_name(instruction.op_name) for instruction in module.entry.instructions]
+    phases = [parse_scopes(instruction.op_name).phase for instruction in module.entry.instructions]
     forward = (i for at, i in self._position.items() if phases[i] == FORWARD and at.op in _PRODUCTS)
     # The position of the last product of the forward pass.
     self._end = max(forward, default=-1) if BACKWARD in phases else -1
@@ -113,7 +113,7 @@ class _Sorter:
     return "activations" if any(read) or self._crosses_forward_end(buffer) else "temporaries"
 
   def _phase(self, instruction: HloInstruction) -> str:
-    return phase_of_name(instruction.op_name or self.named(instruction).op_name)
+    return parse_scopes(instruction.op_name or self.named(instruction).op_name).phase
 
   def _reads_arguments_only(self, instruction: HloInstruction) -> bool:
     """Returns whether an instruction reads only arguments of the program, or views of them."""
@@ -135,19 +135,9 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
   return tuple(sorted(d for d in shape if d != 1))
 
 
-def phase_of_name(op_name: str) -> str:
-  """Returns FORWARD or BACKWARD for the passes of a derivative, else OTHER."""
-  return parse_scopes(op_name).phase
-
-
 def path_of_name(op_name: str) -> str:
   """Returns `GPT/blocks/5/down` for `jit(step)/transpose(jvp(GPT))/blocks/5/down/dot_general`."""
   return parse_scopes("/".join(split_scopes(op_name)[:-1])).path(_NOT_MODULES)
-
-
-def operation_of(op_name: str) -> str:
-  """Returns the primitive: the last part of a name."""
-  return split_scopes(op_name)[-1]
 
 
 def source_of(module: HloModule, instruction: HloInstruction) -> str:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpjax.formats import narrow_bits
 from mpjax.jaxpr import taps
 from mpjax.planner._results import Collective, Crossing, add_up
 from mpjax.planner.compiled._hlo import HloComputation, HloInstruction, HloModule, numpy_name, start_of
@@ -36,16 +34,6 @@ class KernelProduct(NamedTuple):
   times: int
   op: str
 
-  @property
-  def is_narrow(self) -> bool:
-    """Returns whether it is a GEMM with both operands below 16 bits."""
-    return self.kernel != "loop" and all(narrow_bits(numpy_name(dtype)) for dtype in self.dtypes)
-
-  @property
-  def backward(self) -> bool:
-    """Returns whether an operand is E5M2, the format of gradients."""
-    return any("e5m2" in dtype for dtype in self.dtypes)
-
 
 def kernel_products(module: HloModule, kind: str = "gpu") -> list[KernelProduct]:
   """Returns every matrix product of a program for a `kind` of platform: `gpu`, `tpu` or `cpu`."""
@@ -67,16 +55,6 @@ def kernel_products(module: HloModule, kind: str = "gpu") -> list[KernelProduct]
         lhs, rhs = (operand.shapes[0].dtype for operand in instruction.operands[:2])
         found.append(KernelProduct(kernel, (lhs, rhs), flops * count, count, instruction.op_name))
   return found
-
-
-def by_dtypes(found: Sequence[KernelProduct]) -> dict[str, dict[str, int]]:
-  """Returns FLOPs and number of products by `kernel: dtypes`, the most FLOPs first."""
-  table: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"flops": 0, "products": 0})
-  for product in sorted(found, key=lambda product: -product.flops):
-    row = table[f"{product.kernel}: {' x '.join(product.dtypes)}"]
-    row["flops"] += product.flops
-    row["products"] += 1
-  return dict(table)
 
 
 def counted_flops(module: HloModule) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from mpjax.planner.compiled._compile import Program
 from mpjax.planner.compiled._hlo import HOST, HloModule, HloShape, parse, trips
 from mpjax.planner.compiled._hlo_opcodes import KNOWN
 from mpjax.planner.compiled._hlo_parts import divide_memory
-from mpjax.planner.compiled._hlo_products import by_dtypes, collectives, counted_flops, kernel_products
+from mpjax.planner.compiled._hlo_products import collectives, counted_flops, kernel_products
 
 # How far the bytes of arguments and results in the program may differ from the compiler's figure.
 _NEAR = 0.02
@@ -86,7 +87,10 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
       f"{bytes_text(program.temporaries)}, which are shown undivided"
     )
     memory = whole.memory
-  kernels = {name: row["flops"] for name, row in by_dtypes(kernel_products(module, target.kind)).items()}
+  counts: collections.Counter[str] = collections.Counter()
+  for product in kernel_products(module, target.kind):
+    counts[f"{product.kernel}: {' x '.join(product.dtypes)}"] += product.flops
+  kernels = dict(counts.most_common())
   if (flops := counted_flops(module)) > (1 + _FAR) * program.flops > 0:
     notes.append(
       f"matrix products: those of the compiled program have {flops:.3g} operations, but the compiler counts "

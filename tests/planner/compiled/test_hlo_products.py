@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from mpjax.planner import get_target
-from mpjax.planner.compiled import by_dtypes, collectives, kernel_products, module_proto, parse
+from mpjax.planner.compiled import collectives, kernel_products, module_proto, parse
 from tests.planner.compiled._hlo_text import computation, program
 from tests.planner.compiled.programs import CROSSINGS, KEPT, STEPS, VERSIONS, parsed
 
@@ -225,9 +225,7 @@ def test_flops_of_products_and_convolutions_which_leave_out_the_padding():
     found[int(re.search(r"row(\d+)", product.op)[1])].append(product)
   for i, (name, _, _, flops) in enumerate(rows):
     assert total(found[i]) == flops, name
-    assert {(p.kernel, p.times, p.is_narrow) for p in found[i]} == {
-      ("dot", 7 if name == "seven times" else 1, False)
-    }, name
+    assert {(p.kernel, p.times) for p in found[i]} == {("dot", 7 if name == "seven times" else 1)}, name
 
 
 def test_products_of_gradients_cost_twice_those_of_the_function():
@@ -261,8 +259,6 @@ def test_a_gpus_products_are_of_the_kernel_that_multiplies():
     module = program(f"{read}; {line}", computation("%gemm", f"{read}; {inside}"))
     (found,) = kernel_products(module)
     assert (found.kernel, found.dtypes, found.flops) == (kernel, dtypes, 2 * 8 * 16 * 4), line
-    is_narrow = dtypes[0] not in ("f32", "bf16")
-    assert (found.is_narrow, found.backward) == (is_narrow, dtypes[1] == "f8e5m2"), line
 
 
 def test_cudnns_calls_with_a_stride_multiply_as_often_in_each_pass():
@@ -323,7 +319,6 @@ def test_flops_and_kernels_of_programs_that_compilers_for_devices_made():
       assert made in (once, once + 6 * 2 * 2048 * 256 * 256), (version, target)
     else:
       assert made == known[name], (version, name, target)
-    assert sum(row["flops"] for row in by_dtypes(products).values()) == made
     assert {product.kernel for product in products} <= kernels[kind], (version, name, target)
     if kind == "gpu":
       dtype = "bf16" if "half" in name or name in ("data", "fsdp") else "f32"
