@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpjax import _compat
 from mpjax._render.plain_text import bytes_text
-from mpjax.planner._results import Memory
+from mpjax.planner._results import ARGUMENT_PARTS, Memory
 from mpjax.planner._targets import Target
 
 # Below this share of the peak a difference is not worth a sentence.
@@ -31,19 +31,17 @@ _REASONS = ({} if _compat.has_newer_xla() else _OLDER_REASONS) | {
 }
 
 
-def differences(
-  analytic: Memory, compiled: Memory, arguments: tuple[int, int], target: Target
-) -> tuple[str, ...]:
+def differences(analytic: Memory, compiled: Memory, arguments: int, target: Target) -> tuple[str, ...]:
   """Returns a sentence for every part in which the two differ by more than a hundredth of the peak.
 
   Args:
     analytic: the plan without a compiler.
     compiled: the compiler's memory, by part.
-    arguments: bytes of all arguments, analytic and by the compiler.
+    arguments: bytes of all arguments, by the compiler.
     target: the target of the compiler.
   """
   out = []
-  ours, theirs = arguments
+  ours, theirs = sum(analytic.parts.get(part, 0) for part in ARGUMENT_PARTS), arguments
   if ours != theirs:
     out.append(f"arguments: {ours:,} B analytic, {theirs:,} B compiled: the compiler chooses another layout")
   for part in dict.fromkeys((*analytic.parts, *compiled.parts)):

@@ -95,12 +95,8 @@ def compile_step(
   if target.is_here:
     return _compile_here(jitted, leaves)
   with tempfile.TemporaryDirectory(prefix="mpjax-plan-") as folder:
-    request = {
-      "kind": target.kind,
-      "topology": target.topology,
-      "donated": list(donated),
-      "mesh": _mesh(leaves),
-    }
+    request = {"kind": target.kind, "topology": target.topology, "donated": list(donated)}
+    request["mesh"] = _mesh(leaves)
     return _compile_apart(_exported(jitted, leaves, target), request, target, pathlib.Path(folder))
 
 
@@ -179,19 +175,19 @@ def _run(folder: pathlib.Path, flags: str) -> tuple[int, str]:
   }
   # Run as a file, which imports only JAX; -P: imports nothing from the current folder.
   command = [sys.executable, "-P", _worker.__file__, str(folder)]
-  process = subprocess.Popen(
-    command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-  )
   try:
-    output, _ = process.communicate(timeout=_TIMEOUT)
+    done = subprocess.run(
+      command,
+      env=environment,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      timeout=_TIMEOUT,
+      check=False,
+    )
   except subprocess.TimeoutExpired as error:
-    process.kill()
     raise CompileError(f"the compiler was stopped after {_TIMEOUT} s") from error
-  except BaseException:
-    process.kill()
-    process.wait()
-    raise
-  return process.returncode, output
+  return done.returncode, done.stdout
 
 
 def _is_memory(message: str) -> bool:

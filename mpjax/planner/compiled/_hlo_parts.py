@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 
 from mpjax.jaxpr import BACKWARD, FORWARD, MARKS, is_library, layer_pattern, parse_scopes, split_scopes
-from mpjax.planner._results import Memory, Saved
+from mpjax.planner._results import Compiled, Memory, Saved
 from mpjax.planner.compiled._hlo import HloInstruction, HloModule, numpy_name
 from mpjax.planner.compiled._hlo_memory import Buffer, live_at_peak
 
@@ -20,24 +21,14 @@ _NOT_MODULES = MARKS | {
 
 
 def divide_memory(
-  module: HloModule,
-  arguments: dict[str, int],
-  optimizer: dict[str, int],
-  weights: set[tuple[int, ...]],
-  *,
-  temporaries: int,
-  outputs: int,
-  known_live: int = 0,
+  module: HloModule, whole: Compiled, weights: set[tuple[int, ...]], known_live: int
 ) -> tuple[Memory, float]:
   """Returns the parts of a program's peak, and the share of the peak that they account for.
 
   Args:
     module: the program.
-    arguments: bytes of its arguments by part, on one device and with padding.
-    optimizer: bytes of the optimiser's arguments by slot.
+    whole: the compiler's totals, with `temporaries` undivided.
     weights: shapes of the weights on one device.
-    temporaries: bytes that the program needs in addition to arguments and results, by its compiler.
-    outputs: bytes of results that do not take an argument's memory.
     known_live: bytes of `temporaries` that are live at the peak, by the compiler; 0 if not known. The rest
       are gaps between buffers.
   """
@@ -49,31 +40,26 @@ def divide_memory(
     parts[part] += shape.nbytes
     if part == "activations":
       named = sorter.named(buffer.maker)
-      place = (
-        layer_pattern(path_of_name(named.op_name)),
-        source_of(module, named),
-        split_scopes(named.op_name)[-1],
-      )
-      saved.setdefault((*place, numpy_name(shape.dtype), shape.dims), []).append(shape.nbytes)
+      path, operation = layer_pattern(path_of_name(named.op_name)), split_scopes(named.op_name)[-1]
+      row = path, source_of(module, named), operation, numpy_name(shape.dtype), shape.dims
+      saved.setdefault(row, []).append(shape.nbytes)
+  known = whole.temporaries
   listed = sum(parts.values())
-  if listed > temporaries:
-    parts = collections.Counter({name: n * temporaries // listed for name, n in parts.items()})
-  allocator = temporaries - sum(parts.values())
-  gaps = max(0, temporaries - known_live) if known_live and listed <= temporaries else 0
-  missed = max(0, abs(listed - temporaries) - gaps)
-  everything = (
-    arguments | {name: parts[name] for name in _ORDER} | {"outputs": outputs, "allocator": allocator}
-  )
-  rows = [Saved(*place, count=len(sizes), nbytes=sum(sizes)) for place, sizes in saved.items()]
+  divided = {name: parts[name] * known // max(listed, known, 1) for name in _ORDER}
+  gaps = known - known_live if 0 < known_live < known and listed <= known else 0
+  missed = max(0, abs(listed - known) - gaps)
+  rows = [Saved(*row, count=len(sizes), nbytes=sum(sizes)) for row, sizes in saved.items()]
   rows.sort(key=lambda row: -row.nbytes)
-  memory = Memory(
-    {name: n for name, n in everything.items() if n},
-    optimizer,
-    tuple(rows[:_LISTED]),
-    sum(row.nbytes for row in rows),
-    total := sum(everything.values()),
+  every = {name: n for name, n in whole.memory.parts.items() if name != "temporaries"} | divided
+  every["outputs"] = every.pop("outputs", 0)
+  every["allocator"] = known - sum(divided.values())
+  memory = dataclasses.replace(
+    whole.memory,
+    parts={name: n for name, n in every.items() if n},
+    saved=tuple(rows[:_LISTED]),
+    saved_bytes=sum(row.nbytes for row in rows),
   )
-  return memory, max(0.0, 1 - missed / total) if total else 1.0
+  return memory, max(0.0, 1 - missed / whole.peak) if whole.peak else 1.0
 
 
 class _Sorter:

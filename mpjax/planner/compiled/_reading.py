@@ -69,16 +69,8 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
   _near("results", results, program.outputs)
   _near("results in the memory of arguments", [results[k] for k in module.aliases], program.aliases)
   whole = _totals(program, arguments, target)
-  named, slots = argument_parts(arguments, target.kind)
-  memory, explained = divide_memory(
-    module,
-    named,
-    slots,
-    {a.shape for a in arguments if a.part == "master weights"},
-    temporaries=program.temporaries,
-    outputs=program.outputs - program.aliases,
-    known_live=program.live,
-  )
+  weights = {a.shape for a in arguments if a.part == "master weights"}
+  memory, explained = divide_memory(module, whole, weights, program.live)
   notes = _not_understood(module)
   if explained < 1 - _FAR:
     missed = round((1 - explained) * program.peak)
@@ -97,13 +89,8 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
       f"{program.flops:.3g} in all, which are shown undivided"
     )
     kernels = {"undivided": int(program.flops)}
-  compiled = dataclasses.replace(
-    whole,
-    memory=memory,
-    explained=explained,
-    difference=differences(analytic, memory, (sum(named.values()), program.arguments), target),
-    kernels=kernels,
-  )
+  said = differences(analytic, memory, program.arguments, target)
+  compiled = dataclasses.replace(whole, memory=memory, explained=explained, difference=said, kernels=kernels)
   return Reading(compiled, collectives(module), tuple(notes))
 
 
@@ -112,15 +99,18 @@ def _not_understood(module: HloModule) -> list[str]:
   every = [i for computation in module.computations.values() for i in computation.instructions]
   unknown = [i for i in every if re.sub(r"-(start|update|done)$", "", i.op) not in KNOWN]
   loops = [i for i in every if i.op == "while" and trips(i) is None]
-  return [
-    f"the compiled program has {len(unknown)} instructions that are not understood, the first {i.op} "
-    f"{i.name}: parts, kernels and collectives may be incomplete"
-    for i in unknown[:1]
-  ] + [
-    f"the compiled program does not say how often {len(loops)} of its loops run, the first {i.name}: their "
-    "products and collectives count once"
-    for i in loops[:1]
-  ]
+  notes = []
+  if unknown:
+    notes.append(
+      f"the compiled program has {len(unknown)} instructions that are not understood, the first "
+      f"{unknown[0].op} {unknown[0].name}: parts, kernels and collectives may be incomplete"
+    )
+  if loops:
+    notes.append(
+      f"the compiled program does not say how often {len(loops)} of its loops run, the first "
+      f"{loops[0].name}: their products and collectives count once"
+    )
+  return notes
 
 
 def _near(what: str, listed: list[HloShape], known: int) -> None:
@@ -139,15 +129,6 @@ def _totals(program: Program, arguments: Sequence[Argument], target: Target) -> 
   named, slots = argument_parts(arguments, target.kind)
   parts = named | {"temporaries": program.temporaries, "outputs": program.outputs - program.aliases}
   memory = Memory({name: n for name, n in parts.items() if n}, slots, (), 0, sum(parts.values()))
-  return Compiled(
-    arguments=program.arguments,
-    outputs=program.outputs,
-    aliases=program.aliases,
-    temporaries=program.temporaries,
-    peak=program.peak,
-    memory=memory,
-    explained=0.0,
-    difference=(),
-    kernels={},
-    seconds=program.seconds,
-  )
+  names = ("arguments", "outputs", "aliases", "temporaries", "peak", "seconds")
+  same = {name: getattr(program, name) for name in names}
+  return Compiled(**same, memory=memory, explained=0.0, difference=(), kernels={})
