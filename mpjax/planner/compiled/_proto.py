@@ -1,7 +1,7 @@
 """Decodes a serialised HLO module: the messages and fields that the readers of a program use.
 
-Source of the field numbers: openxla/xla, `xla/service/hlo.proto` and `xla/xla_data.proto`; of the replica
-groups 92 and 93, which are newer: programs of JAX 0.10 and 0.12.
+Source of the field numbers: openxla/xla, `xla/service/hlo.proto` and `xla/xla_data.proto`. Programs of JAX
+0.10 and 0.12 show those of the replica groups 92 and 93, which are newer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MESSAGES = {
   " input_output_alias:8:Alias stack_frame_index:17:StackFrames",
 }
 TUPLE, TOKEN, BUFFER = 13, 17, 34
-# Of the other element types, by number.
+# Names of the other element types by number.
 _NUMBERED = (
   "1:pred 2:s8 3:s16 4:s32 5:s64 6:u8 7:u16 8:u32 9:u64 10:f16 11:f32 12:f64 14:opaque 15:c64 16:bf16 18:c128"
   " 19:f8e5m2 20:f8e4m3fn 21:s4 22:u4 23:f8e4m3b11fnuz 24:f8e5m2fnuz 25:f8e4m3fnuz 26:s2 27:u2 28:f8e4m3"
