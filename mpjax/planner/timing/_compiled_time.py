@@ -2,24 +2,33 @@
 
 On a TPU the compiler notes the cycles that it expects of most instructions. On a GPU, and for the others, an
 instruction takes the longer of its FLOPs at the rate of the units and its bytes at the bandwidth of the
-memory. What starts and ends in two instructions runs beside those between them.
+memory. What starts and ends in two instructions runs while those between them run.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from mpjax.jaxpr import layer_pattern
 from mpjax.planner._results import TIME_PARTS, Time
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic import Graph
-from mpjax.planner.compiled._hlo import HOST, HloComputation, HloInstruction, HloModule, done_of, parse, trips
+from mpjax.planner.compiled._hlo import (
+  HOST,
+  HloComputation,
+  HloInstruction,
+  HloModule,
+  HloShape,
+  done_of,
+  parse,
+  trips,
+)
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES, VIEWS
 from mpjax.planner.compiled._hlo_parts import path_of_name
 from mpjax.planner.timing._groups import group_of
-from mpjax.planner.timing._instructions import Product, moved_bytes, product_of
+from mpjax.planner.timing._instructions import moved_bytes, product_of
 from mpjax.planner.timing._kernels import is_kernel, kernel_flops, traced_kernels
 from mpjax.planner.timing._rates import (
   collective_seconds,
@@ -33,22 +42,24 @@ from mpjax.planner.timing._rates import (
 
 _SENTINEL = 1 << 62  # the compiler writes 2^63 - 1 where it has no estimate
 _FREE = VIEWS | {"parameter", "constant", "partition-id", "replica-id", "iota", "async-update"}
-_COPIES = frozenset({"bitcast", "constant", "copy", "get-tuple-element", "parameter", "transpose", "tuple"})
+_COPIES = VIEWS | {"constant", "copy", "fusion", "parameter", "slice", "transpose"}
 _ERRORS = {"tpu": 0.25, "gpu": 0.35}
 _SOURCES = {"tpu": "compiler's cycles", "gpu": "roofline of the compiled program"}
 
 
 @dataclasses.dataclass
 class Spent:
-  """Seconds by (part, module), and those that run beside other work."""
+  """Seconds by (part, module), and those that other work hides."""
 
-  by_place: collections.Counter[tuple[str, str]]
+  by_place: collections.defaultdict[tuple[str, str], float] = dataclasses.field(
+    default_factory=lambda: collections.defaultdict(float)
+  )
   hidden: float = 0.0
 
   @property
   def seconds(self) -> float:
     """Returns the seconds that pass."""
-    return float(sum(self.by_place.values()))
+    return sum(self.by_place.values())
 
   def add(self, other: Spent, times: float = 1) -> None:
     """Adds what something takes that runs `times` times."""
@@ -59,12 +70,13 @@ class Spent:
   def time(self, source: str, error: float) -> Time:
     """Returns it as a plan has it."""
     parts: dict[str, float] = dict.fromkeys(TIME_PARTS, 0.0)
-    modules: collections.Counter[str] = collections.Counter()
+    modules: collections.defaultdict[str, float] = collections.defaultdict(float)
     for (part, module), seconds in self.by_place.items():
       parts[part] += seconds
       modules[module] += seconds
     parts = {name: seconds for name, seconds in parts.items() if seconds}
-    return Time(sum(parts.values()), parts, self.hidden, dict(modules.most_common()), source, error)
+    longest = dict(sorted(modules.items(), key=lambda item: -item[1]))
+    return Time(sum(parts.values()), parts, self.hidden, longest, source, error)
 
 
 def program_time(proto: bytes, target: Target, graph: Graph) -> tuple[Time | None, tuple[str, ...]]:
@@ -105,9 +117,11 @@ class _Walk:
     return self._done[computation]
 
   def _run(self, computation: HloComputation) -> Spent:
-    spent = Spent(collections.Counter())
+    spent = Spent()
     now = 0.0
-    free: collections.Counter[str] = collections.Counter()  # when the links, copies and host are free again
+    free: collections.defaultdict[str, float] = collections.defaultdict(
+      float
+    )  # when the links, copies and host are free again
     ends: dict[HloInstruction | str, tuple[float, float, tuple[str, str]]] = {}
     for instruction in computation.instructions:
       if (key := _begins(instruction)) is not None:
@@ -131,7 +145,7 @@ class _Walk:
 
   def _one(self, instruction: HloInstruction) -> Spent:
     """Returns what an instruction takes with all that it calls."""
-    spent = Spent(collections.Counter())
+    spent = Spent()
     if instruction.op == "while":
       for called in instruction.called:
         spent.add(self.run(called), trips(instruction) or 1)
@@ -148,71 +162,57 @@ class _Walk:
   def _operation(self, instruction: HloInstruction) -> tuple[str, float, HloInstruction]:
     """Returns part, seconds, and the instruction that says the module."""
     inner = list(_inside(instruction))
-    for one in inner:
-      if _collective(one) and not _chain(one):
-        return "collectives", self._collective(one, instruction), one
+    if (exchange := next((one for one in inner if _collective(one) and not _chain(one)), None)) is not None:
+      return "collectives", self._exchange(exchange, instruction.shapes), exchange
     products = [(one, found) for one in inner if (found := product_of(one)) is not None]
-    kernel = is_kernel(instruction)
-    if kernel:
-      part, named = "attention kernels", instruction
+    part, named, work = "element-wise", instruction, 0.0
+    if is_kernel(instruction):
+      part, work = "attention kernels", self._kernel(instruction)
     elif products:
       named, largest = max(products, key=lambda found: found[1].flops)
       part = "convolutions" if largest.convolution else "products"
-    else:
-      named = instruction
-      part = "copies" if all(one.op in _COPIES for one in inner if one is not instruction) else "element-wise"
-      if len(inner) == 1:
-        part = "copies" if instruction.op in _COPIES else "element-wise"
-    if (cycles := self._cycles(instruction)) is not None:
+    elif {one.op for one in inner} <= _COPIES:
+      part = "copies"
+    cycles = int(instruction.config.get("window_config", {}).get("estimated_cycles", _SENTINEL))
+    if cycles < _SENTINEL and self._clock:
       return part, cycles / self._clock, named
-    if self._target.kind == "tpu" and instruction.op == "custom-call" and not kernel:
-      return part, 0.0, named
-    work = self._kernel(instruction) if kernel else sum(self._product(product) for _, product in products)
+    if self._target.kind == "tpu" and instruction.op == "custom-call" and not is_kernel(instruction):
+      return part, 0.0, named  # a mark for the compiler
+    work += sum(
+      product_seconds(self._target, one.dtype, one.shape, one.batch, convolution=one.convolution)
+      for _, one in products
+    )
     return part, kernel_seconds(self._target, work, moved_bytes(instruction)), named
 
-  def _cycles(self, instruction: HloInstruction) -> int | None:
-    if not self._clock:
-      return None
-    cycles = int(instruction.config.get("window_config", {}).get("estimated_cycles", _SENTINEL))
-    return cycles if cycles < _SENTINEL else None
+  def _kernel(self, kernel: HloInstruction) -> float:
+    """Returns the seconds that the units take for a fused kernel."""
+    narrow = any(shape.dtype.startswith("f8") for operand in kernel.operands for shape in operand.shapes)
+    _, rate = unit_rate(self._target, "float8_e4m3fn" if narrow else "bfloat16")
+    return kernel_flops(kernel, self._kernels) / (rate * efficiency(self._target, "kernels"))
 
-  def _product(self, product: Product) -> float:
-    convolution = product.convolution
-    return product_seconds(self._target, product.dtype, product.shape, product.batch, convolution=convolution)
-
-  def _kernel(self, instruction: HloInstruction) -> float:
-    """Returns the seconds of a fused kernel's FLOPs."""
-    dtypes = [shape.dtype for operand in instruction.operands for shape in operand.shapes]
-    dtype = "float8_e4m3fn" if dtypes and dtypes[0].startswith("f8") else "bfloat16"
-    _, rate = unit_rate(self._target, dtype)
-    return kernel_flops(instruction, self._kernels) / (rate * efficiency(self._target, "kernels"))
-
-  def _collective(self, collective: HloInstruction, outer: HloInstruction | None = None) -> float:
-    """Returns the seconds of a collective, or of the fusion that it is in."""
+  def _exchange(self, collective: HloInstruction, results: Sequence[HloShape]) -> float:
+    """Returns the seconds of a collective that leaves these results."""
     operation = collective.op.removesuffix("-start")
     nbytes = sum(shape.nbytes for shape in collective.shapes)
-    if outer is not None and outer is not collective and operation == "all-reduce":
-      kept = sum(shape.nbytes for shape in outer.shapes)
-      if kept < nbytes:  # each device keeps its share
-        operation, nbytes = "reduce-scatter", kept
+    kept = sum(shape.nbytes for shape in results)
+    if operation == "all-reduce" and kept < nbytes:  # a fusion in which each device keeps its share
+      operation, nbytes = "reduce-scatter", kept
     return collective_seconds(self._target, operation, nbytes, group_of(collective))
 
   def _beside(self, start: HloInstruction, scope: HloComputation) -> tuple[str, float]:
     """Returns part and seconds of what an instruction starts."""
+    done = done_of(start, scope)
+    nbytes = sum(shape.nbytes for shape in (done or start).shapes)
     for inner in _inside(start):
       if _collective(inner):
-        nbytes = sum(shape.nbytes for shape in inner.shapes)
-        if inner.op.endswith("-start"):
-          done = done_of(inner, scope)
-          nbytes = sum(shape.nbytes for shape in done.shapes) if done is not None else nbytes
         operation = inner.op.removesuffix("-start")
+        if inner is not start:
+          nbytes = sum(shape.nbytes for shape in inner.shapes)
         return "collectives", collective_seconds(self._target, operation, nbytes, group_of(inner))
-    done = done_of(start, scope)
-    shapes = done.shapes if done is not None else start.shapes[:1]
-    nbytes = sum(shape.nbytes for shape in shapes)
-    if HOST in {shape.space for shape in start.shapes}:
+    spaces = [shape.space for shape in start.shapes]
+    if HOST in spaces:
       return "host", host_seconds(self._target, nbytes)
-    both_ways = 2 if all(shape.space == 0 for shape in start.shapes[:2]) else 1
+    both_ways = 2 if spaces[:2] == [0, 0] else 1
     return "copies", memory_seconds(self._target, nbytes * both_ways)
 
 
@@ -235,7 +235,7 @@ def _awaits(instruction: HloInstruction) -> HloInstruction | str | None:
 
 
 def _chain_of(instruction: HloInstruction, target: str) -> str:
-  """Returns the chain of a TPU's collective that a fusion starts or ends; others compute beside it."""
+  """Returns the chain of a TPU's collective that a fusion starts or ends; others compute meanwhile."""
   if instruction.op != "fusion":
     return ""
   scope = instruction.called[0].instructions
