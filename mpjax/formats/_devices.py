@@ -19,7 +19,7 @@ class TpuData(TypedDict):
 
 
 class SpeedData(TypedDict):
-  """What an estimate of time needs besides peak rates; seconds, bytes/s and Hz.
+  """What an estimate of time needs in addition to peak rates; seconds, bytes/s and Hz.
 
   Attributes:
     clock: cycles/s of the estimates of a TPU's compiler.
@@ -47,7 +47,7 @@ class DeviceData(TypedDict):
     interconnect: bytes/s from one device to the others.
     on_chip: bytes on the chip in which the compiler keeps values.
     matrix_units: name of a row of `mpjax.formats.MATRIX_UNITS`.
-    speeds: what an estimate of time needs besides.
+    speeds: what an estimate of time needs in addition.
     cuda: for a GPU, the content of XLA's `GpuTargetConfigProto`, with `compute_capability` as [major, minor].
     tpu: for a TPU, the compiler's names.
     source: the source of the figures.

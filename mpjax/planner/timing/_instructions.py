@@ -91,8 +91,8 @@ def _dtype(lhs: str, rhs: str, precision: Sequence[Any]) -> str:
 def moved_bytes(instruction: HloInstruction) -> int:
   """Returns the bytes of the device's memory that an instruction reads and writes.
 
-  Of an operand that is only sliced or gathered from, the part counts; of one that is updated in place, the
-  updates.
+  An operand that is only sliced or gathered from counts by the part that is read, and one that is updated in
+  place by its updates.
   """
   operands = [_nbytes(operand) for operand in instruction.operands]
   written = _nbytes(instruction)

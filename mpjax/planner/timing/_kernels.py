@@ -60,7 +60,7 @@ def kernel_flops(kernel: HloInstruction, traced: Mapping[str, int]) -> int:
 def _attention(kernel: HloInstruction, config: Mapping[str, Any]) -> int:
   """Returns the FLOPs of cuDNN's attention as they were measured on an H100, in terms of the units' work.
 
-  Forward two products, backward five and as much as one more besides. A head narrower than 104 takes as long
+  Forward two products, backward five, which take as long as six. A head narrower than 104 takes as long
   as one of 104: the exponentials. Half the scores if it is causal. A row of T scores takes as long as T + 640
   at the rate of long rows.
   """

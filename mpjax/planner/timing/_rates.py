@@ -122,9 +122,8 @@ def launch_seconds(target: Target) -> float:
 def collective_seconds(target: Target, operation: str, nbytes: float, group: Sequence[int]) -> float:
   """Returns the seconds of a collective.
 
-  The bytes that cross are those of ring algorithms (Thakur et al., 2005; for meshes and tori: the chapter
-  on sharding of "How to Scale Your Model"): (n - 1) / n of the result of an all-gather, and twice that for an
-  all-reduce.
+  The bytes that cross are those of ring algorithms (Thakur et al., 2005): (n - 1) / n of the result of an
+  all-gather, and twice that for an all-reduce. Meshes and tori: "How to Scale Your Model", on sharding.
 
   Args:
     target: the target.
