@@ -126,7 +126,7 @@ class _Walk:
 
   def run(self, graph: Graph) -> Spent:
     """Returns what one run of a graph takes."""
-    spent = Spent(collections.Counter())
+    spent = Spent()
     body = _Body(graph, self)
     on_chip = _OnChip(self._target, body)
     for item in body.kernels:
@@ -141,7 +141,7 @@ class _Walk:
     return spent
 
   def _call(self, operation: GraphOperation) -> Spent:
-    spent = Spent(collections.Counter())
+    spent = Spent()
     bodies = [self.run(body) for body in operation.bodies]
     if call_kind(operation.equation) is CallKind.COND:
       spent.add(max(bodies, key=lambda body: body.seconds))

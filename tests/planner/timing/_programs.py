@@ -3,7 +3,7 @@
 import json
 
 from mpjax.planner.compiled._hlo import HloModule, parse
-from mpjax.planner.compiled._proto import DTYPES, _module_class
+from mpjax.planner.compiled._proto import DTYPES, module_class
 
 _NUMBERS = {name: number for number, name in DTYPES.items()}
 TUPLE = 13
@@ -13,7 +13,7 @@ class Program:
   """A module; the first computation that is added to it is called by others, the last is the main one."""
 
   def __init__(self):
-    self._module = _module_class()()
+    self._module = module_class()()
 
   def computation(self, name):
     return Computation(self._module, name)
