@@ -34,7 +34,7 @@ from mpjax.planner.analytic import (
 )
 from mpjax.planner.compiled import CompileError, compile_step, read_program
 from mpjax.planner.render import answer, sections_of
-from mpjax.planner.timing import program_time
+from mpjax.planner.timing import program_time, traced_time
 
 _WORTH_A_NOTE = 10**6
 _OTHER_HALF = {"bfloat16": "float16", "float16": "bfloat16"}
@@ -146,7 +146,7 @@ def plan(
     fp8=traced.fp8,
     model_flops=model_flops(graph, traced.devices),
     peak_flops=device.flops.get("bfloat16") or max(device.flops.values(), default=0.0),
-    time=time,
+    time=time or traced_time(graph, traced.arguments, device, traced.devices),
     host=host_memory(graph, traced.arguments, device.kind),
   )
 

@@ -1,7 +1,8 @@
-"""The time of a step from its traced program alone: a roofline of the operations that a compiler makes of it.
+"""The time of a step from its traced program alone: a roofline of the kernels that a compiler makes of it.
 
 What is stored is read and written, by the rule of the analytic plan of memory; what is not stored is computed
-where it is read, at no cost. Element-wise operations on the same values are one kernel.
+where it is read, at no cost. Element-wise operations on the same values are one kernel. On a TPU they belong
+to the product before them, and the memory on the chip holds what is read soon.
 """
 
 from __future__ import annotations
@@ -9,39 +10,35 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
-from mpjax import formats
-from mpjax.formats import narrow_bits
+from mpjax.formats import narrow_bits, padded
 from mpjax.jaxpr import CallKind, Trait, call_kind, facts, has, layer_pattern
 from mpjax.planner._arguments import Argument
 from mpjax.planner._results import Time
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue, merged
 from mpjax.planner.analytic._liveness import Storage, is_heavy, is_reduction, is_view, traits_of
-from mpjax.planner.analytic._memory import device_sizes
+from mpjax.planner.analytic._memory import DeviceSizes, device_sizes
 from mpjax.planner.analytic._products import product_sizes, units_of
 from mpjax.planner.timing._compiled_time import Spent
+from mpjax.planner.timing._kernels import traced_kernels
 from mpjax.planner.timing._rates import (
   collective_seconds,
   efficiency,
+  host_seconds,
   kernel_seconds,
   product_seconds,
   unit_rate,
 )
 from mpjax.products import is_fp8
 
-SOURCE = "roofline of the traced program"
+_SOURCE = "roofline of the traced program"
 _ERROR = 0.5
-_PARTS_OF_OPERANDS = (
-  jax.lax.slice_p,
-  jax.lax.dynamic_slice_p,
-  jax.lax.gather_p,
-)
-_UPDATES = {jax.lax.dynamic_update_slice_p: 1}
-_HIDDEN = 0.15  # of the collectives of a step that gathers its parameters at its start
+_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
+_HIDDEN = 0.15  # of the collectives, as in compiled steps that gather their parameters at the start
 
 
 def traced_time(graph: Graph, arguments: Sequence[Argument], target: Target, devices: int) -> Time | None:
@@ -55,11 +52,11 @@ def traced_time(graph: Graph, arguments: Sequence[Argument], target: Target, dev
   """
   if target.kind == "cpu" or not target.flops or not target.bandwidth:
     return None
-  size = device_sizes(arguments, target.kind).of
+  sizes = device_sizes(arguments, target.kind)
   program = merged(graph, through_regions=traits_of(target.kind).merges_through_barriers)
-  spent = _Walk(target, devices, size).run(program)
+  spent = _Walk(target, devices, sizes, traced_kernels(program)).run(program)
   _hide(spent)
-  return spent.time(SOURCE, _ERROR)
+  return spent.time(_SOURCE, _ERROR)
 
 
 def _hide(spent: Spent) -> None:
@@ -78,8 +75,8 @@ class _Kernel:
     operation: the one that names it.
     reads: bytes read of each value, by identity.
     writes: bytes written of each value.
-    busy: seconds of its products.
-    fixed: seconds of what does not overlap with them.
+    busy: seconds of its products, of its collective, or of its transfer to or from the host.
+    part: kind of work, by the names of TIME_PARTS.
   """
 
   operation: GraphOperation
@@ -117,11 +114,17 @@ class _OnChip:
 
 
 class _Walk:
-  def __init__(self, target: Target, devices: int, size: Callable[[GraphValue], int]):
+  """The seconds of graphs on a target, with the bytes of values on one of its devices."""
+
+  def __init__(self, target: Target, devices: int, sizes: DeviceSizes, kernels: Mapping[str, int]):
     self._target = target
     self._devices = devices
-    self._size = size
-    self._traits = traits_of(target.kind)
+    self._sizes = sizes
+    self.whole_size = sizes.of
+    self._kernels = kernels
+    self.traits = traits_of(target.kind)
+    if target.kind == "gpu":  # the exponentials of a softmax are computed again
+      self.traits = dataclasses.replace(self.traits, keeps_expensive=False)
     self.fuses_into_products = target.kind == "tpu"
 
   def run(self, graph: Graph) -> Spent:
@@ -134,7 +137,7 @@ class _Walk:
         spent.add(self._call(item))
         continue
       place = item.part, layer_pattern(item.operation.path)
-      if item.part == "collectives":
+      if item.part in ("collectives", "host"):
         spent.by_place[place] += item.busy
         continue
       spent.by_place[place] += kernel_seconds(self._target, item.busy, on_chip.moved(item))
@@ -152,33 +155,35 @@ class _Walk:
 
   def size(self, value: GraphValue, storage: Storage) -> float:
     """Returns the bytes of a stored value on a device."""
-    half = self._traits.half_operands and storage.only_multiplied(value)
-    return self._size(value) / (2 if half else 1)
+    half = self.traits.half_operands and storage.only_multiplied(value)
+    return self.whole_size(value) / (2 if half else 1)
 
   def busy(self, operation: GraphOperation) -> tuple[str, float]:
     """Returns the part of an operation, and the seconds of its FLOPs or of its collective."""
     equation, target = operation.equation, self._target
     share = operation.divided if operation.local else self._devices
+    if operation.crosses:
+      return "host", host_seconds(target, sum(map(self._sizes.whole, operation.results)))
     if name := facts(equation).collective:
-      nbytes = sum(map(self._size, operation.results))
+      nbytes = sum(map(self.whole_size, operation.results))
       return "collectives", collective_seconds(target, name, nbytes, range(operation.group))
     if has(equation, Trait.KERNEL):
-      dtypes = [getattr(value.dtype, "name", "") for value in operation.operands]
-      narrow = any(map(narrow_bits, dtypes))
+      narrow = any(narrow_bits(getattr(value.dtype, "name", "")) for value in operation.operands)
       _, rate = unit_rate(target, "float8_e4m3fn" if narrow else "bfloat16")
-      return "attention kernels", operation.flops / share / (rate * efficiency(target, "kernels"))
+      flops = self._kernels.get(layer_pattern(operation.path), 0)
+      return "attention kernels", flops / share / (rate * efficiency(target, "kernels"))
     if not operation.flops:
       return ("copies" if has(equation, Trait.MOVES) else "element-wise"), 0.0
     dtype, passes = units_of(operation, target)
     sizes = product_sizes(operation)
     batch = max(1, round(operation.flops / max(1, 2 * math.prod(sizes))))
     if target.kind == "tpu":
-      sizes = formats.padded(target.matrix_units, dtype, *sizes)
+      sizes = padded(target.matrix_units, dtype, *sizes)
     convolution = "lhs_dilation" in equation.params
     seconds = passes * product_seconds(target, dtype, sizes, batch, convolution=convolution) / share
     return ("convolutions" if convolution else "products"), seconds
 
-  def quantising(self, operation: GraphOperation) -> float:
+  def quantised_bytes(self, operation: GraphOperation) -> float:
     """Returns the bytes that move while the operands of an FP8 product are quantised."""
     spec = operation.equation.params["spec"]
     nbytes = 0.0
@@ -186,16 +191,24 @@ class _Walk:
       operation.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), spec.given[:2], strict=True
     ):
       passes = 1 if given or spec.in_blocks else 2  # the largest value, then the codes
-      nbytes += self._size(value) * (passes + narrow_bits(dtype) / 8 / max(1, value.dtype.itemsize))
+      nbytes += self.whole_size(value) * (passes + narrow_bits(dtype) / 8 / max(1, value.dtype.itemsize))
     return nbytes
 
 
 class _Body:
-  """The kernels of one graph, in program order; a loop or conditional stands for itself."""
+  """The kernels of one graph, in program order; a loop or conditional stands for itself.
+
+  The level of a value is the most products, reductions and the like that it depends on one after another.
+  Element-wise operations of one level may be one kernel.
+
+  Attributes:
+    kernels: the kernels.
+    last_reads: the last kernel that reads each value, by identity, of those that stay inside the graph.
+  """
 
   def __init__(self, graph: Graph, walk: _Walk):
     self._walk = walk
-    self._storage = Storage(graph, walk._traits)
+    self._storage = Storage(graph, walk.traits)
     self._level: dict[int, int] = {}
     self._open: dict[tuple[int, int], list[_Kernel]] = {}
     self.kernels: list[_Kernel | GraphOperation] = []
@@ -210,13 +223,13 @@ class _Body:
     self.last_reads = self._last_reads(graph)
 
   def _store_shared(self, operation: GraphOperation) -> None:
-    """Stores a value that several operations read, if it takes longer to compute it again for each."""
+    """Stores what it takes longer to compute again for each of its readers."""
     reads: dict[int, float] | None = None
     for value in operation.results:
       times = len(self._storage.readers(value))
       if times < 2 or self._storage.is_stored(value):
         continue
-      own = self._walk._size(value)
+      own = self._walk.whole_size(value)
       if reads is None:
         reads = self._reads(operation)
       again = sum(reads.values())
@@ -228,7 +241,7 @@ class _Body:
     found: dict[int, list[_Kernel | GraphOperation]] = collections.defaultdict(list)
     for kernel in self.kernels:
       if isinstance(kernel, _Kernel):
-        keys = kernel.reads.keys()
+        keys = {*kernel.reads}
       else:
         keys = {id(self._storage.root(value)) for value in kernel.operands}
       for key in keys:
@@ -269,31 +282,23 @@ class _Body:
     written = [v for v in operation.results if storage.is_stored(v)]
     if not written and not operation.equation.effects:
       return
-    if operation.bodies:
-      self.kernels.append(operation)
-      self._mark(written, 1 + self._deepest(operation))
-      return
     reads = self._reads(operation)
     writes = {id(v): size(v, storage) for v in written}
     level = max((self._level.get(key, 0) for key in reads), default=0)
-    if is_heavy(operation):
+    heavy = is_heavy(operation)
+    if operation.bodies:
+      self.kernels.append(operation)
+    elif heavy:
       kernel = _Kernel(operation, reads, writes)
       kernel.part, kernel.busy = self._walk.busy(operation)
       self._in_part(operation, kernel)
       if is_fp8(operation.equation):
-        self.kernels.append(_Kernel(operation, {-id(operation): self._walk.quantising(operation)}, {}))
+        self.kernels.append(_Kernel(operation, {-id(operation): self._walk.quantised_bytes(operation)}, {}))
       self.kernels.append(kernel)
-      self._mark(written, level + 1)
-      return
-    self._join(operation, reads, writes, level)
-    self._mark(written, level + is_reduction(operation))
-
-  def _mark(self, values: list[GraphValue], level: int) -> None:
-    self._level.update((id(value), level) for value in values)
-
-  def _deepest(self, operation: GraphOperation) -> int:
-    roots = map(self._storage.root, operation.operands)
-    return max((self._level.get(id(root), 0) for root in roots), default=0)
+    else:
+      self._join(operation, reads, writes, level)
+    after = level + (heavy or is_reduction(operation))
+    self._level.update((id(value), after) for value in written)
 
   def _join(
     self, operation: GraphOperation, reads: dict[int, float], writes: dict[int, float], level: int
@@ -343,7 +348,7 @@ class _Body:
       maker = value.maker
       if maker is None:
         continue
-      if maker.equation.primitive in _PARTS_OF_OPERANDS:
-        part = min(part, self._walk._size(value))
+      if maker.equation.primitive in _SLICES:
+        part = min(part, self._walk.whole_size(value))
       waiting += [(storage.root(v), part) for v in maker.operands]
     return {key: min(nbytes, most[key]) for key, nbytes in found.items()}

@@ -1,0 +1,115 @@
+"""The time of a step without a compiler."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import mpjax
+from mpjax.planner import TIME_PARTS, get_target, target_names
+from tests.planner._steps import a_train_step
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+MB = 1 << 20
+
+
+def S(shape, dtype=F32):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def time_of(fun, *args, target="h200", **options):
+  return mpjax.plan(fun, *args, target=target, compile=False, **options).time
+
+
+def seconds(fun, *args, **options):
+  return time_of(fun, *args, **options).seconds
+
+
+def test_every_target_but_this_machine_has_a_time_above_its_floor():
+  step, state = a_train_step(
+    "bf16", params={"w": S((512, 512))}, loss=lambda p, b: jnp.mean((b @ p["w"]) ** 2)
+  )
+  for target in target_names():
+    plan = mpjax.plan(step, state, S((1024, 512)), target=target, compile=False)
+    if target == "here":
+      assert plan.time is None
+      continue
+    time = plan.time
+    assert time.source == "roofline of the traced program"
+    assert plan.floor.seconds < time.seconds < 100 * plan.floor.seconds, target
+    assert set(time.parts) <= set(TIME_PARTS)
+    assert sum(time.parts.values()) == pytest.approx(time.seconds) == sum(time.modules.values())
+    assert time.error > 0.35
+
+
+def test_element_wise_operations_are_one_pass_over_memory():
+  x = S((64 * MB // 4,))
+  bandwidth = get_target("h200").bandwidth
+  for fun, arrays in (
+    (lambda x: jnp.tanh(x), 2),
+    (lambda x: jnp.tanh(x * 2 + 1) * x, 2),
+    (lambda x: (x * 2, x * 3), 3),  # one kernel with two results
+    (lambda x: x.sum(), 1),
+    (lambda x: x[: x.size // 2] * 2, 1),
+  ):
+    took = seconds(fun, x)
+    assert 1 < took / (arrays * 64 * MB / bandwidth) < 1.35, arrays
+
+
+def test_an_optimizer_reads_and_writes_its_state_once():
+  tx = optax.adam(1e-3)
+  params = S((4096, 4096))
+  state = jax.eval_shape(tx.init, params)
+
+  def update(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  took = seconds(update, params, state, params, donate_argnums=(0, 1))
+  assert 1 < took / (7 * 64 * MB / get_target("h200").bandwidth) < 1.4
+
+
+def test_products_take_their_passes_and_loops_their_turns():
+  x = S((2048, 2048))
+  for precision, passes in (("BF16_BF16_F32", 1), ("BF16_BF16_F32_X3", 3), ("highest", 6)):
+    with jax.default_matmul_precision(precision):
+      took = time_of(jnp.matmul, x, x, target="v5e")
+    assert 1 < took.seconds / (passes * 2 * 2048**3 / 197e12) < 1.3, precision
+    assert took.parts.keys() == {"products"}
+  once, often = (
+    seconds(lambda x, n=n: jax.lax.scan(lambda y, _: (y @ y, None), x, None, n)[0], x) for n in (2, 8)
+  )
+  assert often == pytest.approx(4 * once)
+
+
+def test_a_tpu_computes_element_wise_operations_with_the_product_before_them():
+  x, w = S((4096, 4096), BF16), S((4096, 4096), BF16)
+  alone, followed = (seconds(fun, x, w, target="v5e") for fun in (jnp.matmul, lambda x, w: jnp.tanh(x @ w)))
+  assert followed == pytest.approx(alone, rel=0.05)
+  assert time_of(lambda x, w: jnp.tanh(x @ w), x, w).parts.keys() == {"products", "element-wise"}
+
+
+def test_fp8_saves_time_on_a_large_layer_and_none_on_a_small_one():
+  def of(size, policy):
+    loss = lambda w, x: jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
+    return seconds(jax.grad(loss), S((size, size)), S((size, size)), policy=policy)
+
+  fp8 = {"base": "fp8", "fp8": {"recipe": "current", "first_layer": True, "last_layer": True}}
+  assert of(8192, fp8) < 0.9 * of(8192, "bf16")
+  assert of(512, fp8) > of(512, "bf16")
+
+
+def test_collectives_that_the_program_states_are_exposed_in_part():
+  mesh = AbstractMesh((8,), ("data",))
+  rows, whole = PartitionSpec("data"), PartitionSpec()
+  mean = jax.shard_map(lambda x: jax.lax.pmean(x, "data"), mesh=mesh, in_specs=rows, out_specs=whole)
+  x = jax.ShapeDtypeStruct((8 * MB,), F32, sharding=jax.sharding.NamedSharding(mesh, rows))
+  time = time_of(mean, x, target="h100:8")
+  assert time.parts["collectives"] > time.hidden > 0
+  assert time.parts["collectives"] + time.hidden > 4 * MB / get_target("h100:8").interconnect
+
+
+def test_a_transfer_to_the_host_takes_the_time_of_its_link():
+  time = time_of(lambda x: jax.device_put(x * 2, jax.memory.Space.Host), S((16 * MB,)))
+  assert time.parts["host"] == pytest.approx(64 * MB / get_target("h200").speeds["host"])
