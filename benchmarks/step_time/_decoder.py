@@ -165,9 +165,9 @@ class Decoder:
   def _layer(self, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     """Adds attention and an MLP to the stream x [B, T, D]."""
     sizes = self.sizes
-    x = checkpoint_name(x, "decoder_layer_input")
+    x = _named(x, "decoder_layer_input")
     h = self._norm(x, w["norm_1"], w.get("norm_1_bias"))
-    project = lambda name, heads: checkpoint_name(
+    project = lambda name, heads: _named(
       self._linear(h, w, name).reshape(*h.shape[:2], heads, sizes.width // sizes.heads), f"{name}_proj"
     )
     q, k, v = project("query", sizes.heads), project("key", sizes.kv_heads), project("value", sizes.kv_heads)
@@ -175,15 +175,15 @@ class Decoder:
       q, k = _rotate(q), _rotate(k)
     with jax.named_scope("attention"):
       mixed = self._attention(q, k, v)
-    mixed = checkpoint_name(mixed.reshape(*h.shape[:2], sizes.width), "context")
-    x += checkpoint_name(self._divided(self._linear(mixed, w, "out"), _ROWS, None, "tensor"), "out_proj")
+    mixed = mixed.reshape(*h.shape[:2], sizes.width)
+    x += _named(self._divided(self._linear(mixed, w, "out"), _ROWS, None, "tensor"), "out_proj")
     h = self._norm(x, w["norm_2"], w.get("norm_2_bias"))
-    up = checkpoint_name(self._linear(h, w, "up"), "mlpwi_1")
+    up = _named(self._linear(h, w, "up"), "mlpwi_1")
     if sizes.mlp == "swiglu":
-      up *= jax.nn.silu(checkpoint_name(self._linear(h, w, "gate"), "mlpwi_0"))
+      up *= jax.nn.silu(_named(self._linear(h, w, "gate"), "mlpwi_0"))
     else:
       up = jax.nn.gelu(up)
-    down = checkpoint_name(self._linear(up, w, "down"), "mlpwo")
+    down = _named(self._linear(up, w, "down"), "mlpwo")
     return self._divided(x + down, _ROWS, None, "tensor")
 
   def _linear(self, x: jax.Array, w: dict[str, jax.Array], name: str) -> jax.Array:
@@ -199,9 +199,9 @@ class Decoder:
       return x if bias is None else x + bias
 
   def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Returns causal attention of q [B, T, N, H] to k, v [B, T, K, H]."""
+    """Returns causal attention of q [B, T, N, H] to k, v [B, T, K, H]; kernels name what they keep."""
     if self.run.attention == "plain":
-      return jax.nn.dot_product_attention(q, k, v, is_causal=self.run.causal)
+      return _named(jax.nn.dot_product_attention(q, k, v, is_causal=self.run.causal), "context")
     inner = self._splash if self.run.attention == "splash" else _stated
     spec = PartitionSpec(_ROWS, None, "tensor", None)
     local = jax.shard_map(inner, mesh=self.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
@@ -243,6 +243,11 @@ def _rotate(x: jax.Array) -> jax.Array:
   cos, sin = jnp.cos(jnp.float32(angles)), jnp.sin(jnp.float32(angles))
   a, b = x[..., :half], x[..., half:]
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _named(x: jax.Array, name: str) -> jax.Array:
+  """Names a value that a recomputation policy may keep, in the compute dtype."""
+  return mpjax.half_precision(lambda x: checkpoint_name(x, name))(x)
 
 
 def _stated(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
