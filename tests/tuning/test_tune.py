@@ -1,5 +1,6 @@
 """`mpjax.tune`: the best set of known models, tolerances, trials that are kept, and what it cannot do."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -15,7 +16,11 @@ from flax import nnx
 import mpjax
 from mpjax import tuning
 from mpjax.patterns import component_regex
-from mpjax.tuning import _modules  # patterns and sets that a search of seconds would seldom come to
+from mpjax.tuning import (
+  _modules,  # patterns and sets that a search of seconds would seldom come to
+  _tune,
+)
+from tests.planner._plans import a_time
 from tests.tuning._planted_models import FEW, LAYERS, planted
 
 TOLERANCE = 0.25
@@ -44,6 +49,18 @@ def of_presets():
 
 
 FAULTS = ("over", "near", "outlier")
+
+
+@pytest.fixture(autouse=True)
+def products_take_the_time(monkeypatch):
+  """Launches decide the time of models this small: here products and bytes do, as in large ones."""
+
+  def plan(*args, **options):
+    found = mpjax.plan(*args, **options)
+    seconds = found.floor and sum(found.floor.parts.values())
+    return dataclasses.replace(found, time=seconds and a_time(seconds))
+
+  monkeypatch.setattr(_tune, "plan", plan)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +294,7 @@ def test_a_policy_is_written_so_that_it_reads_as_itself():
     {"base": "bf16", "overrides": {"a: b#": "float32", "^x$": {"recompute": "nothing"}}},
   ):
     policy = mpjax.get_policy(spec)
-    cost, error = tuning.Cost(1.0, 1.0, 1, 1, 0, True), tuning.GradientError(0.1, {}, 1.0)
+    cost, error = tuning.Cost(1.0, 1, 1, 0, True), tuning.GradientError(0.1, {}, 1.0)
     chosen = tuning.Trial("it", "candidate", policy, cost, error, True)
     result = tuning.TuneResult(policy, chosen, (chosen,), 1.0, None, 1.0, "h200", "time", 1, 1)
     assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == policy, spec
