@@ -47,11 +47,19 @@ def live_at_peak(computation: HloComputation) -> list[Buffer]:
       for buffer in {b: None for operand in instruction.operands for b in parts[operand] if b is not None}:
         buffer.readers.append(instruction)
   lives = {
-    b: (position[b.maker], position[b.readers[-1] if b.readers else b.maker])
+    b: [position[b.maker], position[b.readers[-1] if b.readers else b.maker]]
     for own in parts.values()
     for b in own
     if b is not None and b not in results
   }
+  for buffer, (first, _) in lives.items():
+    if (
+      buffer.maker.proto.fusion_kind == "kLoop"
+    ):  # writes over what it is the last to read, and no tuple's part
+      read = (b for i in buffer.maker.operands for b in parts[i] if b in lives and len(b.maker.shapes) == 1)
+      same = (old for old in read if lives[old][1] == first and old.shape == buffer.shape)
+      if (over := next(same, None)) is not None:
+        lives[over][1] = first - 1
   change: collections.Counter[int] = collections.Counter()
   for buffer, (first, last) in lives.items():
     change[first] += buffer.shape.nbytes

@@ -71,6 +71,18 @@ def test_updates_in_place_take_no_memory_of_their_own():
   assert most(lines) == 64 * 1024 * 4 + A  # and the row
 
 
+def test_fusion_of_a_loop_writes_over_an_operand_of_its_shape_that_nothing_reads_later():
+  fused = computation("%tanh", "%q = X parameter(0); ROOT %t = X tanh(%q)")
+  fused += computation("%wide", "%q = X parameter(0); ROOT %t = FOUR custom-call(%q)")
+  for lines, want in (
+    ("%b = X fusion(%a), kind=kLoop, calls=%tanh; ROOT %r = f32[] custom-call(%b)", A),
+    ("%b = X fusion(%a), kind=kLoop, calls=%tanh; ROOT %r = f32[] custom-call(%a, %b)", 2 * A),
+    ("%b = X fusion(%a), kind=kCustom, calls=%tanh; ROOT %r = f32[] custom-call(%b)", 2 * A),
+    ("%b = FOUR fusion(%a), kind=kLoop, calls=%wide; ROOT %r = f32[] custom-call(%b)", A + 4 * A),
+  ):
+    assert most(f"a = p . p; {lines}", fused) == want, lines
+
+
 def test_call_that_writes_over_its_operand():
   call = "a = p . p; b = a . p; %t = (X, s8[100]{0}) custom-call(%a, %b), CALL"
   end = "%c = X get-tuple-element(%t), index=0; ROOT %d = f32[] custom-call(%c, %a)"
