@@ -31,6 +31,7 @@ from mpjax.planner.timing._groups import group_of
 from mpjax.planner.timing._instructions import moved_bytes, product_of
 from mpjax.planner.timing._kernels import is_kernel, kernel_flops, traced_kernels
 from mpjax.planner.timing._rates import (
+  beside_share,
   collective_seconds,
   efficiency,
   host_seconds,
@@ -132,8 +133,10 @@ class _Walk:
       if (key := _awaits(instruction)) is not None and key in ends:
         end, seconds, place = ends.pop(key)
         wait = max(0.0, end - now)
+        hidden = max(0.0, seconds - wait)
+        wait += beside_share(self._target) * hidden
         spent.by_place[place] += wait
-        spent.hidden += max(0.0, seconds - wait)
+        spent.hidden += hidden
         now += wait
         continue
       took = self._one(instruction)
@@ -212,6 +215,8 @@ class _Walk:
     spaces = [shape.space for shape in start.shapes]
     if HOST in spaces:
       return "host", host_seconds(self._target, nbytes)
+    if start.called and (moved := moved_bytes(start.called[0].root)):
+      return "copies", memory_seconds(self._target, moved)
     both_ways = 2 if spaces[:2] == [0, 0] else 1
     return "copies", memory_seconds(self._target, nbytes * both_ways)
 

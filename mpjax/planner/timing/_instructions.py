@@ -11,8 +11,10 @@ from mpjax.planner.compiled._hlo import HloInstruction, numpy_name
 
 _HIGHEST = 2
 _PART = frozenset({"dynamic-slice", "gather", "slice"})
-# A scatter adds in memory: as measured on an H100, the time of so many times the bytes of its updates.
+# A scatter adds in memory: it takes as long as so many times the bytes of its updates (on an H100).
 _SCATTERED = 12
+# A kernel that writes FP8, often transposed, takes as long as so many times its bytes (GPT on an H100).
+_NARROW = 2
 _SEES = frozenset({"bitcast", "get-tuple-element"})
 
 
@@ -94,6 +96,11 @@ def moved_bytes(instruction: HloInstruction) -> int:
   An operand that is only sliced or gathered from counts by the part that is read, and one that is updated in
   place by its updates.
   """
+  moved = _moved(instruction)
+  return _NARROW * moved if any(shape.dtype.startswith("f8") for shape in instruction.shapes) else moved
+
+
+def _moved(instruction: HloInstruction) -> int:
   operands = [_nbytes(operand) for operand in instruction.operands]
   written = _nbytes(instruction)
   if instruction.op in _PART:

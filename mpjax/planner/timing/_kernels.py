@@ -54,7 +54,15 @@ def kernel_flops(kernel: HloInstruction, traced: Mapping[str, int]) -> int:
     return _attention(kernel, config["cudnn_fmha_backend_config"])
   stated = int(config.get("custom_call_config", {}).get("cost_estimate", {}).get("flops", 0))
   path = layer_pattern(path_of_name(kernel.op_name))
-  return stated or max((n for name, n in traced.items() if name and path.endswith(name)), default=0)
+  names = path.split("/")
+  fitting = [name for name in traced if name and _in_order(name.split("/"), names)]
+  return stated or (traced[max(fitting, key=len)] if fitting else 0)
+
+
+def _in_order(few: list[str], many: list[str]) -> bool:
+  """Returns whether all names are among others, in their order, the last one last."""
+  left = iter(many)
+  return few[-1] == many[-1] and all(name in left for name in few)
 
 
 def _attention(kernel: HloInstruction, config: Mapping[str, Any]) -> int:

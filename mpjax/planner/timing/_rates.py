@@ -8,13 +8,19 @@ from collections.abc import Sequence
 from mpjax import formats
 from mpjax.planner._targets import Target
 
-# Shares of published peaks that large work reaches. GPU: as measured on an H100 (benchmarks/results,
-# gpu_rates_h100.json; between GPUs: "How to Scale Your Model", chapter on GPUs, 370 of 450 GB/s). TPU: links
-# as in its chapter on TPUs, 45 of 50 GB/s; the others are guesses, used where the compiler has no estimate.
+# Products of a whole step run at lower clocks than short ones, which end before the card reaches the limit of
+# its power: as planned and measured for a deep MLP (step_time_measured_h100.json).
+_SUSTAINED = 0.85
+# Collectives hold some of a GPU's multiprocessors, and copies some of its bandwidth: a guess, not measured.
+_BESIDE = {"gpu": 0.2}
+# Shares of published peaks that large work reaches. GPU: products as measured on an H100
+# (benchmarks/results/gpu_rates_h100.json), memory as in steps of GPT there; between GPUs 370 of 450 GB/s, by
+# "How to Scale Your Model". TPU: links 45 of 50 GB/s, by the same book; the others are guesses, for what has no
+# cycles.
 _REACHED = {
   "gpu": {
     **{"bfloat16": 0.87, "float16": 0.87, "float8": 0.82, "tensorfloat32": 0.8, "float32": 0.78},
-    **{"memory": 0.8, "interconnect": 0.8, "kernels": 0.67},
+    **{"memory": 0.9, "interconnect": 0.8, "kernels": 0.67},
   },
   "tpu": {"memory": 0.9, "interconnect": 0.9, "kernels": 0.5},
 }
@@ -33,7 +39,9 @@ _LATENCY = 1e-6  # seconds of one hop
 
 def efficiency(target: Target, name: str) -> float:
   """Returns the share of a peak that large work reaches, by dtype or `memory`, `interconnect`, `kernels`."""
-  return _REACHED.get(target.kind, {}).get(name, 0.95 if target.kind == "tpu" else 0.8)
+  reached = _REACHED.get(target.kind, {}).get(name, 0.95 if target.kind == "tpu" else 0.8)
+  computes = name not in ("memory", "interconnect") and target.kind == "gpu"
+  return reached * (_SUSTAINED if computes else 1)
 
 
 def unit_rate(target: Target, dtype: str) -> tuple[str, float]:
@@ -57,8 +65,9 @@ def product_seconds(
   """Returns the seconds that the matrix units take for `batch` products, however fast the memory is.
 
   On a GPU, tiles of the result are divided over the multiprocessors, and the last round of tiles may leave
-  some of them idle; a product of few tiles is divided along K. It fits the products that were measured on an
-  H100 within 7% in the mean. On a TPU, K fills the units to a multiple of 128.
+  some of them idle; a product of few tiles is divided along K. Without the lower clocks of long steps it
+  fits the products that were measured on an H100 within 7% in the mean. On a TPU, K fills the units to a
+  multiple of 128.
 
   Args:
     target: the target.
@@ -112,6 +121,11 @@ def memory_seconds(target: Target, nbytes: float) -> float:
 def host_seconds(target: Target, nbytes: float) -> float:
   """Returns the seconds of a transfer between the device and the memory of its host."""
   return nbytes / target.speeds.get("host", 1.5e10)
+
+
+def beside_share(target: Target) -> float:
+  """Returns the share of its hidden seconds by which a collective or copy slows what hides it."""
+  return _BESIDE.get(target.kind, 0.0)
 
 
 def launch_seconds(target: Target) -> float:
