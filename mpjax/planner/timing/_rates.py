@@ -15,8 +15,8 @@ _SUSTAINED = 0.85
 _BESIDE = {"gpu": 0.2}
 # Shares of published peaks that large work reaches. GPU: products as measured on an H100
 # (benchmarks/results/gpu_rates_h100.json), memory as in steps of GPT there; between GPUs 370 of 450 GB/s, by
-# "How to Scale Your Model". TPU: links 45 of 50 GB/s, by the same book; the others are guesses, for what has no
-# cycles.
+# "How to Scale Your Model". TPU: links 45 of 50 GB/s, by the same book; the others are guesses, for what has
+# no cycles.
 _REACHED = {
   "gpu": {
     **{"bfloat16": 0.87, "float16": 0.87, "float8": 0.82, "tensorfloat32": 0.8, "float32": 0.78},
