@@ -182,7 +182,7 @@ class _Walk:
     if self._target.kind == "tpu" and instruction.op == "custom-call" and not is_kernel(instruction):
       return part, 0.0, named  # a mark for the compiler
     work += sum(
-      product_seconds(self._target, one.dtype, one.shape, one.batch, convolution=one.convolution)
+      one.passes * product_seconds(self._target, one.dtype, one.shape, one.batch, convolution=one.convolution)
       for _, one in products
     )
     return part, kernel_seconds(self._target, work, moved_bytes(instruction)), named

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from mpjax.formats._passes import PASSES
 from mpjax.planner.compiled._hlo import HloInstruction, numpy_name
 
 _HIGHEST = 2
@@ -18,6 +19,15 @@ _NARROW = 2
 _SEES = frozenset({"bitcast", "get-tuple-element"})
 
 
+# The numbers of XLA's algorithms of products (`PrecisionConfig.Algorithm` in `xla/xla_data.proto`), as in
+# compiled programs, and their names in JAX.
+_ALGORITHMS = {
+  **{6: "BF16_BF16_F32", 7: "BF16_BF16_F32_X3", 8: "BF16_BF16_F32_X6", 13: "BF16_BF16_F32_X9"},
+  **{9: "TF32_TF32_F32", 10: "TF32_TF32_F32_X3"},
+}
+_FLOAT32 = 11
+
+
 class Product(NamedTuple):
   """Matrix products of one instruction, or a convolution as a product.
 
@@ -26,12 +36,14 @@ class Product(NamedTuple):
     shape: M, N, K.
     batch: number of products.
     convolution: whether the traced program has it as a convolution.
+    passes: number of products in `dtype` that make up one of float32 operands.
   """
 
   dtype: str
   shape: tuple[int, int, int]
   batch: int
   convolution: bool
+  passes: int = 1
 
   @property
   def flops(self) -> int:
@@ -60,6 +72,12 @@ def product_of(instruction: HloInstruction) -> Product | None:
   k, many = (math.prod(lhs.dims[i] for i in axes) for axes in (contracted, batch))
   shared = max(1, k * many)
   shape = (math.prod(lhs.dims) // shared, math.prod(rhs.dims) // shared, k)
+  algorithm = proto.precision_config.algorithm
+  if algorithm in _ALGORITHMS:
+    passes = PASSES[_ALGORITHMS[algorithm]]
+    return Product(passes.dtype, shape, many, False, passes.count)
+  if algorithm == _FLOAT32:
+    return Product("float32", shape, many, False)
   return Product(_dtype(lhs.dtype, rhs.dtype, precision), shape, many, False)
 
 

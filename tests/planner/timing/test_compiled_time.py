@@ -166,3 +166,20 @@ def test_a_plan_has_the_time_of_its_compiled_step(target):
   assert list(time.parts) == [name for name in TIME_PARTS if name in time.parts]
   assert max(time.parts, key=time.parts.get) == "products"
   assert {"up", "down"} <= set(time.modules)
+
+
+def test_a_gpu_takes_the_time_of_each_pass_of_a_product():
+  def took(algorithm):
+    program = Program()
+    main = program.computation("main")
+    x = main.add("parameter", ("f32", 4096, 4096))
+    dims = {"lhs_contracting_dimensions": [1], "rhs_contracting_dimensions": [0]}
+    given = {"dot_dimension_numbers": dims, "precision_config": {"algorithm": algorithm}}
+    main.add("dot", ("f32", 4096, 4096), x, x, **given)
+    return of(program, "h200").seconds
+
+  default, bf16, x3, x9, tf32x3, float32 = map(took, (0, 6, 7, 13, 10, 11))  # as XLA numbers the algorithms
+  assert x3 == pytest.approx(3 * bf16, rel=0.1)
+  assert x9 == pytest.approx(9 * bf16, rel=0.1)
+  assert tf32x3 == pytest.approx(3 * default, rel=0.1)
+  assert float32 > 2 * default
