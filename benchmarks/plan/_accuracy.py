@@ -126,10 +126,18 @@ def _figures(analytic: Plan, plan: Plan, results: int) -> dict[str, Any]:
     "outputs": {"analytic": results, "compiled": compiled.outputs},
     "peak": {"analytic": analytic.memory.peak, "compiled": compiled.peak},
     "peak_ratio": analytic.memory.peak / compiled.peak,
+    "seconds": {
+      "traced": analytic.time and analytic.time.seconds,
+      "compiled": plan.time and plan.time.seconds,
+    },
     "explained": compiled.explained,
     "parts": {"analytic": analytic.memory.parts, "compiled": compiled.memory.parts},
     "compile_seconds": compiled.seconds,
   }
+
+
+def _seconds(plan: Plan) -> float | None:
+  return plan.time.seconds if plan.time else None
 
 
 def passes(row: dict[str, Any]) -> bool:
