@@ -6,6 +6,7 @@ JAX names that memory `pinned_host`; a program copies from it and to it without 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def in_host_memory(x: object) -> bool:
 def on_device(tree: PyTree) -> PyTree:
   """Returns a tree with every array, or shape, from the host's memory on the device, divided as before."""
 
-  def moved(x: object) -> object:
+  def moved(x: Any) -> Any:
     if not in_host_memory(x):
       return x
     if isinstance(x, jax.core.Tracer):

@@ -262,8 +262,7 @@ class TrainStep:
       opt_state=opt_state,
       fp8_state=state.fp8_state if self.needs_batch else {},
     )
-    has_places = self.layout is not None and self.layout.offload is not None
-    return self.layout.place(state) if has_places else state
+    return state if self.layout is None or self.layout.offload is None else self.layout.place(state)
 
   def user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
     """Returns the master parameters in float32, and the state of the optimiser that the step was made with.
