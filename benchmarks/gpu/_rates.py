@@ -66,7 +66,8 @@ def seconds(fun: Callable[..., jax.Array], first: jax.Array, *others: jax.Array)
   def chain(repeats: int, firsts: Any, others: Any) -> Any:
     def once(_: int, state: Any) -> Any:
       _, firsts = state
-      outs, kept = [], []
+      outs: list[jax.Array] = []
+      kept: list[jax.Array] = []
       for i, first in enumerate(firsts):
         if i:  # orders the runs
           outs[-1], first = jax.lax.optimization_barrier((outs[-1], first))
@@ -155,7 +156,7 @@ def _attention() -> Iterator[dict[str, Any]]:
 def _others() -> Iterator[dict[str, Any]]:
   x, table = array((16384, 4096), jnp.bfloat16), array((50304, 768), jnp.bfloat16)
   ids = jax.random.randint(jax.random.key(0), (16384,), 0, 50304)
-  moved = {
+  moved: dict[str, tuple[int, Callable[..., jax.Array], tuple[jax.Array, ...]]] = {
     "softmax": (2 * x.nbytes, lambda x: jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype), (x,)),
     "sum of rows": (x.nbytes, lambda x: x.astype(jnp.float32).sum(-1), (x,)),
     "sum of columns": (x.nbytes, lambda x: x.astype(jnp.float32).sum(0), (x,)),

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import optax
 
 import mpjax
-from benchmarks._record import instructions, origin, write
+from benchmarks._record import origin, write
 from mpjax.loss_scale._transform import make_loss_scale
 from mpjax.planner import Target, get_target
-from mpjax.planner.compiled import compile_step
+from mpjax.planner.compiled import compile_step, parse
 
 LAYERS, WIDTH = 12, 2048
 DTYPES = ("float32", "bfloat16", "float16")
@@ -88,7 +88,7 @@ def measure(target: Target, dtype: str, batch: int) -> dict[str, Any]:
       "alias_bytes": program.aliases,
       "peak_bytes": program.peak,
       "bytes_accessed": program.accessed,
-      "ops": instructions(program.text),
+      "ops": sum(len(c.instructions) for c in parse(program.proto).computations.values()),
       "donated_array_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.ndim),
     }
   return rows

@@ -27,11 +27,11 @@ from typing import Any
 
 import jax
 
-from benchmarks._record import compiler_figures, instructions, origin, write
+from benchmarks._record import compiler_figures, origin, write
 from benchmarks.overhead import _steps, _tables
 from benchmarks.overhead._models import LARGE, SMALL, Model
 from mpjax.planner import Target, get_target, missing
-from mpjax.planner.compiled import CompileError, compile_step
+from mpjax.planner.compiled import CompileError, compile_step, parse
 
 PACKAGES = ("flax", "optax", "jmp", "mixed-precision-for-JAX", "keras")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -150,7 +150,7 @@ def compile_for(model: Model, dtype: str, target: Target) -> dict[str, dict[str,
       "temp_bytes": program.temporaries,
       "peak_bytes": program.arguments + program.outputs - program.aliases + program.temporaries,
       "bytes_accessed": program.accessed,
-      "ops": instructions(program.text),
+      "ops": sum(len(c.instructions) for c in parse(program.proto).computations.values()),
     }
     print(f"  {name}: {program.seconds:.0f} s", flush=True)
   return against(rows)

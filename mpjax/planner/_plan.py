@@ -179,7 +179,7 @@ def _by_the_compiler(
       None,
     )
   reading = read_program(program, traced.arguments, analytic, device)
-  time, note = program_time(program.proto, device, graph)
+  time, note = (None, ()) if reading.module is None else program_time(reading.module, device, graph)
   return reading.compiled, reading.collectives, (*reading.notes, *note), time
 
 

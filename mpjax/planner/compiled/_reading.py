@@ -32,11 +32,13 @@ class Reading(NamedTuple):
     compiled: totals, and parts and kernels if the program could be read.
     collectives: the collectives of the program.
     notes: what is not understood in it, and which figures are therefore the compiler's totals.
+    module: the program; `None` if it could not be read.
   """
 
   compiled: Compiled
   collectives: tuple[Collective, ...]
   notes: tuple[str, ...]
+  module: HloModule | None
 
 
 def read_program(
@@ -59,7 +61,7 @@ def read_program(
       f"the compiled program cannot be read ({reason[:200]}): the compiler's totals are shown, without "
       "parts, kernels and collectives"
     )
-    return Reading(_totals(program, arguments, target), (), (note,))
+    return Reading(_totals(program, arguments, target), (), (note,), None)
 
 
 def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, target: Target) -> Reading:
@@ -91,7 +93,7 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
     kernels = {"undivided": int(program.flops)}
   said = differences(analytic, memory, program.arguments, target)
   compiled = dataclasses.replace(whole, memory=memory, explained=explained, difference=said, kernels=kernels)
-  return Reading(compiled, collectives(module), tuple(notes))
+  return Reading(compiled, collectives(module), tuple(notes), module)
 
 
 def _not_understood(module: HloModule) -> list[str]:

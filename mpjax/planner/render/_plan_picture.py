@@ -57,7 +57,7 @@ def save_picture(plans: Sequence[PlanFigures], path: str | os.PathLike[str]) -> 
   times = [stacks for stacks in (by_part(plans), by_module(plans)) if stacks.rows]
   sizes = [memory, *(stacks.height for stacks in times)]
   figure = new_figure(sum(sizes), _title(plans))
-  parts = figure.subfigures(len(sizes), 1, height_ratios=sizes) if times else [figure]
+  parts: Any = figure.subfigures(len(sizes), 1, height_ratios=sizes) if times else [figure]
   axes = parts[0].add_subplot()
   _draw(axes, plans, bars, heights)
   handles, labels = axes.get_legend_handles_labels()

@@ -34,7 +34,7 @@ class Stacks(NamedTuple):
 
   title: str
   colors: dict[str, str]
-  rows: list[tuple[str, Mapping[str, float], float]]
+  rows: Sequence[tuple[str, Mapping[str, float], float]]
   origin: str
 
   @property

@@ -22,7 +22,6 @@ from mpjax.planner.compiled._hlo import (
   HloModule,
   HloShape,
   done_of,
-  parse,
   trips,
 )
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES, VIEWS
@@ -80,14 +79,12 @@ class Spent:
     return Time(sum(parts.values()), parts, self.hidden, longest, source, error)
 
 
-def program_time(proto: bytes, target: Target, graph: Graph) -> tuple[Time | None, tuple[str, ...]]:
-  """Returns the time of a serialised program, and a note if it cannot be read. Never raises."""
-  if not proto:
-    return None, ()
+def program_time(module: HloModule, target: Target, graph: Graph) -> tuple[Time | None, tuple[str, ...]]:
+  """Returns the time of a compiled program, and a note if it cannot be told. Never raises."""
   try:
-    return compiled_time(parse(proto), target, traced_kernels(graph)), ()
+    return compiled_time(module, target, traced_kernels(graph)), ()
   except Exception as error:
-    return None, (f"the time of the compiled program cannot be read: {type(error).__name__}: {error}"[:200],)
+    return None, (f"the time of the compiled program cannot be told: {type(error).__name__}: {error}"[:200],)
 
 
 def compiled_time(module: HloModule, target: Target, kernels: Mapping[str, int] | None = None) -> Time | None:
