@@ -19,7 +19,8 @@ from mpjax.jaxpr import CallKind, Trait, call_kind, facts, has, layer_pattern
 from mpjax.planner._arguments import Argument
 from mpjax.planner._results import Time
 from mpjax.planner._targets import Target
-from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue, merged
+from mpjax.planner.analytic import Graph
+from mpjax.planner.analytic._graph import GraphOperation, GraphValue, merged
 from mpjax.planner.analytic._liveness import Storage, is_heavy, is_reduction, is_view, traits_of
 from mpjax.planner.analytic._memory import DeviceSizes, device_sizes
 from mpjax.planner.analytic._products import product_sizes, units_of
