@@ -17,12 +17,12 @@ class Passes(NamedTuple):
 
   Attributes:
     dtype: the dtype in which the units multiply.
-    count: the number of products of parts that are summed.
+    products: the number of products of parts that are summed.
     parts: the number of parts of an operand.
   """
 
   dtype: str
-  count: int
+  products: int
   parts: int
 
 
@@ -39,7 +39,7 @@ PASSES: Mapping[str, Passes] = MappingProxyType(
 """The algorithms that take float32 operands and sum in float32."""
 
 SHORT_NAMES: Mapping[str, str] = MappingProxyType(
-  {f"{passes.dtype}_x{passes.count}": name for name, passes in PASSES.items() if passes.count > 1}
+  {f"{passes.dtype}_x{passes.products}": name for name, passes in PASSES.items() if passes.products > 1}
 )
 """From names such as `bfloat16_x3` to JAX's names of the algorithms of several passes."""
 

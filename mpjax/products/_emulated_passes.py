@@ -31,7 +31,7 @@ def multiply_in_passes(
     multiply: the product of two parts, summed in float32.
   """
   parts = [list(_parts(x, passes)) for x in (lhs, rhs)]
-  pairs = sorted(itertools.product(range(passes.parts), repeat=2), key=sum)[: passes.count]
+  pairs = sorted(itertools.product(range(passes.parts), repeat=2), key=sum)[: passes.products]
   first, *others = (multiply(parts[0][i], parts[1][j]) for i, j in pairs)
   if not others:
     return first

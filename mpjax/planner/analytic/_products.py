@@ -166,7 +166,7 @@ def units_of(operation: GraphOperation, target: Target) -> Units:
     return Units(dtype.name)
   passes = passes_of(equation.params.get("precision"))
   if passes and plain_primitive(equation.primitive) is jax.lax.dot_general_p:  # JAX drops those of others
-    return Units(passes.dtype, passes.count)
+    return Units(passes.dtype, passes.products)
   precision = precision_of(equation)
   if target.kind == "tpu":
     return Units("bfloat16", _TPU_PASSES[precision])

@@ -75,7 +75,7 @@ def product_of(instruction: HloInstruction) -> Product | None:
   algorithm = proto.precision_config.algorithm
   if algorithm in _ALGORITHMS:
     passes = PASSES[_ALGORITHMS[algorithm]]
-    return Product(passes.dtype, shape, many, False, passes.count)
+    return Product(passes.dtype, shape, many, False, passes.products)
   if algorithm == _FLOAT32:
     return Product("float32", shape, many, False)
   return Product(_dtype(lhs.dtype, rhs.dtype, precision), shape, many, False)
