@@ -263,10 +263,10 @@ class Time:
   """An estimate of the time of a step.
 
   Attributes:
-    seconds: of one step; the sum of `parts`.
+    seconds: seconds of one step, the sum of `parts`.
     parts: seconds by kind of work, by the names of TIME_PARTS, without empty parts. What other work hides is
       left out.
-    hidden: seconds of collectives and copies that run beside other work.
+    hidden: seconds of collectives and copies that run at the same time as other work.
     modules: seconds by modules, such as `GPT/blocks/*/up`, the longest first.
     source: where the figure is from: `compiler's cycles`, `roofline of the compiled program` or `roofline of
       the traced program`.
@@ -347,7 +347,7 @@ class PlanFigures:
 
   @property
   def utilisation(self) -> float:
-    """Model FLOPs utilisation by `time`: of the 16-bit peak, without recomputation (arXiv 2204.02311, B)."""
+    """Model FLOPs, without recomputation, over those of the 16-bit peak in `time` (arXiv 2204.02311)."""
     busy = self.time.seconds * self.peak_flops if self.time else 0.0
     return self.model_flops / busy if busy else 0.0
 

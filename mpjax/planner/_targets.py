@@ -15,7 +15,7 @@ import jax
 
 from mpjax._render.install_text import pip_install
 from mpjax.dtypes import did_you_mean
-from mpjax.formats import LOW_PRECISION, DeviceData, described_devices, runs_on
+from mpjax.formats import LOW_PRECISION, DeviceData, described_devices, narrow_bits, runs_on
 from mpjax.fp8._hardware import fp8_units, in_force, matrix_units_of, on_units
 from mpjax.policy import Policy
 
@@ -87,6 +87,18 @@ class Target:
   def cache(self) -> int:
     """Returns the bytes that a cache may keep from one pass over memory to the next."""
     return int(self.cuda.get("l2_cache_size", 0)) or self.on_chip
+
+  def unit_rate(self, dtype: str) -> tuple[str, float]:
+    """Returns the dtype in which its units multiply, and their published peak rate in FLOP/s.
+
+    Args:
+      dtype: NumPy's name of the operands' dtype, or `tensorfloat32`.
+    """
+    bits = narrow_bits(dtype)
+    if bits:
+      dtype = f"float{bits}" if runs_on(self.matrix_units, dtype) else "bfloat16"  # widened to it
+    rate = self.flops.get(dtype) or self.flops.get("float32") or max(self.flops.values())
+    return dtype, rate
 
   def gpu_description(self) -> str:
     """Returns a `GpuTargetConfigProto` as text, which XLA's compile-only CUDA target reads."""

@@ -149,7 +149,7 @@ class Storage:
     self._reach.clear()
 
   def readers(self, value: GraphValue) -> list[GraphOperation]:
-    """Returns the operations that read a value that is no view."""
+    """Returns the operations that read a value that is not a view."""
     return self._readers.get(id(value), [])
 
   def steps(self, inner: Callable[[Graph], Peak], weights: DividedWeights) -> list[StoredOperation]:

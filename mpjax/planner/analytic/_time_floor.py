@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpjax import formats
 from mpjax.jaxpr import Trait, has
 from mpjax.planner._arguments import Argument
 from mpjax.planner._results import ARGUMENT_PARTS, Collective, Floor, Memory
@@ -66,10 +65,7 @@ def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:
 def _rate(operation: GraphOperation, target: Target) -> float:
   """Returns the published peak rate, in FLOP/s, for the dtype in which a target multiplies, by its passes."""
   dtype, passes = units_of(operation, target)
-  name, bits = dtype, formats.narrow_bits(dtype)
-  if bits:
-    name = f"float{bits}" if formats.runs_on(target.matrix_units, dtype) else "bfloat16"  # widened to it
-  return (target.flops.get(name) or target.flops.get("float32") or max(target.flops.values())) / passes
+  return target.unit_rate(dtype)[1] / passes
 
 
 def _written_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:

@@ -30,7 +30,7 @@ _MESSAGES = {
   "DeviceList": "replica_groups:1:ReplicaGroup* iota_replica_group_list:2:IotaGroups",
   "MeshAxis": "name:1:string size:2:int64",
   "Mesh": "axes:1:MeshAxis*",
-  "SubAxis": "size:2:int64",
+  "SubAxis": "pre_size:1:int64 size:2:int64",
   "AxisRef": "mesh_axis_index:1:int64 sub_axis_info:2:SubAxis",
   "MeshGroups": "mesh:1:Mesh axes:2:AxisRef*",
   "SourceTarget": "source:1:int64 target:2:int64",

@@ -182,7 +182,7 @@ def _about(time: Time) -> str:
 
 
 def _rates(plan: PlanFigures) -> Iterator[str]:
-  """Yields the rates of a plan: of all devices, of one, and the model FLOPs utilisation."""
+  """Yields the items a second on all devices and on one, and the model FLOPs utilisation."""
   if not plan.throughput:
     yield "rate: not known, because the time is not known"
     return

@@ -309,7 +309,7 @@ def _time(plans: Sequence[PlanFigures]) -> TextSection | None:
       if any(t and name in t.parts for t in times):
         rows.append(_row(f"  {name}", [t and t.parts.get(name) for t in times], _seconds))
     if any(t and t.hidden for t in times):
-      rows.append(_row("hidden beside work", [t and t.hidden for t in times], _seconds))
+      rows.append(_row("hidden by other work", [t and t.hidden for t in times], _seconds))
     groups.append(rows + _rates(plans))
   rows = [_row("no step is faster than", [f and f.seconds for f in floors], _seconds, strong=True)]
   for name in _names(floor.parts for floor in floors if floor):

@@ -15,11 +15,11 @@ from mpjax.jaxpr import layer_pattern
 from mpjax.planner._results import TIME_PARTS, Time
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic import Graph
+from mpjax.planner.compiled import HloModule
 from mpjax.planner.compiled._hlo import (
   HOST,
   HloComputation,
   HloInstruction,
-  HloModule,
   HloShape,
   done_of,
   trips,
@@ -37,7 +37,6 @@ from mpjax.planner.timing._rates import (
   kernel_seconds,
   memory_seconds,
   product_seconds,
-  unit_rate,
 )
 
 _SENTINEL = 1 << 62  # the compiler writes 2^63 - 1 where it has no estimate
@@ -187,7 +186,7 @@ class _Walk:
   def _kernel(self, kernel: HloInstruction) -> float:
     """Returns the seconds that the units take for a fused kernel."""
     narrow = any(shape.dtype.startswith("f8") for operand in kernel.operands for shape in operand.shapes)
-    _, rate = unit_rate(self._target, "float8_e4m3fn" if narrow else "bfloat16")
+    _, rate = self._target.unit_rate("float8_e4m3fn" if narrow else "bfloat16")
     return kernel_flops(kernel, self._kernels) / (rate * efficiency(self._target, "kernels"))
 
   def _exchange(self, collective: HloInstruction, results: Sequence[HloShape]) -> float:

@@ -23,9 +23,15 @@ def group_of(collective: HloInstruction) -> Sequence[int]:
       return tuple(devices.reshape(-1, iota.num_devices_per_group)[0].tolist())
   groups = proto.mesh_replica_groups
   if groups.axes:
-    sizes = [axis.size for axis in groups.mesh.axes]
+    # An axis of which a part is exchanged is three: before it, the part, and after it.
+    parts = {axis.mesh_axis_index: axis.sub_axis_info for axis in groups.axes}
+    sizes: list[int] = []
+    exchanged: list[int] = []
+    for i, axis in enumerate(groups.mesh.axes):
+      before, size = (parts[i].pre_size or 1, parts[i].size or axis.size) if i in parts else (axis.size, 1)
+      exchanged += [len(sizes) + 1] if i in parts else []
+      sizes += [before, size, axis.size // (before * size)]
     devices = np.arange(np.prod(sizes)).reshape(sizes)
-    exchanged = [axis.mesh_axis_index for axis in groups.axes]
     kept = [i for i in range(len(sizes)) if i not in exchanged]
     return tuple(
       devices.transpose(*kept, *exchanged).reshape(-1, np.prod([sizes[i] for i in exchanged]))[0].tolist()

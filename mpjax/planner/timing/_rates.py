@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mpjax import formats
 from mpjax.planner._targets import Target
 
 # Products of a whole step run at lower clocks than short ones, which end before the card reaches the limit of
@@ -44,21 +43,6 @@ def efficiency(target: Target, name: str) -> float:
   return reached * (_SUSTAINED if computes else 1)
 
 
-def unit_rate(target: Target, dtype: str) -> tuple[str, float]:
-  """Returns the dtype in which a target multiplies, and its published peak rate in FLOP/s.
-
-  Args:
-    target: the target.
-    dtype: NumPy's name of the operands' dtype, or `tensorfloat32`.
-  """
-  bits = formats.narrow_bits(dtype)
-  if bits:
-    dtype = f"float{bits}" if formats.runs_on(target.matrix_units, dtype) else "bfloat16"  # widened to it
-  if dtype not in target.flops:
-    dtype = "float32"
-  return dtype, target.flops.get(dtype) or max(target.flops.values())
-
-
 def product_seconds(
   target: Target, dtype: str, shape: tuple[int, int, int], batch: int = 1, *, convolution: bool = False
 ) -> float:
@@ -76,7 +60,7 @@ def product_seconds(
     batch: number of products.
     convolution: whether it is a convolution, as a product.
   """
-  name, peak = unit_rate(target, dtype)
+  name, peak = target.unit_rate(dtype)
   rate = peak * efficiency(target, name) * (_CONVOLUTION if convolution and target.kind == "gpu" else 1)
   m, n, k = shape
   if target.kind != "gpu":

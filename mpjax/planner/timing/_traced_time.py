@@ -32,7 +32,6 @@ from mpjax.planner.timing._rates import (
   host_seconds,
   kernel_seconds,
   product_seconds,
-  unit_rate,
 )
 from mpjax.products import is_fp8
 
@@ -170,7 +169,7 @@ class _Walk:
       return "collectives", collective_seconds(target, name, nbytes, range(operation.group))
     if has(equation, Trait.KERNEL):
       narrow = any(narrow_bits(getattr(value.dtype, "name", "")) for value in operation.operands)
-      _, rate = unit_rate(target, "float8_e4m3fn" if narrow else "bfloat16")
+      _, rate = target.unit_rate("float8_e4m3fn" if narrow else "bfloat16")
       flops = self._kernels.get(layer_pattern(operation.path), 0)
       return "attention kernels", flops / share / (rate * efficiency(target, "kernels"))
     if not operation.flops:
