@@ -210,6 +210,8 @@ class _Walk:
         return "collectives", collective_seconds(self._target, operation, nbytes, group_of(inner))
     spaces = [shape.space for shape in start.shapes]
     if HOST in spaces:
+      if start.called and (root := start.called[0].root).op == "dynamic-update-slice":
+        nbytes = sum(shape.nbytes for shape in root.operands[1].shapes)
       return "host", host_seconds(self._target, nbytes)
     if start.called and (moved := moved_bytes(start.called[0].root)):
       return "copies", memory_seconds(self._target, moved)

@@ -87,6 +87,20 @@ def test_a_transfer_from_the_host_is_a_part_of_its_own():
   assert of(program, "h100").parts["host"] == pytest.approx(2**20 / 5e10, rel=0.2)
 
 
+def test_an_update_of_the_hosts_memory_moves_the_update():
+  program = Program()
+  inner = program.computation("update")
+  whole, at = ("f32", 1000, 1024, 256, {5}), ("s32",)
+  stacked = inner.add("parameter", whole)
+  part = inner.add("parameter", ("f32", 1, 1024, 256), parameter_number=1)
+  inner.add("dynamic-update-slice", whole, stacked, part, inner.add("parameter", at, parameter_number=2))
+  main = program.computation("main")
+  given = [main.add("parameter", shape) for shape in (whole, ("f32", 1, 1024, 256), at)]
+  start = main.add("async-start", [whole, ("f32", 1, 1024, 256), at, whole], *given, called=[inner])
+  main.add("async-done", whole, start)
+  assert of(program, "v6e").parts["host"] < 1e-3  # the whole would take 70 ms
+
+
 def test_the_state_of_a_loop_is_read_in_slices_and_written_in_place():
   program = Program()
   inner = program.computation("fused")
