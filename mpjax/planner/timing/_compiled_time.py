@@ -123,8 +123,9 @@ class _Walk:
     for instruction in computation.instructions:
       if (key := _begins(instruction)) is not None:
         part, seconds = self._beside(instruction, computation)
-        free[part] = max(now, free[part]) + seconds
-        ends[key] = free[part], seconds, (part, _module(instruction))
+        queue = part + _way(instruction)
+        free[queue] = max(now, free[queue]) + seconds
+        ends[key] = free[queue], seconds, (part, _module(instruction))
         continue
       if (key := _awaits(instruction)) is not None and key in ends:
         end, seconds, place = ends.pop(key)
@@ -217,6 +218,15 @@ class _Walk:
       return "copies", memory_seconds(self._target, moved)
     both_ways = 2 if spaces[:2] == [0, 0] else 1
     return "copies", memory_seconds(self._target, nbytes * both_ways)
+
+
+def _way(start: HloInstruction) -> str:
+  """Returns the way that a transfer goes; host and device, and neighbours, send both ways at once."""
+  if start.op == "collective-permute-start":
+    pairs = start.proto.source_target_pairs
+    return " up" if sum(pair.target > pair.source for pair in pairs) * 2 > len(pairs) else " down"
+  result = start.called[0].root if start.called else start
+  return " out" if result.shapes and result.shapes[0].space == HOST else ""
 
 
 def _begins(instruction: HloInstruction) -> HloInstruction | str | None:

@@ -78,6 +78,23 @@ def test_a_collective_takes_what_no_other_work_hides():
   assert (hidden.hidden, hidden.seconds) == pytest.approx((gathered, 3 * gathered))
 
 
+def test_neighbours_exchange_in_both_directions_at_once():
+  def sending(*steps):
+    program = Program()
+    main = program.computation("main")
+    part = main.add("parameter", MB)
+    pairs = lambda step: [{"source": i, "target": (i + step) % 4} for i in range(4)]
+    starts = [
+      main.add("collective-permute-start", [MB, MB], part, source_target_pairs=pairs(step)) for step in steps
+    ]
+    for start in starts:
+      main.add("collective-permute-done", MB, start)
+    return of(program, "v5p:4x1x1").seconds
+
+  assert sending(1, -1) == pytest.approx(sending(1))
+  assert sending(1, 1) == pytest.approx(2 * sending(1))
+
+
 def test_a_transfer_from_the_host_is_a_part_of_its_own():
   program = Program()
   main = program.computation("main")
