@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -196,6 +197,32 @@ def _host() -> Iterator[dict[str, Any]]:
     put = lambda source=source, place=place: jax.block_until_ready(jax.device_put(source, place))
     put()
     yield {"what": f"transfer {name}", "bytes": x.nbytes, "seconds": min(_timed(put) for _ in range(ROUNDS))}
+
+
+def table(report: dict[str, Any]) -> str:
+  """Returns what products reach by shape and dtype in TFLOP/s, and passes over memory in GB/s."""
+  products: dict[tuple[int, ...], dict[str, float]] = {}
+  moved, kernels = [], []
+  for row in report["rows"]:
+    if row["what"] == "product":
+      flops = 2 * math.prod(row["shape"])
+      products.setdefault(tuple(row["shape"]), {})[row["dtype"]] = flops / row["seconds"] / 1e12
+    elif "bytes" in row:
+      size, rate = row["bytes"] / 1e6, row["bytes"] / row["seconds"] / 1e9
+      moved.append(f"| {row['what']}, {size:.3g} MB | {rate:.0f} | {1e6 * row['seconds']:.1f} |")
+    else:
+      what = f"{row['what']}, {row.get('pass') or row['dtype']}, {' x '.join(map(str, row['shape']))}"
+      kernels.append(f"| {what} | {1e6 * row['seconds']:.1f} |")
+  dtypes = list(dict.fromkeys(dtype for rates in products.values() for dtype in rates))
+  lines = [f"| product, TFLOP/s | {' | '.join(dtypes)} |", f"|---|{'---|' * len(dtypes)}"]
+  for (batch, *sizes), rates in products.items():
+    cells = [f"{rates[dtype]:.0f}" if dtype in rates else "-" for dtype in dtypes]
+    many = f"{batch} of " if batch > 1 else ""
+    lines.append(f"| {many}{' x '.join(map(str, sizes))} | {' | '.join(cells)} |")
+  lines += ["", "| bytes read and written | GB/s | us |", "|---|---|---|", *moved]
+  lines += ["", "| kernel | us |", "|---|---|", *kernels]
+  ran = f"`{report['command']}` on {report['device']}; jax {report['versions']['jax']}."
+  return "\n".join([*lines, "", ran])
 
 
 def main(path: str) -> None:
