@@ -22,12 +22,12 @@ from benchmarks.chaos import _suite as chaos_suite
 from benchmarks.fp8 import _errors
 from benchmarks.fp8 import _tables as fp8_tables
 from benchmarks.gather import _suite as gather_suite
+from benchmarks.gpu import _rates as gpu_rates
 from benchmarks.gpu import _suite as gpu_suite
 from benchmarks.layerwise import _suite as layerwise_suite
 from benchmarks.memory import _suite as memory_suite
 from benchmarks.mutations import _suite as mutations_suite
 from benchmarks.quality import _tables as quality_tables
-from benchmarks.gpu import _rates as gpu_rates
 from benchmarks.step_time import _published as step_time_published
 from benchmarks.step_time import _six as step_time_six
 from benchmarks.tune import _suite as tune_suite
@@ -421,7 +421,7 @@ def main() -> None:
     ("gather_large", gather_suite.table_of_large),
     ("gather_gspmd", gather_suite.table_of_gspmd),
     ("step_time_published", step_time_published.table),
-    ("gpu_rates_h100", gpu_rates.table),
+    ("rates_h100", gpu_rates.table),
     ("step_time_six_h100", step_time_six.table),
     ("compiled_h200", compiled),
     ("compiled_tpu_v5e", compiled),

@@ -13,7 +13,7 @@ _SUSTAINED = 0.85
 # Collectives hold some of a GPU's multiprocessors, and copies some of its bandwidth: a guess, not measured.
 _BESIDE = {"gpu": 0.2}
 # Shares of published peaks that large work reaches. GPU: products as measured on an H100
-# (benchmarks/results/gpu_rates_h100.json), memory as in steps of GPT there; between GPUs 370 of 450 GB/s, by
+# (benchmarks/results/rates_h100.json), memory as in steps of GPT there; between GPUs 370 of 450 GB/s, by
 # "How to Scale Your Model". TPU: links 45 of 50 GB/s, by the same book; the others are guesses, for what has
 # no cycles.
 _REACHED = {
