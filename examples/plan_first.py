@@ -60,8 +60,8 @@ def main(target="h100", policies=("fp32", "bf16", "bf16_lean"), batch=8):
   print(f"{count / 1e9:.2f} billion parameters, {batch} x {TOKENS} tokens, on {target}")
   for policy, plan in plans.items():
     fits = "fits" if plan.peak <= plan.room else "does not fit"
-    floor = f", no step is faster than {1e3 * plan.floor.seconds:.0f} ms" if plan.floor else ""
-    print(f"{policy:>9}: {plan.peak / 1e9:5.1f} of {plan.room / 1e9:.1f} GB, {fits}{floor}")
+    time = f", about {1e3 * plan.time.seconds:.0f} ms a step" if plan.time else ""
+    print(f"{policy:>9}: {plan.peak / 1e9:5.1f} of {plan.room / 1e9:.1f} GB, {fits}{time}")
   print()
   print(plans[policies[-1]])
   return plans
