@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
+import jax
+
 from mpjax.jaxpr import Trait, has
-from mpjax.planner._arguments import Argument
+from mpjax.planner._arguments import Argument, argument_bytes
 from mpjax.planner._results import ARGUMENT_PARTS, Collective, Floor, Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation
 from mpjax.planner.analytic._memory import device_sizes
 from mpjax.planner.analytic._products import units_of
+
+_PARTS = (jax.lax.dynamic_slice_p, jax.lax.gather_p, jax.lax.slice_p)
 
 
 def time_floor(
@@ -23,8 +28,9 @@ def time_floor(
 ) -> Floor | None:
   """Returns the shortest time of a step, or `None` if the target has no published peak rates.
 
-  Every step reads its state and its batch from memory, and writes its results there. Only activations that
-  wait for the backward pass may stay in a cache instead.
+  Every step reads its state and its batch from memory, and writes its results there: of an array that it
+  only slices or gathers from, or updates in place, that part. Only activations that wait for the backward
+  pass may stay in a cache instead.
 
   Args:
     graph: graph of the step.
@@ -37,7 +43,7 @@ def time_floor(
   if not target.flops or not target.bandwidth:
     return None
   state = sum(memory.parts.get(name, 0) for name in ARGUMENT_PARTS)
-  state += _written_bytes(graph, arguments, target.kind)
+  state += _written_bytes(graph, arguments, target.kind) - _unread_bytes(graph, arguments, target.kind)
   touched = state + 2 * memory.saved_bytes
   moved = state + 2 * max(0, memory.saved_bytes - target.cache)
   parts = {
@@ -68,8 +74,29 @@ def _rate(operation: GraphOperation, target: Target) -> float:
   return target.unit_rate(dtype)[1] / passes
 
 
+def _unread_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
+  """Returns the bytes of arguments, on one device, that a step need not read."""
+  sizes = device_sizes(arguments, kind)
+  read: collections.Counter[int] = collections.Counter()
+  for operation in graph.operations:
+    for i, value in enumerate(operation.operands):
+      if value.argument is None or (i == 0 and has(operation.equation, Trait.IN_PLACE)):
+        continue
+      part = i == 0 and operation.equation.primitive in _PARTS
+      read[value.argument] += sum(map(sizes.of, operation.results if part else [value]))
+  whole = [0 if a.on_host else argument_bytes(a, kind) for a in arguments]
+  return sum(max(0, nbytes - read[i]) for i, nbytes in enumerate(whole))
+
+
 def _written_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
   """Returns the bytes, on one device, of the results that are not unchanged arguments."""
   sizes = device_sizes(arguments, kind)
   results = {id(value): value for value in graph.results}.values()
-  return sum(sizes.of(value) for value in results if value.argument is None)
+  total = 0
+  for value in results:
+    maker = value.maker
+    if maker is not None and has(maker.equation, Trait.IN_PLACE):
+      total += min(sizes.of(value), max(map(sizes.of, maker.operands[1:]), default=0))
+    elif value.argument is None:
+      total += sizes.of(value)
+  return total

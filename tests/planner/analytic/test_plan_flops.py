@@ -262,3 +262,16 @@ def test_the_floor_moves_state_batch_and_results_whatever_a_cache_holds():
     assert (floor.bound, floor.moved_bytes) == ("memory", state), target
     assert floor.seconds == pytest.approx(state / bandwidth), target
     assert state < floor.touched_bytes <= state + 4 * 32 * 1024 * 4
+
+
+def test_the_floor_leaves_out_what_a_step_need_not_read_or_write():
+  table, few = S((4096, 256), F32), S((8,), jnp.int32)
+  rows = 8 * 256 * 4
+  for step, args, moved in (
+    (lambda table, at: table[at], (table, few), 2 * rows + 8 * 4),
+    (lambda table, at: table[:8] * 2.0, (table, few), 2 * rows),
+    (lambda table, x: table.at[3:11].set(x), (table, S((8, 256), F32)), 2 * rows),
+    (lambda table, x: table, (table, few), 0),
+  ):
+    floor = mpjax.plan(step, *args, target="h200", compile=False, donate_argnums=0).floor
+    assert floor.moved_bytes == moved
