@@ -121,7 +121,7 @@ class Policy(jmp.Policy):
         f"{self.compute_dtype.name}, or float8_e4m3fn"
       )
     if self.matmul_precision is not None:
-      full = SHORT_NAMES.get(self.matmul_precision, self.matmul_precision)
+      full = SHORT_NAMES.get(str(self.matmul_precision), self.matmul_precision)
       object.__setattr__(self, "matmul_precision", full)
       try:
         with jax.default_matmul_precision(self.matmul_precision):
