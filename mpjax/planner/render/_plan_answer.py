@@ -15,6 +15,7 @@ from mpjax.planner.render._plan_text import NO_FIT, largest_part, percent_text
 _MOST_PARTS, _MOST_MISSES, _MOST_COLLECTIVES, _MOST_PLANS = 3, 2, 2, 7
 _ROOMY = 0.5  # a larger batch is suggested below this share of the memory
 _ALIKE = 1e-3  # relative difference of equal times
+_SHOWN = 1e-3  # share of the time from which a part is named
 _LARGE = 0.2  # outputs are mentioned above this share of the peak
 _MISSES = 0.01  # products below the full rate are mentioned above this share of the FLOPs
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8", "tensorfloat32": "tf32", "float32": "fp32"}
@@ -51,12 +52,14 @@ def answer_beside(
   Args:
     plans: the plans, the most important first.
     first: sentences before the table; by default, the plan with the shortest time among those that fit.
-    rates: also show tokens, images or rows a second, and the model FLOPs utilisation.
+    rates: show tokens, images or rows a second and the model FLOPs utilisation, in place of the products.
   """
-  more = [f"{next((p.item for p in plans if p.item), 'rows')}/s", "MFU"] if rates else []
-  rows = [["policy", "needs", "of memory", "products", "full rate", "time", "mostly", "at least", *more]]
-  rows += [[*_row(plan), *(_rate_cells(plan) if rates else ())] for plan in plans[:_MOST_PLANS]]
-  lines = [line for row in table(rows, left=(0, 3, 6)) for line in row]
+  products, rate = ["products", "full rate"], [f"{next((p.item for p in plans if p.item), 'rows')}/s", "MFU"]
+  names = [*([] if rates else products), "time", "mostly", "at least", *(rate if rates else [])]
+  rows = [["policy", "needs", "of memory", *names]]
+  rows += [_row(plan, rates=rates) for plan in plans[:_MOST_PLANS]]
+  left = {"policy", "products", "mostly"}
+  lines = [line for row in table(rows, left=[rows[0].index(n) for n in rows[0] if n in left]) for line in row]
   if plans[_MOST_PLANS:]:
     lines.append(f"{len(plans) - _MOST_PLANS} more in the table summary")
   said = [*_fp8(plans), *conclusions(plans), *_notes(plans)]
@@ -172,9 +175,11 @@ def _time(plan: PlanFigures) -> Iterator[str]:
     yield f"time: {least}"
     return
   parts = sorted(plan.time.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+  parts = [part for part in parts if part[1] >= _SHOWN * plan.time.seconds]
   shown = ", ".join(f"{name} {with_prefix(seconds, 's')}" for name, seconds in parts)
   yield f"time: {_about(plan.time)} by the {plan.time.source}; {least}"
-  yield f"  largest: {shown}"
+  if shown:
+    yield f"  largest: {shown}"
 
 
 def _about(time: Time) -> str:
@@ -256,7 +261,19 @@ def _for_time(plan: PlanFigures) -> Iterator[str]:
     yield "a larger batch fits: --fit (mpjax.largest_batch) finds the largest"
 
 
-def _row(plan: PlanFigures) -> list[str]:
+def _row(plan: PlanFigures, *, rates: bool) -> list[str]:
+  room = "not known"
+  if plan.room:
+    room = percent_text(plan.peak / plan.room) + (f"  {NO_FIT}" if plan.peak > plan.room else "")
+  time, mostly = "-", ""
+  if plan.time:
+    time, mostly = with_prefix(plan.time.seconds, "s"), largest_part(plan.time)
+  floor = with_prefix(plan.floor.seconds, "s") if plan.floor else "-"
+  row = [plan.label, bytes_text(plan.peak), room, *([] if rates else _product_cells(plan))]
+  return [*row, time, mostly, floor, *(_rate_cells(plan) if rates else [])]
+
+
+def _product_cells(plan: PlanFigures) -> list[str]:
   flops: dict[str, int] = {}
   for dtype, count in plan.matrix_flops().items():
     dtype, _, passes = dtype.partition(" ")
@@ -266,12 +283,4 @@ def _row(plan: PlanFigures) -> list[str]:
   whole = max(1, sum(flops.values()))
   first = max(flops, key=lambda name: flops[name], default="-")
   products = first if len(flops) < 2 else f"{first} {percent_text(flops[first] / whole)}"
-  room = "not known"
-  if plan.room:
-    room = percent_text(plan.peak / plan.room) + (f"  {NO_FIT}" if plan.peak > plan.room else "")
-  time, mostly = "-", ""
-  if plan.time:
-    time, mostly = with_prefix(plan.time.seconds, "s"), largest_part(plan.time)
-  floor = with_prefix(plan.floor.seconds, "s") if plan.floor else "-"
-  full = percent_text(plan.eligible) if plan.products else "-"
-  return [plan.label, bytes_text(plan.peak), room, products, full, time, mostly, floor]
+  return [products, percent_text(plan.eligible) if plan.products else "-"]
