@@ -18,6 +18,7 @@ import jax
 from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
 from mpjax.casting._casting_rules import ByRules, CastingRules
 from mpjax.casting._kinds import is_float, size
+from mpjax.formats._passes import passes_of
 from mpjax.jaxpr import (
   Backward,
   Calls,
@@ -378,11 +379,14 @@ def is_outer(equation: JaxprEqn) -> bool:
 
 
 def states_precision(equation: JaxprEqn) -> bool:
-  """Returns whether a product states its precision, or an algorithm, which names its operands' dtypes."""
+  """Returns whether a product states its precision, or an algorithm, which names its operands' dtypes.
+
+  The passes of a policy (`matmul_precision`) are for the products that stay in float32.
+  """
   precision = equation.params.get("precision")
   if precision is None:
     return False
+  ambient = str(getattr(jax.config, "jax_default_matmul_precision", None))
   if isinstance(precision, tuple):
-    ambient = getattr(jax.config, "jax_default_matmul_precision", None)
-    return jax.lax.Precision.HIGHEST in precision and str(ambient) not in ("highest", "float32")
-  return True
+    return jax.lax.Precision.HIGHEST in precision and ambient not in ("highest", "float32")
+  return passes_of(precision) is None or ambient != precision.name

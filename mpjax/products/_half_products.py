@@ -64,7 +64,7 @@ def has_own_gradients(equation: JaxprEqn) -> bool:
   """Returns whether an equation is a product whose float32 operand may have a float32 gradient."""
   precision = equation.params.get("precision")
   algorithm = precision is not None and not isinstance(precision, tuple)
-  return equation.primitive in _OWN and not algorithm
+  return equation.primitive in _OWN and (not algorithm or passes_of(precision) is not None)
 
 
 def bind_product(
@@ -72,12 +72,16 @@ def bind_product(
 ) -> list[Array]:
   """Applies a product to operands in half precision, or to float32 operands in passes.
 
+  Operands in half precision need no passes.
+
   Args:
     equation: the product in the user's program.
     operands: its operands.
     originals: by operand (0, 1), the float32 value that it was rounded from.
     **changes: parameters that differ from the equation's.
   """
+  if any(x.dtype.itemsize == 2 for x in operands[:2]) and passes_of(equation.params.get("precision")):
+    changes["precision"] = None
   plain = equation.primitive is not jax.lax.dot_general_p or operands[0].dtype != jnp.bfloat16
   wide = changes.get("preferred_element_type") == FLOAT32 or bool(originals)
   if not _in_passes(equation, operands) and (

@@ -89,6 +89,20 @@ def test_other_platforms_get_the_algorithm_itself(platform):
   assert [text(under("bfloat16_x3", loss)), text(jax.grad(under("bfloat16_x3", loss)))] == plain
 
 
+@pytest.mark.parametrize("base, half", [("bf16", jnp.bfloat16), ("fp16", jnp.float16)])
+def test_products_in_half_precision_have_no_passes(base, half):
+  policy = {"base": base, "matmul_precision": "bfloat16_x3"}
+
+  def loss(x, y):
+    return jnp.sum(jnp.tanh(x @ y)) + jnp.sum(mpjax.full_precision(jnp.matmul)(x, y))
+
+  made = str(jax.make_jaxpr(jax.grad(mpjax.autocast(loss, policy)))(A, B))
+  plain = str(jax.make_jaxpr(jax.grad(mpjax.autocast(loss, base)))(A, B))
+  name = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[half]
+  assert made.count(f"{name}[") == plain.count(f"{name}[") > 0
+  assert made.count("precision=BF16_BF16_F32_X3") == 2  # the float32 product and its gradient
+
+
 def test_steps_tools_and_tune_see_the_error():
   params = {"w": jnp.asarray(B)}
   batch = {"x": jnp.asarray(A), "y": jnp.asarray(RNG.standard_normal((64, 32)), jnp.float32)}
