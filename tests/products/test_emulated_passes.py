@@ -89,7 +89,7 @@ def test_other_platforms_get_the_algorithm_itself(platform):
   assert [text(under("bfloat16_x3", loss)), text(jax.grad(under("bfloat16_x3", loss)))] == plain
 
 
-@pytest.mark.parametrize("base, half", [("bf16", jnp.bfloat16), ("fp16", jnp.float16)])
+@pytest.mark.parametrize(("base", "half"), [("bf16", jnp.bfloat16), ("fp16", jnp.float16)])
 def test_products_in_half_precision_have_no_passes(base, half):
   policy = {"base": base, "matmul_precision": "bfloat16_x3"}
 
