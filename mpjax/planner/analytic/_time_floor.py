@@ -77,13 +77,16 @@ def _rate(operation: GraphOperation, target: Target) -> float:
 def _unread_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
   """Returns the bytes of arguments, on one device, that a step need not read."""
   sizes = device_sizes(arguments, kind)
+  used = {id(value) for operation in graph.operations for value in operation.operands}
   read: collections.Counter[int] = collections.Counter()
   for operation in graph.operations:
     for i, value in enumerate(operation.operands):
-      if value.argument is None or (i == 0 and has(operation.equation, Trait.IN_PLACE)):
+      if value.argument is None:
         continue
+      updated = i == 0 and _in_place(operation) and id(operation.results[0]) not in used
       part = i == 0 and operation.equation.primitive in _PARTS
-      read[value.argument] += sum(map(sizes.of, operation.results if part else [value]))
+      if not updated:
+        read[value.argument] += sum(map(sizes.of, operation.results if part else [value]))
   whole = [0 if a.on_host else argument_bytes(a, kind) for a in arguments]
   return sum(max(0, nbytes - read[i]) for i, nbytes in enumerate(whole))
 
@@ -94,9 +97,13 @@ def _written_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> in
   results = {id(value): value for value in graph.results}.values()
   total = 0
   for value in results:
-    maker = value.maker
-    if maker is not None and has(maker.equation, Trait.IN_PLACE):
-      total += min(sizes.of(value), max(map(sizes.of, maker.operands[1:]), default=0))
+    if value.maker is not None and _in_place(value.maker):
+      total += min(sizes.of(value), max(map(sizes.of, value.maker.operands[1:]), default=0))
     elif value.argument is None:
       total += sizes.of(value)
   return total
+
+
+def _in_place(operation: GraphOperation) -> bool:
+  """Returns whether an operation writes a part of its first operand."""
+  return has(operation.equation, Trait.IN_PLACE) and not operation.bodies
