@@ -214,7 +214,8 @@ class Decoder:
     length, heads, size = q.shape[1:]
     side = min(self.run.blocks, length)
     names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
-    blocks = kernels.BlockSizes(**dict.fromkeys(names, side), use_fused_bwd_kernel=True)
+    sides: dict[str, Any] = dict.fromkeys(names, side)
+    blocks = kernels.BlockSizes(**sides, use_fused_bwd_kernel=True)
     mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
     kernel = kernels.make_splash_mha(
       mask, head_shards=1, q_seq_shards=1, block_sizes=blocks, residual_checkpoint_name="context"

@@ -64,11 +64,10 @@ def rows() -> list[Row]:
 def _row(given: dict[str, Any], data: dict[str, Any]) -> Row:
   target = get_target(given["target"])
   sizes = Sizes(**data["models"][given["model"]])
-  run = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-  run = Run(
-    **{"attention": "splash" if target.kind == "tpu" else "stated"}
-    | {key: value for key, value in run.items() if key in _RUN}
-  )
+  options: dict[str, Any] = {"attention": "splash" if target.kind == "tpu" else "stated"}
+  for key in _RUN & given.keys():
+    options[key] = tuple(given[key]) if isinstance(given[key], list) else given[key]
+  run = Run(**options)
   known = {
     "name",
     "model",

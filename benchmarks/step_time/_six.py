@@ -104,8 +104,13 @@ def models(tiny: bool = False) -> dict[str, Model]:
   """Returns the six models by name; tiny ones for a CPU."""
   one = 8 if tiny else 1  # what sizes are divided by
   layers = 2 if tiny else 12
-  old = {"mlp": "gelu", "norm": "layer", "positions": 1024 // one, "tied": True}
-  wide = {"dim": 1024 // one, "heads": 16 // one, "kv_heads": 16 // one, "hidden": 4096 // one}
+  old: dict[str, Any] = {"mlp": "gelu", "norm": "layer", "positions": 1024 // one, "tied": True}
+  wide: dict[str, Any] = {
+    "dim": 1024 // one,
+    "heads": 16 // one,
+    "kv_heads": 16 // one,
+    "hidden": 4096 // one,
+  }
   gpt = Sizes(**wide, **old, layers=layers, vocab=50304 // one)
   bert = Sizes(**wide, **old | {"positions": 512 // one}, layers=layers, vocab=30592 // one)
   vit = Sizes(

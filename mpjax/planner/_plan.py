@@ -141,7 +141,11 @@ def plan(
     products=products,
     collectives=collectives,
     floor=time_floor(graph, traced.arguments, given, sent, device, traced.devices),
-    notes=(*_notes(traced, graph, products, device), *compiler_notes),
+    notes=(
+      *_notes(traced, graph, products, device),
+      *(_loops(graph) if compiled is None else ()),
+      *compiler_notes,
+    ),
     fused=list_kernels(graph, traced.devices),
     fp8=traced.fp8,
     model_flops=model_flops(graph, traced.devices),
@@ -149,6 +153,14 @@ def plan(
     time=time or traced_time(graph, traced.arguments, device, traced.devices),
     host=host_memory(graph, traced.arguments, device.kind),
   )
+
+
+def _loops(graph: Graph) -> Iterator[str]:
+  """Yields a sentence on the loops of unknown length in a traced program."""
+  loops = [o for o, _ in graph.every_operation() if o.equation.primitive is jax.lax.while_p]
+  if loops:
+    where = f", the first at {loops[0].source}" if loops[0].source else ""
+    yield f"how often {len(loops)} of the loops run is not known{where}: what they do counts once"
 
 
 def _by_the_compiler(
