@@ -150,7 +150,7 @@ def plan(
     fp8=traced.fp8,
     model_flops=model_flops(graph, traced.devices),
     peak_flops=device.flops.get("bfloat16") or max(device.flops.values(), default=0.0),
-    time=time or traced_time(graph, traced.arguments, device, traced.devices),
+    time=time or traced_time(graph, traced.arguments, traced.donated, device, traced.devices),
     host=host_memory(graph, traced.arguments, device.kind),
   )
 

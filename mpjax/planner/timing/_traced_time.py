@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
@@ -21,7 +21,7 @@ from mpjax.planner._results import Time
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic import Graph
 from mpjax.planner.analytic._graph import GraphOperation, GraphValue, merged
-from mpjax.planner.analytic._liveness import Storage, is_heavy, is_reduction, is_view, traits_of
+from mpjax.planner.analytic._liveness import Storage, Traits, is_heavy, is_reduction, is_view, traits_of
 from mpjax.planner.analytic._memory import DeviceSizes, device_sizes
 from mpjax.planner.analytic._products import product_sizes, units_of
 from mpjax.planner.timing._compiled_time import Spent
@@ -41,12 +41,15 @@ _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
 _HIDDEN = 0.15  # of the collectives, as in compiled steps that gather their parameters at the start
 
 
-def traced_time(graph: Graph, arguments: Sequence[Argument], target: Target, devices: int) -> Time | None:
+def traced_time(
+  graph: Graph, arguments: Sequence[Argument], donated: Sequence[bool], target: Target, devices: int
+) -> Time | None:
   """Returns the time of a step, or `None` if the target has no published rates.
 
   Args:
     graph: graph of the step.
     arguments: the leaves of its arguments.
+    donated: for each leaf, whether the results may take its memory.
     target: its target.
     devices: number of devices that share the work.
   """
@@ -54,9 +57,25 @@ def traced_time(graph: Graph, arguments: Sequence[Argument], target: Target, dev
     return None
   sizes = device_sizes(arguments, target.kind)
   program = merged(graph, through_regions=traits_of(target.kind).merges_through_barriers)
-  spent = _Walk(target, devices, sizes, traced_kernels(program)).run(program)
+  walk = _Walk(target, devices, sizes, traced_kernels(program))
+  spent = walk.run(program)
+  for value, path in _copied(program, walk.traits, donated):
+    spent.by_place["copies", layer_pattern(path)] += kernel_seconds(target, 0, 2 * sizes.of(value))
   _hide(spent)
   return spent.time(_SOURCE, _ERROR)
+
+
+def _copied(graph: Graph, traits: Traits, donated: Sequence[bool]) -> Iterator[tuple[GraphValue, str]]:
+  """Yields what is copied with its module: results that are views of arguments, and arguments to update."""
+  storage = Storage(graph, traits)
+  for value in {id(result): result for result in graph.results}.values():
+    if value.maker is not None and storage.root(value).argument is not None:
+      yield value, value.maker.path
+  for operation in graph.operations:
+    if has(operation.equation, Trait.IN_PLACE) and operation.operands and not operation.bodies:
+      whole = storage.root(operation.operands[0])
+      if whole.argument is not None and not donated[whole.argument]:
+        yield whole, operation.path
 
 
 def _hide(spent: Spent) -> None:

@@ -113,3 +113,14 @@ def test_collectives_that_the_program_states_are_exposed_in_part():
 def test_a_transfer_to_the_host_takes_the_time_of_its_link():
   time = time_of(lambda x: jax.device_put(x * 2, jax.memory.Space.Host), S((16 * MB,)))
   assert time.parts["host"] == pytest.approx(64 * MB / get_target("h200").speeds["host"])
+
+
+def test_views_of_arguments_and_updates_of_kept_ones_are_copies():
+  x, few = S((64 * MB // 4 // 1024, 1024)), S((8, 1024))
+  copy = 2 * 64 * MB / get_target("h200").bandwidth
+  for fun in (lambda x: x.T, lambda x: x.reshape(-1)):
+    assert 1 < seconds(fun, x) / copy < 1.35
+  assert seconds(lambda x: x, x) == 0
+  update = lambda x, few: jax.lax.dynamic_update_slice(x, few, (3, 0))
+  assert 1 < seconds(update, x, few) / copy < 1.35
+  assert seconds(update, x, few, donate_argnums=0) < copy / 4
