@@ -160,7 +160,7 @@ def _loops(graph: Graph) -> Iterator[str]:
   loops = [o for o, _ in graph.every_operation() if o.equation.primitive is jax.lax.while_p]
   if loops:
     where = f", the first at {loops[0].source}" if loops[0].source else ""
-    yield f"how often {len(loops)} of the loops run is not known{where}: what they do counts once"
+    yield f"the step does not say how often {len(loops)} of its loops run{where}: what they do counts once"
 
 
 def _by_the_compiler(

@@ -14,7 +14,7 @@ from mpjax.policies import presets
 _SEVERAL = ("v5e:2x2", "v6e:2x4", "v5p:2x2x1", "tpu7x:2x2x1", "h100:8", "h100:2x8")
 _UNITS = {
   "fp32": {"tensorfloat32", "float32", "bfloat16"},
-  "tf32": {"tensorfloat32", "float32", "bfloat16"},
+  "tf32": {"tensorfloat32", "float32", "bfloat16 x3"},
   "fp16": {"float16"},
 }
 _FP8 = {  # the formats of the recipe that `auto` is
@@ -47,6 +47,7 @@ def test_every_preset_has_a_plan_on_every_target(preset, target):
   units = mpjax.planner.get_target(target).matrix_units
   assert 0 < plan.peak < plan.room
   assert plan.floor.seconds > 0
+  assert 0.9 * plan.floor.seconds < plan.time.seconds == pytest.approx(sum(plan.time.parts.values()))
   assert dtypes
   if preset == "fp8" and units in LOW_PRECISION:
     assert any(map(narrow_bits, dtypes))

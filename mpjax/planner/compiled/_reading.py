@@ -110,7 +110,7 @@ def _not_understood(module: HloModule) -> list[str]:
   if loops:
     notes.append(
       f"the compiled program does not say how often {len(loops)} of its loops run, the first "
-      f"{loops[0].name}: their products and collectives count once"
+      f"{loops[0].name}: their products, collectives and time count once"
     )
   return notes
 

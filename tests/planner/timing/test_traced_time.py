@@ -124,3 +124,15 @@ def test_views_of_arguments_and_updates_of_kept_ones_are_copies():
   update = lambda x, few: jax.lax.dynamic_update_slice(x, few, (3, 0))
   assert 1 < seconds(update, x, few) / copy < 1.35
   assert seconds(update, x, few, donate_argnums=0) < copy / 4
+
+
+def test_a_loop_of_unknown_length_counts_once_and_has_a_note():
+  step = lambda x, n: jax.lax.fori_loop(0, n, lambda _, c: jnp.tanh(c @ c), x)
+  x = S((1024, 1024))
+  plan = mpjax.plan(step, x, S((), jnp.int32), target="h200", compile=False)
+  assert any(
+    "does not say how often 1 of its loops run, the first at test_traced_time.py" in n for n in plan.notes
+  )
+  assert plan.time.parts["products"] == pytest.approx(time_of(lambda x: x @ x, x).parts["products"])
+  known = mpjax.plan(lambda x: step(x, 3), x, target="h200", compile=False)
+  assert not any("how often" in note for note in known.notes)
