@@ -64,6 +64,7 @@ def test_plan_counts_copies_and_leaves_the_state_out():
   assert (after.host.held, after.host.to_device, after.host.to_host) == (moments,) * 3
   parts = [plan.memory.parts["optimizer state"] for plan in plans]
   assert parts[0] - parts[1] == moments
+  assert before.memory.peak - after.memory.peak == moments
   assert "on the host" in str(after)
 
 

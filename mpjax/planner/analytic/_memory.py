@@ -75,8 +75,10 @@ def analytic_memory(
   traits = traits_of(target.kind)
   program = merged(graph, through_regions=traits.merges_through_barriers)
   reusable = [value for value, given in zip(program.arguments, donated, strict=True) if given]
+  passing = _passing(program) if target.kind == "gpu" else set()
+  size = lambda value: 0 if id(value) in passing else sizes.of(value)
   worst = peak(
-    program, traits, size=sizes.of, weights=DividedWeights(program, arguments, target.kind), reusable=reusable
+    program, traits, size=size, weights=DividedWeights(program, arguments, target.kind), reusable=reusable
   )
   weights = {a.shape for a in arguments if a.part == "master weights"}
   results_in = {id(v) for v in program.results}
@@ -110,6 +112,16 @@ def analytic_memory(
   state |= held_at_once(program, worst, shapes, sizes.of)
   gathered = gathered_at_once(graph, sizes.of)
   return Memory(parts, slots, saved[:LISTED], _total(saved), sum(parts.values()), state, gathered)
+
+
+def _passing(graph: Graph) -> set[int]:
+  """Returns the ids of the values that are copied between a GPU and the host's memory.
+
+  Kernels read the host's memory themselves, and XLA's memory scheduler copies each result when it is there,
+  so that few are on the device at once. The latency-hiding scheduler may hold more.
+  """
+  copies = [operation for operation, _ in graph.every_operation() if operation.crosses]
+  return {id(_viewed(value)) for copy in copies for value in (*copy.operands, *copy.results)}
 
 
 def host_memory(graph: Graph, arguments: Sequence[Argument], kind: str) -> HostMemory | None:
