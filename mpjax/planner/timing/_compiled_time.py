@@ -26,6 +26,7 @@ from mpjax.planner.compiled._hlo import (
 )
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES, VIEWS
 from mpjax.planner.compiled._hlo_parts import path_of_name
+from mpjax.planner.compiled._hlo_products import product_flops
 from mpjax.planner.timing._groups import group_of
 from mpjax.planner.timing._instructions import moved_bytes, product_of
 from mpjax.planner.timing._kernels import is_kernel, kernel_flops, traced_kernels
@@ -179,7 +180,12 @@ class _Walk:
       part = "copies"
     cycles = int(instruction.config.get("window_config", {}).get("estimated_cycles", _SENTINEL))
     if cycles < _SENTINEL and self._clock:
-      return part, _CYCLES * cycles / self._clock, named
+      # No product is faster than the units; float32 operands take at least one pass of bfloat16.
+      least = 0.0
+      for one, product in products:
+        dtype = "bfloat16" if "float32" in product.dtype else product.dtype
+        least += product_flops(one) / self._target.unit_rate(dtype)[1]
+      return part, max(_CYCLES * cycles / self._clock, least), named
     if self._target.kind == "tpu" and instruction.op == "custom-call" and not is_kernel(instruction):
       return part, 0.0, named  # a mark for the compiler
     work += sum(
