@@ -28,9 +28,9 @@ def time_floor(
 ) -> Floor | None:
   """Returns the shortest time of a step, or `None` if the target has no published peak rates.
 
-  Every step reads its state and its batch from memory, and writes its results there; of an array that it
-  only slices or gathers from, or updates in place, that part. Only activations that wait for the backward
-  pass may stay in a cache instead.
+  Every step reads its state and its batch from memory, and writes its results there. An array from which it
+  only slices or gathers, or that it updates in place, counts by that part. Only activations that wait for
+  the backward pass may stay in a cache instead.
 
   Args:
     graph: graph of the step.
