@@ -80,7 +80,8 @@ def bind_product(
     originals: by operand (0, 1), the float32 value that it was rounded from.
     **changes: parameters that differ from the equation's.
   """
-  if any(x.dtype.itemsize == 2 for x in operands[:2]) and passes_of(equation.params.get("precision")):
+  passes = passes_of(equation.params.get("precision"))
+  if passes and any(x.dtype.itemsize == 2 for x in operands[:2]):
     changes["precision"] = None
   plain = equation.primitive is not jax.lax.dot_general_p or operands[0].dtype != jnp.bfloat16
   wide = changes.get("preferred_element_type") == FLOAT32 or bool(originals)
