@@ -129,13 +129,14 @@ def require_state(state: object, batch: PyTree) -> None:
 
 
 def require_state_and_batch(tool: str, args: tuple[Any, ...]) -> tuple[TrainState, PyTree]:
-  """Returns the arguments of a tool for a step, on the device; `TypeError` for others."""
+  """Returns the arguments of a tool for a step, the state on the device; `TypeError` for others."""
   if len(args) != 2:
     raise TypeError(
       f"mpjax.{tool} got a TrainStep: call mpjax.{tool}(step, state, batch), with policy= by keyword"
     )
   require_state(*args)
-  return on_device(args)
+  state, batch = args  # tools may take an iterator of batches, which is not a tree
+  return on_device(state), batch
 
 
 def require_in_place(model: object, optimizer: object, tx: optax.GradientTransformation) -> None:

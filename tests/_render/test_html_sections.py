@@ -152,7 +152,7 @@ NAMES = {
   "state": ["TrainState, step 0", "params", "768 B", "scale 65536.0"],
   "plan": ["target h100", "optimizer state", "Memory of one device"],
   "report": ["good as it is", "activations", "Error against float32"],
-  "tune": ["policies tried", "chosen", "bf16", "policy: bf16"],
+  "tune": ["policies tried", "chosen", "bf16", "policy: fp32"],
 }
 
 
