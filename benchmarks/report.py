@@ -27,6 +27,7 @@ from benchmarks.gpu import _suite as gpu_suite
 from benchmarks.layerwise import _suite as layerwise_suite
 from benchmarks.memory import _suite as memory_suite
 from benchmarks.mutations import _suite as mutations_suite
+from benchmarks.plan import _tables as plan_tables
 from benchmarks.quality import _tables as quality_tables
 from benchmarks.step_time import _published as step_time_published
 from benchmarks.step_time import _six as step_time_six
@@ -293,30 +294,6 @@ def tune_predictions(report: dict[str, Any]) -> str:
   return f"{shown}\n\n{tune_suite.TABLES['predictions'](report)}"
 
 
-def plan_accuracy(report: dict[str, Any]) -> str:
-  """The analytic peak over the compiled one, and what the compiled one's parts account for."""
-  lines = [
-    "| step | compiled peak | analytic / compiled | explained by parts | compile s |",
-    "|---|---|---|---|---|",
-  ]
-  lines += [
-    f"| {row['model']} {row['size']} {row['policy']} | {row['peak']['compiled'] / 1e9:.2f} GB | "
-    f"{row['peak_ratio']:.3f} | {row['explained']:.1%} | {row['compile_seconds']:.0f} |"
-    for row in report["rows"]
-  ]
-  equal = sum(
-    row[what]["analytic"] == row[what]["compiled"]
-    for row in report["rows"]
-    for what in ("arguments", "outputs")
-  )
-  rows = len(report["rows"])
-  lines += [
-    "",
-    f"Argument and result bytes equal, analytic and compiled, in {equal} of {2 * rows} comparisons.",
-  ]
-  return "\n".join([*lines, "", provenance(report)])
-
-
 def scaling(report: dict[str, Any]) -> str:
   """State, peak and what crosses of one chip, by policy and mesh."""
   lines = [
@@ -335,24 +312,6 @@ def scaling(report: dict[str, Any]) -> str:
     lines.append(
       f"| {row['chips']} | {row['policy']} | {mesh} | {row['arguments'] / 1e6:.0f} | "
       f"{row['peak'] / 1e6:.0f} | {crossing or '-'} | {row['sent'] / 1e6:.0f} |"
-    )
-  return "\n".join([*lines, "", provenance(report)])
-
-
-def plan_beside_steps(report: dict[str, Any]) -> str:
-  """Returns a table of planned memory and least time beside what steps took."""
-  lines = [
-    "| step | measured peak GB | compiled for the described H200 | compiled on the card | analytic | "
-    "measured ms | planned least ms | of that |",
-    "|---" * 8 + "|",
-  ]
-  for row in report["rows"]:
-    peak, cells = row["measured_peak"], []
-    for key in ("described", "compiled_on_device", "analytic"):
-      cells.append(f"{row[key] / 1e9:.2f} ({row[key] / peak:.3f})")
-    lines.append(
-      f"| {row['name']} | {peak / 1e9:.2f} | {' | '.join(cells)} | {row['measured_ms']:.1f} | "
-      f"{row['floor_ms']:.1f} | {row['measured_ms'] / row['floor_ms']:.2f}x |"
     )
   return "\n".join([*lines, "", provenance(report)])
 
@@ -466,12 +425,12 @@ def main() -> None:
     ("gpu_h200_124m", gpu_suite.tables),
     ("gpu_h200_1b", gpu_suite.tables),
     ("train_h200", quality),
-    ("plan_h200_gpu_suite", plan_beside_steps),
-    ("plan_accuracy_h200", plan_accuracy),
-    ("plan_accuracy_tpu_v5e", plan_accuracy),
-    ("plan_accuracy_cpu", plan_accuracy),
-    ("plan_accuracy_h200_jax_0_12", plan_accuracy),
-    ("plan_accuracy_cpu_jax_0_12", plan_accuracy),
+    ("plan_h200_gpu_suite", plan_tables.beside_steps),
+    ("plan_accuracy_h200", plan_tables.accuracy),
+    ("plan_accuracy_tpu_v5e", plan_tables.accuracy),
+    ("plan_accuracy_cpu", plan_tables.accuracy),
+    ("plan_accuracy_h200_jax_0_12", plan_tables.accuracy),
+    ("plan_accuracy_cpu_jax_0_12", plan_tables.accuracy),
   ):
     table = make(json.loads((FOLDER / "results" / f"{name}.json").read_text()))
     put(FOLDER / "README.md", name, table)
