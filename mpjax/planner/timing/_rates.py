@@ -112,11 +112,6 @@ def beside_share(target: Target) -> float:
   return _BESIDE.get(target.kind, 0.0)
 
 
-def launch_seconds(target: Target) -> float:
-  """Returns the seconds of the smallest kernel."""
-  return _LAUNCH.get(target.kind, 0.0)
-
-
 def collective_seconds(target: Target, operation: str, nbytes: float, group: Sequence[int]) -> float:
   """Returns the seconds of a collective.
 
