@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import collections
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from mpjax.jaxpr import taps
 from mpjax.planner._results import Collective, Crossing, add_up
@@ -101,20 +104,43 @@ def collectives(module: HloModule) -> tuple[Collective, ...]:
         if key in chains:
           continue
         chains.add(key)
-      where = group_size(start.proto), path_of_name(start.op_name), times
+      size = 0 if operation == "collective-permute" else len(group_of(start))
+      where = size, path_of_name(start.op_name), times
       found += [Crossing(operation, numpy_name(s.dtype), s.nbytes, *where) for s in instruction.shapes]
   return add_up(found)
 
 
-def group_size(proto: Any) -> int:
-  """Returns the number of devices that exchange with each other in a collective; 0 if not stated."""
-  devices, over = proto.collective_device_list, proto.mesh_replica_groups
-  for group in (*devices.replica_groups[:1], *proto.replica_groups[:1]):
-    return len(group.replica_ids)
-  if over.axes:
-    return math.prod(a.sub_axis_info.size or over.mesh.axes[a.mesh_axis_index].size for a in over.axes)
-  iota = proto.iota_replica_groups, devices.iota_replica_group_list
-  return int(max(groups.num_devices_per_group for groups in iota))
+def group_of(collective: HloInstruction) -> Sequence[int]:
+  """Returns the numbers of the devices of the first group; empty if the program does not state them."""
+  proto = collective.proto
+  listed = proto.replica_groups or proto.collective_device_list.replica_groups
+  if listed:
+    return tuple(listed[0].replica_ids)
+  for iota in (proto.iota_replica_groups, proto.collective_device_list.iota_replica_group_list):
+    if iota.num_devices_per_group:
+      sides = tuple(iota.iota_reshape_dims) or (iota.num_replica_groups * iota.num_devices_per_group,)
+      order = tuple(iota.iota_transpose_perm) or tuple(range(len(sides)))
+      devices = np.arange(np.prod(sides)).reshape(sides).transpose(order)
+      return tuple(devices.reshape(-1, iota.num_devices_per_group)[0].tolist())
+  groups = proto.mesh_replica_groups
+  if groups.axes:
+    # An axis of which a part is exchanged is three: before it, the part, and after it.
+    parts = {axis.mesh_axis_index: axis.sub_axis_info for axis in groups.axes}
+    sizes: list[int] = []
+    exchanged: list[int] = []
+    for i, axis in enumerate(groups.mesh.axes):
+      before, size = (parts[i].pre_size or 1, parts[i].size or axis.size) if i in parts else (axis.size, 1)
+      exchanged += [len(sizes) + 1] if i in parts else []
+      sizes += [before, size, axis.size // (before * size)]
+    devices = np.arange(np.prod(sizes)).reshape(sizes)
+    kept = [i for i in range(len(sizes)) if i not in exchanged]
+    return tuple(
+      devices.transpose(*kept, *exchanged).reshape(-1, np.prod([sizes[i] for i in exchanged]))[0].tolist()
+    )
+  if proto.source_target_pairs:
+    pair = proto.source_target_pairs[0]
+    return (pair.source, pair.target)
+  return ()
 
 
 def _convolution(instruction: HloInstruction) -> int:

@@ -26,8 +26,7 @@ from mpjax.planner.compiled._hlo import (
 )
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES, VIEWS
 from mpjax.planner.compiled._hlo_parts import path_of_name
-from mpjax.planner.compiled._hlo_products import product_flops
-from mpjax.planner.timing._groups import group_of
+from mpjax.planner.compiled._hlo_products import group_of, product_flops
 from mpjax.planner.timing._instructions import moved_bytes, product_of
 from mpjax.planner.timing._kernels import is_kernel, kernel_flops, traced_kernels
 from mpjax.planner.timing._rates import (

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mpjax.formats._passes import PASSES
 from mpjax.planner.compiled._hlo import HloInstruction, numpy_name
+from mpjax.planner.compiled._hlo_products import product_flops
 
 _HIGHEST = 2
 _PART = frozenset({"dynamic-slice", "gather", "slice"})
@@ -92,12 +93,15 @@ def _convolution(instruction: HloInstruction) -> Product:
   elif "BackwardInput" in target:
     out = lhs
   features = max(1, out.dims[numbers.output_feature_dimension])
-  flops = 2 * math.prod(out.dims) * math.prod(weights.dims) // features
+  named = "conv_general" in instruction.op_name or "__cudnn$conv" in target
+  if named:  # units multiply with the padding, too
+    flops = 2 * math.prod(out.dims) * math.prod(weights.dims) // features
+  else:  # a batch of products is a window, of which each result meets one element
+    flops = product_flops(instruction)
   wide = weights.dims[numbers.kernel_input_feature_dimension] if "BackwardInput" in target else features
   tall = max(1, math.prod(result.dims) // max(1, wide))
   k = max(1, flops // (2 * tall * max(1, wide)))
   precision = instruction.proto.precision_config.operand_precision
-  named = "conv_general" in instruction.op_name or "__cudnn$conv" in target
   return Product(_dtype(lhs.dtype, rhs.dtype, precision), (tall, wide, k), 1, named)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 import mpjax
 from mpjax.planner import TIME_PARTS, get_target
+from mpjax.planner.compiled._hlo_products import group_of
 from mpjax.planner.timing import compiled_time
-from mpjax.planner.timing._groups import group_of
 from mpjax.planner.timing._rates import collective_seconds
 from tests.planner._steps import described
 from tests.planner.timing._programs import Program, cycles
