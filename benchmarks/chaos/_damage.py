@@ -28,19 +28,22 @@ class Damage(NamedTuple):
   mend: Callable[[], object] | None = None
 
 
+METRICS = ("a blank line", "a note", "a byte damaged", "a line halved", "cut short", "deleted")
+
+
 def damage(out: pathlib.Path, chance: random.Random) -> Damage | None:
   """Damages a run directory in some way; `None` where that way finds nothing to damage."""
-  return chance.choice((_checkpoint, _checkpoint, _checkpoint_of_another_step, _metrics, _metrics, _config))(
-    out, chance
-  )
+  return chance.choice(
+    (_checkpoint, _checkpoint, _checkpoint_of_another_step, damage_metrics, damage_metrics, _config)
+  )(out, chance)
 
 
 def damage_summary(out: pathlib.Path, chance: random.Random) -> Damage:
   """Damages the summary of a finished run."""
   file = out / "summary.json"
   way = chance.choice(("deleted", "emptied", "halved", "[]", "{}", '{"steps": 3}', "\0" * 100))
-  if way in _WAYS:
-    _WAYS[way](file, chance)
+  if way in WAYS:
+    WAYS[way](file, chance)
   else:
     file.write_text(way)
   return Damage("summary.json damaged", f"{way[:20]!r}")
@@ -52,8 +55,8 @@ def _checkpoint(out: pathlib.Path, chance: random.Random) -> Damage | None:
   if not others:
     return None
   file = chance.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
-  way = chance.choice(tuple(_WAYS))
-  _WAYS[way](file, chance)
+  way = chance.choice(tuple(WAYS))
+  WAYS[way](file, chance)
   return Damage("checkpoint file damaged", f"{file.relative_to(newest)} {way}")
 
 
@@ -69,14 +72,14 @@ def _checkpoint_of_another_step(out: pathlib.Path, chance: random.Random) -> Dam
   return Damage("checkpoint under another step's name", f"{newest.name} as {there.name}")
 
 
-def _metrics(out: pathlib.Path, chance: random.Random) -> Damage | None:
-  """Damages lines of the metrics: each way loses as many records as it says."""
+def damage_metrics(out: pathlib.Path, chance: random.Random, way: str | None = None) -> Damage | None:
+  """Damages lines of the metrics in some way of `METRICS`: each loses as many records as it says."""
   file = out / "metrics.jsonl"
   lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
   if not lines:
     return None
   at, lost = chance.randrange(len(lines)), range(0)
-  way = chance.choice(("a blank line", "a note", "a byte damaged", "a line halved", "cut short", "deleted"))
+  way = way or chance.choice(METRICS)
   if way == "a blank line":
     lines.insert(at, b"\n")
   elif way == "a note":
@@ -108,7 +111,7 @@ def _config(out: pathlib.Path, chance: random.Random) -> Damage | None:
     return None  # a directory in which nothing has been saved is begun anew
   content = file.read_bytes()
   way = chance.choice(("deleted", "emptied", "halved"))
-  _WAYS[way](file, chance)
+  WAYS[way](file, chance)
   return Damage("config.yaml damaged", way, mend=lambda: file.write_bytes(content))
 
 
@@ -123,7 +126,7 @@ def _halve(file: pathlib.Path, chance: random.Random) -> None:
   os.truncate(file, file.stat().st_size // 2)
 
 
-_WAYS: dict[str, Callable[[pathlib.Path, random.Random], object]] = {
+WAYS: dict[str, Callable[[pathlib.Path, random.Random], object]] = {
   "deleted": lambda file, chance: file.unlink(),
   "emptied": lambda file, chance: os.truncate(file, 0),
   "halved": _halve,

@@ -64,33 +64,25 @@ def places(root: pathlib.Path) -> Iterator[list[Place]]:
       subprocess.run(["umount", str(small)], check=True)
 
 
-def moved_clock(chance: random.Random) -> tuple[str, Callable[[], None]]:
-  """Returns a clock that is wrong and jumps once, and what gives it to this process.
+def move_clock(days: float, then: float, jump_s: float) -> None:
+  """Gives this process a clock that is some days off, and others once some seconds have passed.
 
   Python's own code sees it; what C++ reads is the machine's.
   """
-  offsets = [chance.choice((-20000, -400, -40, -1, 10, 400, 7000)) * DAY for _ in range(2)]
-  jump = time.monotonic() + chance.random() * 4
-
-  def move() -> None:
-    real, real_ns = time.time, time.time_ns
-    offset = lambda: offsets[time.monotonic() > jump]
-    time.time = lambda: real() + offset()
-    time.time_ns = lambda: real_ns() + int(offset() * 1e9)
-
-  return f"{offsets[0] / DAY:+.0f} days, then {offsets[1] / DAY:+.0f}", move
+  jump, real, real_ns = time.monotonic() + jump_s, time.time, time.time_ns
+  offset = lambda: DAY * (then if time.monotonic() > jump else days)
+  time.time = lambda: real() + offset()
+  time.time_ns = lambda: real_ns() + int(offset() * 1e9)
 
 
-def limited_files(chance: random.Random) -> tuple[str, Callable[[], None]]:
-  """Returns a size that no file may pass, as on a full disk, and what puts that limit on this process."""
-  limit = chance.randrange(12_000, 120_000)
-  return f"no file over {limit} bytes", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+def limit_files(size: int) -> None:
+  """Lets this process write no file of more than `size` bytes, as on a full disk."""
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @contextlib.contextmanager
-def full_disk(place: Place, chance: random.Random, at_once: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-  """Yields what fills a small disk but for a little, which is free again afterwards."""
-  left = chance.choice((0, 3_000, 30_000, chance.randrange(1_500_000)))
+def full_disk(place: Place, left: int, at_once: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+  """Yields what fills a small disk but for `left` bytes, which is free again afterwards."""
   filler = place.folder / "filler"
 
   def fill() -> None:

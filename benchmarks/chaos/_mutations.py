@@ -37,9 +37,9 @@ _OVERRIDES = ["", "=", "x", "=1", "train=", "train.=1", ".steps=1", "train..step
 _OVERRIDES += ["a.b.c=1", "train.steps=[", "model={", "data=&a [*a]", "policy=!!python/object:os.system x"]
 _OVERRIDES += ["out", "seed=1=2"]
 _CHARACTERS = ("", "\t", ":", "&a ", "*b", "{", "- ", "\x07", "!!set ")
-_SLOW = "still tracing or training when its time was over"
+SLOW = "still tracing or training when its time was over"
 # What a wrong config may come to, by the exit status.
-_RIGHT = {
+RIGHT = {
   0: "trained",
   2: "refused in one line",
   3: "every step skipped",
@@ -53,14 +53,14 @@ def report(root: pathlib.Path, count: int, seed: int) -> tuple[dict[str, Any], b
   Returns:
     Their number by outcome, and those with a wrong one; whether there are none of those.
   """
-  chance, trees = random.Random(seed), _good_configs(root)
+  chance, trees = random.Random(seed), good_configs(root)
   outcomes: collections.Counter[str] = collections.Counter()
   wrong = []
   for number in range(count):
-    file, overrides, told = _mutated(root, trees, chance)
-    outcome, said = _tried(root, file, overrides)
+    file, overrides, told = mutated(root, trees, chance)
+    outcome, said = tried(root, file, overrides)
     outcomes[outcome] += 1
-    if outcome not in (*_RIGHT.values(), _SLOW):
+    if outcome not in (*RIGHT.values(), SLOW):
       wrong.append({"outcome": outcome, "config": told, "overrides": overrides, "said": said})
       print(f"{number} {outcome}: {told}, {overrides}:\n{said}", flush=True)
   print(", ".join(f"{outcome}: {times}" for outcome, times in outcomes.most_common()), flush=True)
@@ -74,7 +74,7 @@ def table(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
-def _good_configs(root: pathlib.Path) -> dict[str, dict[str, Any]]:
+def good_configs(root: pathlib.Path) -> dict[str, dict[str, Any]]:
   """Returns the example configs with all keys, as plain data; in another process, since it takes a device."""
   file = root / "configs.json"
 
@@ -88,7 +88,7 @@ def _good_configs(root: pathlib.Path) -> dict[str, dict[str, Any]]:
   return trees
 
 
-def _mutated(
+def mutated(
   root: pathlib.Path, trees: dict[str, dict[str, Any]], chance: random.Random
 ) -> tuple[pathlib.Path, list[str], list[str]]:
   """Writes a wrong config; returns its file, overrides to go with it, and what was done to it."""
@@ -133,7 +133,7 @@ def _mutate(tree: dict[str, Any], chance: random.Random) -> str:
   return f"{place}={value!r}"[:80]
 
 
-def _tried(root: pathlib.Path, file: pathlib.Path, overrides: list[str]) -> tuple[str, str]:
+def tried(root: pathlib.Path, file: pathlib.Path, overrides: list[str]) -> tuple[str, str]:
   """Starts the command with a config; returns the outcome and, where that is wrong, what was said."""
   log, out = root / "mutated.log", root / "mutated"
   log.unlink(missing_ok=True)
@@ -149,7 +149,7 @@ def _tried(root: pathlib.Path, file: pathlib.Path, overrides: list[str]) -> tupl
   if "Traceback (most recent call last)" in said:
     return "a traceback", said[-2000:]
   if status == HUNG:
-    return _SLOW, ""
-  if status in _RIGHT and errors == (status != 0):
-    return _RIGHT[status], ""
+    return SLOW, ""
+  if status in RIGHT and errors == (status != 0):
+    return RIGHT[status], ""
   return f"status {status}", said[-2000:]

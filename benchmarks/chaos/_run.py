@@ -140,20 +140,22 @@ class Run:
     if kind == "pause longer than hang_timeout_s":
       extra.append(f"distributed.hang_timeout_s={HANG_TIMEOUT_S}")
     if self.chance.random() < 0.2:
-      detail, move = disturbance.moved_clock(self.chance)
-      before.append(move)
-      noted.append(("clock moved", detail))
+      days = [self.chance.choice((-20000, -400, -40, -1, 10, 400, 7000)) for _ in range(2)]
+      jump_s = self.chance.random() * 4
+      before.append(lambda: disturbance.move_clock(*days, jump_s))
+      noted.append(("clock moved", f"{days[0]:+} days, then {days[1]:+}"))
     with contextlib.ExitStack() as stack:
       stdout, close = self._stdout(stack, noted)
       fill: Callable[[], None] = lambda: None
       at_once = self.chance.random() < 0.4
       if kind == FULL and self.place.small:
-        detail, fill = stack.enter_context(disturbance.full_disk(self.place, self.chance, at_once))
+        detail, fill = stack.enter_context(disturbance.full_disk(self.place, self._some_bytes(), at_once))
       elif kind == FULL:
-        detail, limit = disturbance.limited_files(self.chance)
-        before.append(limit)
+        limit = self.chance.randrange(12_000, 120_000)
+        detail = f"no file over {limit} bytes"
+        before.append(lambda: disturbance.limit_files(limit))
       resumed_from = newest_checkpoint(self.out)
-      team = self._start(extra=extra, before=lambda: [call() for call in before], stdout=stdout)
+      team = self._start(extra=extra, before=lambda _: [call() for call in before], stdout=stdout)
       if close is not None:
         step = resumed_from + self.chance.randrange(5)
         team.wait_until(lambda: team.has_logged(step))
@@ -177,6 +179,9 @@ class Run:
     for name, what in noted:
       self._note(name, what, outcome)
     self._note(kind, happened.detail, outcome)
+
+  def _some_bytes(self) -> int:
+    return self.chance.choice((0, 3_000, 30_000, self.chance.randrange(1_500_000)))
 
   def _stdout(
     self, stack: contextlib.ExitStack, noted: list[tuple[str, str]]

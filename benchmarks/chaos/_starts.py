@@ -9,7 +9,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -90,8 +91,9 @@ class Team:
     log: where what they say goes; made anew.
     processes: how many.
     devices: of each.
-    before: called in each of them before the command.
+    before: called in each of them before the command, with its number.
     stdout: a descriptor that takes the place of the first one's standard output.
+    own: further arguments of some of them, by number.
   """
 
   def __init__(
@@ -102,22 +104,25 @@ class Team:
     *,
     processes: int = 1,
     devices: int = 1,
-    before: Callable[[], None] = lambda: None,
+    before: Callable[[int], object] = lambda number: None,
     stdout: int | None = None,
+    own: Mapping[int, Sequence[str]] = types.MappingProxyType({}),
   ):
     self.out, self._log = out, log
     self._inode = _inode(self._metrics)
     self._statuses: dict[int, int] = {}
     log.write_text("")
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
 
     def command(number: int) -> Callable[[], int]:
       flags = ["--coordinator", address, "--num-processes", str(processes), "--process-id", str(number)]
 
       def work() -> int:
         jax.config.update("jax_num_cpu_devices", devices)
-        before()
-        return main(["train", *arguments, f"out={out}", *(flags if processes > 1 else [])])
+        before(number)
+        return main(
+          ["train", *arguments, f"out={out}", *(flags if processes > 1 else []), *own.get(number, [])]
+        )
 
       return work
 
@@ -206,7 +211,8 @@ def _inode(file: pathlib.Path) -> int | None:
     return None
 
 
-def _free_port() -> int:
+def free_port() -> int:
+  """Returns a port that nothing listens at."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port: int = free.getsockname()[1]

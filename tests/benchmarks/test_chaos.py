@@ -16,7 +16,7 @@ def test_a_wrong_config_is_refused_in_one_line_or_loads(tmp_path):
   trees = {name: load_config(name).model_dump(mode="json") for name in _mutations.BASE}
   refused = []
   for _ in range(60):
-    file, overrides, told = _mutations._mutated(tmp_path, trees, chance)
+    file, overrides, told = _mutations.mutated(tmp_path, trees, chance)
     try:
       assert isinstance(load_config(file, overrides), Config), told
     except ConfigError as error:
@@ -39,7 +39,7 @@ def test_damage_to_metrics_destroys_the_records_that_it_says(tmp_path, seed):
   file = tmp_path / "metrics.jsonl"
   file.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 31)))
   before = steps()
-  damage = _damage._metrics(tmp_path, random.Random(seed))
+  damage = _damage.damage_metrics(tmp_path, random.Random(seed))
   assert damage is not None
   assert before - steps() == damage.destroyed
 
