@@ -1,0 +1,272 @@
+"""Rows of the fault table about wrong configs and arguments of every command, and about exports."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import signal
+import stat
+from collections.abc import Callable
+
+from benchmarks.chaos import _mutations
+from benchmarks.chaos._starts import HUNG
+from benchmarks.chaos._trial import (
+  NotHere,
+  Prepared,
+  Row,
+  Trial,
+  Wrong,
+  as_nobody,
+  digest,
+  give_to_nobody,
+  judge,
+)
+
+MUTATIONS, SEED = 160, 49
+MEMORY = 24 << 30  # of addresses, for configs that ask for more than there is
+_Case = Callable[[Trial], str | None]
+
+
+def rows(prepared: Prepared) -> list[Row]:
+  """Returns the rows about commands."""
+  line = "0, or 2 in one line; no traceback"
+  mutations: dict[str, _Case] = {f"{i}": functools.partial(_mutation, number=i) for i in range(MUTATIONS)}
+  return [
+    Row("configs with some keys, values or characters changed", "trains, 2 or 3 in one line", mutations),
+    Row("configs with numbers at the end of their range", "trains, or 2, 3 or 4 in one line", _extremes()),
+    Row("arguments of `plan`, `explain`, `numerics`, `tune`", line, _arguments(prepared)),
+    Row("exports: arguments, places, permissions", f"{line}; only regular files replaced", _exports()),
+  ]
+
+
+def _mutation(trial: Trial, number: int) -> str:
+  chance = type(trial.chance)(SEED * 1000 + number)
+  file, overrides, told = _mutations.mutated(trial.folder, trial.prepared.configs, chance)
+  outcome, said = _mutations.tried(trial.folder, file, overrides)
+  if outcome == _mutations.SLOW:
+    raise NotHere(outcome)
+  if outcome not in _mutations.RIGHT.values():
+    raise Wrong(f"{outcome}: {told} {overrides}; it said: {said[-1500:]}")
+  return outcome
+
+
+_INTEGERS = (0, -1, 1, 2**31 - 1, 2**31, 2**32, 2**63, 10**30)
+_FLOATS = ("0", "-1", "1e-45", "5e-324", "3.5e38", "1e308", ".inf", ".nan")
+_INTEGER_KEYS = ("seed", "model.dim", "model.heads", "data.seq_len", "data.batch_size", "data.eval_batches")
+_INTEGER_KEYS += ("optimizer.warmup_steps", "optimizer.schedule_steps", "train.steps", "train.accumulate")
+_INTEGER_KEYS += ("train.log_every", "train.eval_every", "train.checkpoint_every", "train.max_skips")
+_INTEGER_KEYS += ("mesh.data", "mesh.fsdp", "policy.loss_scaling.growth_interval")
+_FLOAT_KEYS = ("optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm", "model.dropout")
+_FLOAT_KEYS += ("data.valid_fraction", "distributed.hang_timeout_s", "distributed.heartbeat_timeout_s")
+_FLOAT_KEYS += tuple(
+  f"policy.loss_scaling.{name}" for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale")
+)
+_MORE = (
+  "model.layers=0",
+  "model.layers=3000",
+  "data.workers=-1",
+  "data.workers=2147483648",
+  "seed=4294967295",
+)
+_MORE += (
+  "policy.loss_scaling.growth_factor=1.00000001",
+  "policy.loss_scaling.backoff_factor=0.9999999999999999",
+)
+_MORE += ("out=", f"out={'a' * 300}", "out=/proc/x", "out=/dev/null", "out=/", "out=nodir/deep/x")
+
+
+def _extremes() -> dict[str, _Case]:
+  settings = [f"{key}={value}" for key in _INTEGER_KEYS for value in _INTEGERS]
+  settings += [f"{key}={value}" for key in _FLOAT_KEYS for value in _FLOATS] + list(_MORE)
+  # A seed that is cut to 32 bits would be another one's, and a factor that is 1 as float32 does nothing.
+  refused = {"seed=4294967296", "seed=9223372036854775808", _MORE[5], _MORE[6], "out=", "out=/"}
+
+  def tried(trial: Trial, setting: str) -> str:
+    team = trial.start(
+      "train.steps=3",
+      "train.eval_every=3",
+      "train.checkpoint_every=3",
+      setting,
+      before=lambda _: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
+      own={0: [setting]} if setting.startswith("out=") else {},
+    )
+    team.wait_until(lambda: team.has_logged(3), 25)
+    team.signal(signal.SIGTERM)  # some would train for ever
+    statuses = team.statuses(10)
+    if statuses == [HUNG] and "Traceback (most recent call last)" not in team.said():
+      raise NotHere("no end within 35 s")
+    judge(statuses, team.said(), (2,) if setting in refused else (0, 2, 3, 4, 143))
+    return {0: "trained", 143: "trained until stopped"}.get(statuses[0], "refused in one line")
+
+  return {setting: functools.partial(tried, setting=setting) for setting in settings}
+
+
+_SMALL = ("model.layers=1", "model.dim=16", "model.heads=2", "data.seq_len=16", "data.batch_size=4")
+_SMALL += ("data.eval_batches=1",)
+_FILES = ("/", "/proc/x", "nodir/x", "a" * 300, "/dev/full/x")
+
+
+def _arguments(prepared: Prepared) -> dict[str, _Case]:
+  text = f"data.path={prepared.finished.parent / 'text'}"
+  common = (
+    "policy=",
+    "policy=,",
+    "policy=bf16,,fp16",
+    "policy=bf16,bf61",
+    "policy={base: fp16",
+    "model.dim=-1",
+  )
+  common += (
+    "x=1",
+    "nonsense",
+    "--nonsense",
+    "data.path=/nowhere",
+    "--table=",
+    "--table=nothing",
+    "train.steps=",
+  )
+  targets = tuple(
+    f"target={target}"
+    for target in ("", "h300", "v5e:0x0", "v5e:2x", "v5e:99999x99999", "h200:-1", "h200:1e9")
+  )
+  memory = tuple(f"--memory={size}" for size in ("0", "-1", "xGB", "1e400GB", "nan", "1e-9GB"))
+  counts = tuple(
+    f"{key}={value}" for key in ("batches", "steps") for value in ("0", "-1", "x", "1e30", str(2**63))
+  )
+  places = (
+    "checkpoint=/nowhere",
+    "checkpoint=/",
+    "checkpoint=RUN/checkpoints/999",
+    "checkpoint=RUN/config.yaml",
+  )
+  lines: dict[str, list[str]] = {
+    "plan": ["--analytic"],
+    "explain": [],
+    "numerics": ["steps=0", "--no-advice"],
+  }
+  lines["tune"] = ["steps=0", "--minutes=0"]
+  odd: dict[str, tuple[str, ...]] = {"explain": common, "plan": (*common, *targets)}
+  odd["plan"] += (
+    *(f"--fit {size}" for size in memory),
+    "--fit --multiple=0",
+    "--fit --multiple=-3",
+    "--fit --cheapest",
+  )
+  odd["plan"] += tuple(f"{flag}={file}" for flag in ("--json", "--picture") for file in _FILES)
+  odd["numerics"] = (*common, *counts, *places, "keep=2", "keep=nan", "--hunt=/nowhere.npz", "--by=colour")
+  odd["numerics"] += tuple(
+    f"{flag}={file}" for flag in ("--html", "--json", "--apply") for file in _FILES[:3]
+  )
+  odd["tune"] = (*common, *counts[:6], *places[:3], *targets[:4])
+  odd["tune"] += ("--tolerance=-1", "--tolerance=nan", "--tolerance=x noise", "--minutes=nan", "--minutes=-1")
+  odd["tune"] += ("--prove=-1", "--seeds=0", "--for=fame", *(f"--out={file}" for file in _FILES[:3]))
+
+  def run(trial: Trial, command: str, arguments: tuple[str, ...]) -> str:
+    words = [word.replace("RUN", str(trial.prepared.finished)) for word in arguments]
+    words = [
+      word for argument in words for word in (argument.split(" ") if "--fit" in argument else [argument])
+    ]
+    base = ["gpt_stdlib", *_SMALL, "data.kind=text", text, "policy=bf16", *lines[command]]
+    status, _ = trial.command(command, *base, *words, statuses=(0, 2, 4))
+    return f"status {status}"
+
+  return {
+    f"{command} {argument[:40]}": functools.partial(run, command=command, arguments=(argument,))
+    for command in lines
+    for argument in odd[command]
+  }
+
+
+def _exports() -> dict[str, _Case]:
+  wrong = (
+    "dtype=",
+    "dtype=int8",
+    "dtype=bf16,fp16",
+    "step=-1",
+    "step=999",
+    "step=last",
+    "out=",
+    "out=/",
+    "out=.",
+  )
+  wrong += ("out=/proc/x", "out=nodir/x.st", f"out={'a' * 300}", "x=1", "--nonsense")
+
+  def export(trial: Trial, argument: str) -> None:
+    trial.finished()
+    trial.command("export", str(trial.out), argument, statuses=(2, 4))
+
+  def good(trial: Trial, dtype: str) -> None:
+    trial.finished()
+    trial.command("export", str(trial.out), f"dtype={dtype}", "out=x.st", statuses=(0,))
+
+  def not_regular(trial: Trial, kind: str) -> None:
+    """Exports onto something that is not a regular file: that has to be there afterwards as it was."""
+    trial.finished()
+    place, victim = trial.folder / "x.st", trial.folder / "victim"
+    victim.write_text("of another")
+    if kind == "a device":
+      try:
+        os.mknod(place, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+      except OSError as error:
+        raise NotHere(f"no device can be made: {error.strerror}") from error
+    elif kind == "a named pipe":
+      os.mkfifo(place)
+    elif kind == "a link":
+      place.symlink_to(victim)
+    elif kind == "a dangling link":
+      place.symlink_to("nowhere")
+    else:
+      place.mkdir()
+    before, content = place.lstat(), digest(victim)
+    trial.command("export", str(trial.out), f"out={place}", statuses=(0, 2, 4))
+    after = place.lstat()
+    if (after.st_mode, after.st_rdev, after.st_ino) != (before.st_mode, before.st_rdev, before.st_ino):
+      raise Wrong(f"{kind} was replaced")
+    if kind == "a link" and digest(victim) != content:
+      raise Wrong("the target of the link is changed")
+
+  def mode(trial: Trial, umask: int) -> None:
+    trial.finished()
+    trial.command("export", str(trial.out), "out=x.st", statuses=(0,), before=lambda: os.umask(umask))
+    found = (trial.folder / "x.st").stat().st_mode & 0o777
+    if found != 0o666 & ~umask:
+      raise Wrong(f"its mode is {found:o} under umask {umask:o}")
+
+  def replaced(trial: Trial) -> None:
+    trial.finished()
+    (trial.folder / "x.st").write_text("old")
+    trial.command("export", str(trial.out), "out=x.st", statuses=(0,))
+    if (trial.folder / "x.st").stat().st_size < 1000:
+      raise Wrong("a regular file was not replaced")
+
+  def full(trial: Trial) -> None:
+    trial.finished()
+    (trial.folder / "x.st").write_text("old")
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+    trial.command("export", str(trial.out), "out=x.st", statuses=(2, 4), before=limit)
+    if (trial.folder / "x.st").read_text() != "old":
+      raise Wrong("the old file is lost")
+
+  def read_only(trial: Trial) -> None:
+    give_to_nobody(trial.finished())
+    folder = trial.folder / "closed"
+    folder.mkdir(mode=0o555)
+    trial.command("export", str(trial.out), f"out={folder / 'x.st'}", statuses=(2, 4), before=as_nobody)
+
+  def no_run(trial: Trial, place: str) -> None:
+    trial.command("export", place, statuses=(2, 4))
+
+  kinds = ("a device", "a named pipe", "a link", "a dangling link", "a folder")
+  return {
+    **{argument[:40]: functools.partial(export, argument=argument) for argument in wrong},
+    **{f"dtype={dtype}": functools.partial(good, dtype=dtype) for dtype in ("fp32", "bf16", "fp16", "fp8")},
+    **{f"onto {kind}": functools.partial(not_regular, kind=kind) for kind in kinds},
+    **{f"under umask {umask:o}": functools.partial(mode, umask=umask) for umask in (0o022, 0o077, 0o002)},
+    "onto a regular file": replaced,
+    "on a full disk": full,
+    "into a read-only folder": read_only,
+    **{
+      f"of {place!r}": functools.partial(no_run, place=place) for place in ("/", "/nowhere", "/dev/null", "")
+    },
+  }

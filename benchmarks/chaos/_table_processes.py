@@ -1,0 +1,445 @@
+"""Rows of the fault table about what happens to processes: signals, disks, readers, clocks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.chaos import _disturbance as disturbance
+from benchmarks.chaos._contents import contents, difference
+from benchmarks.chaos._disturbance import HANG_TIMEOUT_S, KILLED, places
+from benchmarks.chaos._run import arguments_of, mesh_of
+from benchmarks.chaos._starts import Team
+from benchmarks.chaos._trial import NotHere, Prepared, Row, Trial, Wrong, says
+
+ROOT = pathlib.Path(__file__).parents[2]
+HEARTBEAT_S = 12
+_PAIR = ("distributed.start_timeout_s=60", f"distributed.heartbeat_timeout_s={HEARTBEAT_S}")
+_VARIANTS = {
+  "": 3,
+  "train.checkpoint_wait=true": 2,
+  "data.workers=2": 1,
+}
+_Case = Callable[[Trial], str | None]
+
+
+def rows(prepared: Prepared) -> list[Row]:
+  """Returns the rows about processes."""
+  same = "the same command ends as an undisturbed run, bit for bit"
+  return [
+    *(Row(f"SIGKILL {moment}", same, _kills(kill)) for moment, kill in _KILLS.items()),
+    Row("Ctrl-C, SIGTERM, SIGHUP", f"130, 143 or 129, after a checkpoint; {same}", _signals()),
+    Row("full disks, small files", f"4 in one line (2 at the start), or went on; {same}", _disks()),
+    Row("output that nobody reads", "0; the rest is in `train.log`; the same end", _readers()),
+    Row("run directory moved, deleted, replaced", "4, a checkpoint, where it is; goes on there", _moves()),
+    Row("clocks that are moved", "0; the same end, bit for bit", _clocks()),
+    Row("pauses, also beyond `hang_timeout_s`", "0; the same end, bit for bit", _pauses()),
+    Row("learning rate 1e30", "3 in one line that names a tensor", _divergence()),
+    Row(
+      "two processes: killed, paused, stopped", f"5, 134 or the signal's, in bounded time; {same}", _pairs()
+    ),
+    Row("two processes of other configs, data or code", "2 in all, nothing written", _others()),
+    Row(
+      "two processes: late, missing, same number, port taken", "0, or 5 or 134 in bounded time", _numbers()
+    ),
+  ]
+
+
+def _kill_in_evaluation(team: Team, chance: Any) -> disturbance.Disturbed:
+  team.wait_until(lambda: team.has_logged(29))
+  wait = chance.random() * 0.3
+  time.sleep(wait)
+  team.signal(signal.SIGKILL)
+  return disturbance.Disturbed(f"{wait:.2f} s after step 29", (0, KILLED))
+
+
+def _kill_after_resume(team: Team, chance: Any) -> disturbance.Disturbed:
+  team.wait_until(lambda: "resumed after step" in team.said())
+  time.sleep(chance.random() * 0.2)
+  team.signal(signal.SIGKILL)
+  return disturbance.Disturbed("after the resume", (0, KILLED))
+
+
+_KILLS: dict[str, Callable[[Team, Any], disturbance.Disturbed]] = {
+  "in a step": disturbance.kill_in_step,
+  "in a checkpoint write": disturbance.kill_in_checkpoint,
+  "at an evaluation": _kill_in_evaluation,
+  "right after a resume": _kill_after_resume,
+  "at the start": disturbance.kill_at_start,
+}
+
+
+def _kills(kill: Callable[[Team, Any], disturbance.Disturbed]) -> dict[str, _Case]:
+  def killed(trial: Trial, override: str) -> str:
+    settings = [override] if override else []
+    if kill is _kill_in_evaluation:  # one that takes as long as it has to, with a twin of its own
+      settings.append("data.eval_batches=100")
+      trial.train(*settings, out=trial.folder / "twin")
+    if kill is _kill_after_resume:
+      trial.stopped()
+      settings = []  # of the run that was stopped
+    team = trial.start(*settings)
+    happened = kill(team, trial.chance)
+    statuses, _ = trial.end(team, happened.statuses)
+    trial.train(*settings)
+    if kill is _kill_in_evaluation:
+      found = [contents(out, trial.folder) for out in (trial.out, trial.folder / "twin")]
+      if told := difference(*found, set()):
+        raise Wrong(f"not as its twin: {told}")
+    else:
+      trial.is_as_its_twin()
+    return "killed" if KILLED in statuses else "had ended before"
+
+  kinds = [override for override, count in _VARIANTS.items() for _ in range(count)]
+  return {
+    f"{i} {override}".strip(): functools.partial(killed, override=override)
+    for i, override in enumerate(kinds)
+  }
+
+
+def _signals() -> dict[str, _Case]:
+  def signalled(trial: Trial, signals: Sequence[int], apart: float, at: int, variant: int) -> str:
+    team = trial.start()
+    if at:
+      team.wait_until(lambda: team.has_logged(at))
+    else:
+      time.sleep(0.4 * (variant + 1))
+    for signum in signals:
+      team.signal(signum)
+      time.sleep(apart)
+    statuses, said = trial.end(team, [*(128 + signum for signum in signals), 0])
+    if at and len(signals) == 1 and statuses != [0]:
+      says(said, "checkpoint of step")
+    trial.goes_on()
+    return f"status {statuses[0]}"
+
+  kinds: dict[str, tuple[Sequence[int], float, int]] = {
+    "Ctrl-C": ([signal.SIGINT], 0, 7),
+    "SIGTERM": ([signal.SIGTERM], 0, 13),
+    "SIGHUP": ([signal.SIGHUP], 0, 17),
+    "Ctrl-C twice, 1 ms apart": ([signal.SIGINT] * 2, 0.001, 7),
+    "Ctrl-C twice, 50 ms apart": ([signal.SIGINT] * 2, 0.05, 7),
+    "Ctrl-C at the start": ([signal.SIGINT], 0, 0),
+    "Ctrl-C twice at the start": ([signal.SIGINT] * 2, 0.05, 0),
+    "SIGTERM, then Ctrl-C": ([signal.SIGTERM, signal.SIGINT], 0.02, 13),
+  }
+  return {
+    f"{name}, {i}": functools.partial(
+      signalled, signals=signals, apart=apart, at=at + i * bool(at), variant=i
+    )
+    for name, (signals, apart, at) in kinds.items()
+    for i in range(3)
+  }
+
+
+def _disks() -> dict[str, _Case]:
+  def limited(trial: Trial, size: int, begun: bool) -> str:
+    if begun:
+      trial.stopped()
+    team = trial.start(before=lambda _: disturbance.limit_files(size))
+    statuses, _ = trial.end(team, (0, 2, 4))
+    trial.goes_on()
+    return f"status {statuses[0]}"
+
+  def full(trial: Trial, left: int, at_once: bool) -> str:
+    with places(trial.folder) as disks:
+      if len(disks) < 2:
+        raise NotHere("no small disk can be mounted")
+      out = disks[1].folder / "run"
+      with disturbance.full_disk(disks[1], left, at_once) as (_, fill):
+        team = trial.start(out=out)
+        if not at_once:
+          team.wait_until(lambda: team.has_logged(12))
+          fill()
+        statuses, _ = trial.end(team, (0, 2, 4))
+      trial.goes_on(out=out)
+    return f"status {statuses[0]}"
+
+  sizes = (0, 3_000, 30_000, 300_000, 900_000, 1_400_000)
+  return {
+    f"no file over {size} bytes, {'a begun run' if begun else 'a new run'}": functools.partial(
+      limited, size=size, begun=begun
+    )
+    for size in (500, 2_000, 12_000, 30_000, 60_000)
+    for begun in (False, True)
+  } | {
+    f"{left} bytes left {'from the start' if at_once else 'after step 12'}": functools.partial(
+      full, left=left, at_once=at_once
+    )
+    for left in sizes
+    for at_once in (True, False)
+  }
+
+
+def _readers() -> dict[str, _Case]:
+  def told(trial: Trial) -> None:
+    trial.is_as_its_twin()
+    log = trial.out / "train.log"
+    says(log.read_text() if log.exists() else "", "stdout cannot be written")
+
+  def gone(trial: Trial, at: int) -> None:
+    reader, writer = os.pipe()
+    team = trial.start(stdout=writer)
+    os.close(writer)
+    if at:
+      team.wait_until(lambda: team.has_logged(at))
+    os.close(reader)
+    trial.end(team, (0,))
+    told(trial)
+
+  def full(trial: Trial) -> None:
+    with open("/dev/full", "w") as device:
+      trial.train(stdout=device.fileno())
+    told(trial)
+
+  def closed(trial: Trial, streams: Sequence[int]) -> None:
+    def close(_: int) -> None:
+      for stream in streams:
+        os.close(stream)
+        setattr(sys, ("", "stdout", "stderr")[stream], None)  # as Python itself has it then
+
+    trial.train(before=close)
+    told(trial)
+
+  def ascii_alone(trial: Trial) -> None:
+    out = trial.folder / "é"
+    trial.train(out=out, before=lambda _: sys.stdout.reconfigure(encoding="ascii"))  # type: ignore[union-attr]
+    trial.is_as_its_twin(out)
+
+  def shell(trial: Trial, line: str) -> None:
+    arguments = [*arguments_of(trial.prepared.example), *mesh_of("data", False)[0], f"out={trial.out}"]
+    (trial.folder / "arguments").write_text("\n".join(arguments))
+    command = line.format(f"xargs -d '\\n' -a arguments {sys.executable} -m mpjax train")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    script = ["bash", "-c", f"set -o pipefail; {command}"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode or "Traceback" in done.stderr:
+      raise Wrong(f"status {done.returncode}: {done.stderr[-800:]}")
+    told(trial)
+
+  return {
+    **{f"its reader is gone after step {at}": functools.partial(gone, at=at) for at in (0, 1, 5, 31, 50)},
+    "/dev/full": full,
+    "stdout closed": functools.partial(closed, streams=[1]),
+    "stdout and stderr closed": functools.partial(closed, streams=[1, 2]),
+    "an ASCII terminal, `out` with an accent": ascii_alone,
+    **{line: functools.partial(shell, line=line) for line in ("{} | head -1", "{} >&-", "{} >/dev/full")},
+  }
+
+
+def _moves() -> dict[str, _Case]:
+  def happens(trial: Trial, fate: str, at: int) -> str:
+    team = trial.start()
+    team.wait_until(lambda: team.has_logged(at))
+    team.signal(signal.SIGSTOP)
+    there = trial.folder / "elsewhere"
+    if "moved" in fate:
+      trial.out.rename(there)
+    else:
+      shutil.rmtree(trial.out)
+    if "replaced" in fate:
+      trial.out.mkdir()
+      (trial.out / "mine").write_text("x")
+    team.signal(signal.SIGCONT)
+    statuses, said = trial.end(team, (4,))
+    refuge = re.search(r"with out=(\S+) resumes", said)
+    if refuge is None:
+      raise Wrong(f"said nothing of where the run is: {said[-800:]}")
+    if "replaced" in fate and [path.name for path in trial.out.iterdir()] != ["mine"]:
+      raise Wrong("wrote in the directory that took its place")
+    lost = frozenset() if "moved" in fate else frozenset(range(1, 61))
+    trial.goes_on(out=pathlib.Path(refuge[1]), destroyed=lost)
+    return f"status {statuses[0]}"
+
+  fates = ("moved", "deleted", "deleted and replaced", "moved and replaced")
+  return {
+    f"{fate} after step {at}": functools.partial(happens, fate=fate, at=at)
+    for fate in fates
+    for at in (5, 12, 31)
+  }
+
+
+def _clocks() -> dict[str, _Case]:
+  def moved(trial: Trial, days: float, then: float) -> None:
+    trial.goes_on(before=lambda _: disturbance.move_clock(days, then, trial.chance.uniform(0.6, 1.6)))
+
+  offsets = [(0, -1), (0, -24), (0, -25), (0, -40), (0, -20000), (0, 10), (0, 400), (0, 7000), (-40, 7000)]
+  offsets += [(7000, -400), (-20000, 0), (0.001, -0.001)]
+  return {
+    f"{days:+g} days, then {then:+g}": functools.partial(moved, days=days, then=then)
+    for days, then in offsets
+  }
+
+
+def _pauses() -> dict[str, _Case]:
+  def paused(trial: Trial, seconds: float, at: int, writing: bool) -> None:
+    team = trial.start(f"distributed.hang_timeout_s={HANG_TIMEOUT_S}")
+    team.wait_until(lambda: team.has_logged(at))
+    if writing:
+      team.wait_until(team.is_writing)
+    team.signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    team.signal(signal.SIGCONT)
+    trial.end(team, (0,))
+    trial.is_as_its_twin()
+
+  return {
+    f"{seconds} s {'in a checkpoint write' if writing else 'in a step'} after step {at}": functools.partial(
+      paused, seconds=seconds, at=at, writing=writing
+    )
+    for seconds in (1, HANG_TIMEOUT_S + 4)
+    for at, writing in ((9, True), (14, False), (29, True))
+  }
+
+
+def _divergence() -> dict[str, _Case]:
+  policies = (
+    "fp32",
+    "fp16",
+    "bf16_pure",
+    "{base: fp16, loss_scaling: null}",
+    "{base: fp16, loss_scaling: 1024}",
+  )
+
+  def diverges(trial: Trial, policy: str) -> None:
+    settings = ("optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "optimizer.clip_norm=null")
+    said = trial.train(f"policy={policy}", *settings, "train.max_skips=5", statuses=(3,))
+    says(said, "not finite", "finite")
+
+  return {policy: functools.partial(diverges, policy=policy) for policy in policies}
+
+
+def _pair(trial: Trial, *overrides: str, **options: Any) -> Team:
+  return trial.start(*_PAIR, *overrides, processes=2, **options)
+
+
+def _pairs() -> dict[str, _Case]:
+  def happens(trial: Trial, act: Callable[[Team], Sequence[int]], resumes: bool) -> str:
+    team = _pair(trial)
+    team.wait_until(lambda: team.has_logged(15))
+    allowed = act(team)
+    began = time.monotonic()
+    statuses, said = trial.end(team, allowed)
+    took = time.monotonic() - began
+    if took > 60:
+      raise Wrong(f"took {took:.0f} s to end")
+    # What JAX's runtime tells of itself is not our line.
+    if 5 in statuses and not re.search(r"^process \d: ", said, re.MULTILINE):
+      raise Wrong(f"status 5 without a line: {said[-800:]}")
+    if resumes or statuses == [0, 0]:
+      if statuses != [0, 0]:
+        trial.train(*_PAIR, processes=2)
+      trial.is_as_its_twin(pair=True)
+    return f"statuses {' '.join(map(str, statuses))}"
+
+  def sent(signum: int, number: int, allowed: Sequence[int]) -> Callable[[Team], Sequence[int]]:
+    def act(team: Team) -> Sequence[int]:
+      team.signal(signum, number)
+      return allowed
+
+    return act
+
+  def stopped(number: int, seconds: float, allowed: Sequence[int]) -> Callable[[Team], Sequence[int]]:
+    def act(team: Team) -> Sequence[int]:
+      team.signal(signal.SIGSTOP, number)
+      team.wait_until(lambda: False, seconds)
+      team.signal(signal.SIGCONT, number)
+      return allowed
+
+    return act
+
+  lost = (5, 134, KILLED)
+  acts = {
+    **{f"process {i} killed": sent(signal.SIGKILL, i, lost) for i in (0, 1)},
+    **{f"Ctrl-C to process {i}": sent(signal.SIGINT, i, (130,)) for i in (0, 1)},
+    **{f"SIGTERM to process {i}": sent(signal.SIGTERM, i, (143,)) for i in (0, 1)},
+    "SIGHUP to process 1": sent(signal.SIGHUP, 1, (129,)),
+    **{f"process {i} paused for 4 s": stopped(i, 4, (0,)) for i in (0, 1)},
+    **{
+      f"process {i} paused for {3 * HEARTBEAT_S} s": stopped(i, 3 * HEARTBEAT_S, (*lost, 0)) for i in (0, 1)
+    },
+  }
+  return {name: functools.partial(happens, act=act, resumes=True) for name, act in acts.items()}
+
+
+def _others() -> dict[str, _Case]:
+  def differs(trial: Trial, override: str, before: Callable[[int], object] = lambda _: None) -> None:
+    if override == "data.path":
+      text = pathlib.Path(shutil.copytree(trial.prepared.finished.parent / "text", trial.folder / "text"))
+      (text / "0.txt").write_text("other\n" * 500)
+      override = f"data.path={text}"
+    team = _pair(trial, own={1: [override]} if override else {}, before=before)
+    statuses, said = trial.end(team, (2,))
+    if statuses != [2, 2]:
+      raise Wrong(f"statuses {statuses}")
+    if trial.out.exists():
+      raise Wrong("a run directory was made")
+    says(said, "differ", "process 1")
+
+  def other_code(number: int) -> None:
+    if number == 1:
+      import optax
+
+      clip = optax.clip_by_global_norm
+      optax.clip_by_global_norm = lambda norm: clip(norm * 2)
+
+  others = (
+    "seed=4",
+    "policy=bf16",
+    "optimizer.learning_rate=0.5",
+    "model.dim=32",
+    "train.steps=50",
+    "data.path",
+  )
+  others += ("mesh={data: 1, fsdp: 2}", "train.eval_every=20")
+  return {
+    **{other: functools.partial(differs, override=other) for other in others},
+    "other code in process 1": functools.partial(differs, override="", before=other_code),
+  }
+
+
+def _numbers() -> dict[str, _Case]:
+  def late(trial: Trial, number: int) -> None:
+    trial.end(_pair(trial, before=lambda i: time.sleep(6 * (i == number))), (0,))
+    trial.is_as_its_twin(pair=True)
+
+  def ends(trial: Trial, before: Callable[[int], object] = lambda _: None, **options: Any) -> str:
+    began = time.monotonic()
+    team = _pair(trial, "distributed.start_timeout_s=8", before=before, **options)
+    statuses, _ = trial.end(team, (2, 5, 134, KILLED))
+    if time.monotonic() - began > 90:
+      raise Wrong(f"took {time.monotonic() - began:.0f} s to end")
+    if trial.out.exists():
+      raise Wrong("a run directory was made")
+    return f"statuses {' '.join(map(str, statuses))}"
+
+  def missing(trial: Trial, number: int) -> str:
+    return ends(trial, before=lambda i: os.kill(os.getpid(), signal.SIGKILL) if i == number else None)
+
+  def same_number(trial: Trial, number: int) -> str:
+    return ends(trial, own={1 - number: ["--process-id", str(number)]})
+
+  def port_taken(trial: Trial) -> str:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+      address = f"127.0.0.1:{server.getsockname()[1]}"
+      return ends(trial, own={i: ["--coordinator", address] for i in range(2)})
+
+  return {
+    **{f"process {i} comes late": functools.partial(late, number=i) for i in (0, 1)},
+    **{f"process {i} does not come": functools.partial(missing, number=i) for i in (0, 1)},
+    **{f"two of number {i}": functools.partial(same_number, number=i) for i in (0, 1)},
+    "the number is too large": functools.partial(ends, own={1: ["--process-id", "7"]}),
+    "one expects three": functools.partial(ends, own={1: ["--num-processes", "3"]}),
+    "port taken": port_taken,
+  }
