@@ -14,7 +14,7 @@ import jax
 import yaml
 
 from benchmarks._record import provenance
-from benchmarks.chaos._starts import HUNG, ended, fork
+from benchmarks.chaos._starts import HUNG, OUT_OF_TIME, ended, fork, limit_time
 from mpjax.cli import main
 from mpjax.train import load_config
 
@@ -23,7 +23,7 @@ BASE = {
   "vit_digits": {"dim": 16, "layers": 1, "heads": 2},
   "resnet_digits": {"stages": [1], "width": 4},
 }
-TIMEOUT_S = 60
+SECONDS, TIMEOUT_S = 40, 600  # of processor time, and of waiting
 _NUMBERS = (0, -1, 1, 2, 3, 7, 0.5, -0.0, 1e-30, 1e30, 2**31, 2**32, 2**63, 2**64, 10**40)
 _ODD: list[Any] = [None, True, False, "", " ", "é\n", "\0", "null", "1e3", "0x10", "fp16", "bf16", "fp8"]
 _ODD += ["float13", "auto", ".inf", float("inf"), float("-inf"), float("nan"), [], [1], [[]], {}, {"a": 1}]
@@ -141,6 +141,7 @@ def tried(root: pathlib.Path, file: pathlib.Path, overrides: list[str]) -> tuple
 
   def work() -> int:
     jax.config.update("jax_num_cpu_devices", 1)
+    limit_time(SECONDS)
     return main(["train", str(file), *overrides, f"out={out}"])
 
   status = ended(fork(work, log), TIMEOUT_S)
@@ -148,7 +149,7 @@ def tried(root: pathlib.Path, file: pathlib.Path, overrides: list[str]) -> tuple
   errors = sum(line.startswith("error: ") for line in said.splitlines())
   if "Traceback (most recent call last)" in said:
     return "a traceback", said[-2000:]
-  if status == HUNG:
+  if status in (HUNG, OUT_OF_TIME):
     return SLOW, ""
   if status in RIGHT and errors == (status != 0):
     return RIGHT[status], ""

@@ -145,7 +145,7 @@ class Run:
       before.append(lambda: disturbance.move_clock(*days, jump_s))
       noted.append(("clock moved", f"{days[0]:+} days, then {days[1]:+}"))
     with contextlib.ExitStack() as stack:
-      stdout, close = self._stdout(stack, noted)
+      stdout, close = self._stdout(stack, noted, before)
       fill: Callable[[], None] = lambda: None
       at_once = self.chance.random() < 0.4
       if kind == FULL and self.place.small:
@@ -184,7 +184,7 @@ class Run:
     return self.chance.choice((0, 3_000, 30_000, self.chance.randrange(1_500_000)))
 
   def _stdout(
-    self, stack: contextlib.ExitStack, noted: list[tuple[str, str]]
+    self, stack: contextlib.ExitStack, noted: list[tuple[str, str]], before: list[Callable[[], None]]
   ) -> tuple[int | None, Callable[[], None] | None]:
     """Returns a standard output that will not do, now and then, and what takes its reader away."""
     if self.chance.random() > 0.2:
@@ -197,6 +197,7 @@ class Run:
     noted.append(("stdout lost", "its reader goes away"))
     reader, writer = os.pipe()
     stack.callback(os.close, writer)
+    before.append(lambda: os.close(reader))  # the copy of a process would have a reader for ever
     return writer, lambda: os.close(reader)
 
   def _judge(self, team: Team, statuses: list[int], allowed: Sequence[int]) -> None:

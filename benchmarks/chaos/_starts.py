@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
+import resource
 import signal
 import socket
 import sys
@@ -18,6 +20,7 @@ from mpjax.cli import main
 
 _TICK_S = 0.005
 HUNG = 1000  # as a status: nothing ends with it
+OUT_OF_TIME = 128 + signal.SIGXCPU
 
 
 def warm_up(cache: pathlib.Path) -> None:
@@ -30,6 +33,13 @@ def warm_up(cache: pathlib.Path) -> None:
   jax.config.update("jax_compilation_cache_dir", str(cache))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  gc.collect()
+  gc.freeze()  # what is shared with each start is not looked through again in it
+
+
+def limit_time(seconds: int) -> None:
+  """Lets this process use some seconds of processor time, however busy the machine is; then it is killed."""
+  resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
 
 
 def fork(work: Callable[[], int], log: pathlib.Path, stdout: int | None = None) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import json
 import os
 import pathlib
 import platform
@@ -40,7 +41,7 @@ from benchmarks.chaos import (
 from benchmarks.chaos._disturbance import Place, places
 from benchmarks.chaos._run import EVERY, STEPS, Example, Run, twin_of
 from benchmarks.chaos._starts import warm_up
-from benchmarks.chaos._trial import prepare
+from benchmarks.chaos._trial import Prepared, Row, prepare
 
 _FP16 = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 20}}"
 _SMALL = ("model.layers=1", "model.heads=2", "data.batch_size=8")
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--mutations", type=int, metavar="N", help="start with N wrong configs instead")
   parser.add_argument("--table", action="store_true", help="try each fault of the table instead")
-  parser.add_argument("--rows", default="", metavar="REGEX", help="only these rows of the table")
+  parser.add_argument("--rows", default="", metavar="REGEX", help="only these rows; others stay in FILE")
   parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="where runs go that end otherwise")
 
 
@@ -85,11 +86,19 @@ def _table_of_faults(root: pathlib.Path, options: argparse.Namespace) -> tuple[d
     prepared = prepare(root)
   except RuntimeError as error:
     sys.exit(str(error))
-  families = (_table_files, _table_processes, _table_commands, _table_data, _table_library)
-  rows = [row for family in families for row in family.rows(prepared)]
-  return _table.report(
+  rows = table_rows(prepared)
+  report, good = _table.report(
     [row for row in rows if re.search(options.rows, row.name)], root, prepared, options.keep
   )
+  if options.rows and options.json is not None and options.json.exists():
+    report = _table.merged(json.loads(options.json.read_text()), report, [row.name for row in rows])
+  return report, good
+
+
+def table_rows(prepared: Prepared) -> list[Row]:
+  """Returns the rows of the fault table."""
+  families = (_table_files, _table_processes, _table_commands, _table_data, _table_library)
+  return [row for family in families for row in family.rows(prepared)]
 
 
 def _soak(root: pathlib.Path, options: argparse.Namespace) -> tuple[dict[str, Any], bool]:

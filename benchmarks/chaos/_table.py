@@ -22,7 +22,7 @@ from benchmarks.chaos._starts import fork
 from benchmarks.chaos._trial import NotHere, Prepared, Row, Trial, Wrong
 
 RIGHT, WRONG, NOT_HERE = "right", "wrong", "not tried"
-CASE_TIMEOUT_S = 600
+CASE_TIMEOUT_S = 1800
 
 
 class Verdict(NamedTuple):
@@ -98,6 +98,13 @@ def report(
   wall = time.monotonic() - start
   figures = {"minutes": round(wall / 60, 1), "cpu_minutes": round(sum(row["cpu_s"] for row in told) / 60, 1)}
   return figures | {"at_a_time": lanes, "rows": told}, not any(row["wrong"] for row in told)
+
+
+def merged(before: dict[str, Any], after: dict[str, Any], order: Sequence[str]) -> dict[str, Any]:
+  """Returns a report in which some rows were tried again."""
+  rows = {row["name"]: row for report in (before, after) for row in report["rows"]}
+  minutes = {key: round(before[key] + after[key], 1) for key in ("minutes", "cpu_minutes")}
+  return after | minutes | {"rows": [rows[name] for name in order if name in rows]}
 
 
 def _begin(row: Row, case: str, root: pathlib.Path, prepared: Prepared | None) -> tuple[int, _Running]:

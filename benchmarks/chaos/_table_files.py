@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 
 from benchmarks.chaos._contents import contents
@@ -16,14 +14,16 @@ from benchmarks.chaos._damage import METRICS, WAYS, damage_metrics
 from benchmarks.chaos._run import STEPS, arguments_of, mesh_of
 from benchmarks.chaos._starts import checkpoints, newest_checkpoint
 from benchmarks.chaos._trial import (
+  Case,
   NotHere,
   Prepared,
   Row,
   Trial,
   Wrong,
-  as_nobody,
+  bound_by_permissions,
   digest,
-  give_to_nobody,
+  each,
+  judge,
   says,
 )
 
@@ -39,7 +39,7 @@ OTHER_CONFIGS = (
 OTHER_CONFIGS += (
   "data.seq_len=32",
   "optimizer.learning_rate=1e-3",
-  "optimizer.name=sgd",
+  "optimizer.name=lion",
   "train.accumulate=2",
 )
 OTHER_CONFIGS += ("optimizer.schedule=constant",)
@@ -64,11 +64,11 @@ def rows(prepared: Prepared) -> list[Row]:
   ]
 
 
-def _checkpoint_files(prepared: Prepared) -> dict[str, Callable[[Trial], str | None]]:
+def _checkpoint_files(prepared: Prepared) -> dict[str, Case]:
   newest = checkpoints(prepared.stopped)[-1]
   files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
   ways = ("deleted", "emptied", "halved", *(f"bit flipped, {i}" for i in (1, 2, 3)), "exchanged", "a folder")
-  return {f"{file} {way}": functools.partial(_damaged, file=file, way=way) for file in files for way in ways}
+  return each(_damaged, {f"{file} {way}": (file, way) for file in files for way in ways})
 
 
 def _damaged(trial: Trial, file: pathlib.Path, way: str) -> str:
@@ -90,7 +90,7 @@ def _damaged(trial: Trial, file: pathlib.Path, way: str) -> str:
   return "from the one before" if "is damaged: " in said else "not needed"
 
 
-def _entries() -> dict[str, Callable[[Trial], str | None]]:
+def _entries() -> dict[str, Case]:
   def a_file(name: str) -> Callable[[pathlib.Path, pathlib.Path], object]:
     return lambda folder, newest: (folder / name).write_text("x")
 
@@ -125,10 +125,10 @@ def _entries() -> dict[str, Callable[[Trial], str | None]]:
 
     return trial.goes_on_or_is_refused(mend)
 
-  return {name: functools.partial(with_entry, make=make) for name, make in made.items()}
+  return each(with_entry, {name: (make,) for name, make in made.items()})
 
 
-def _other_runs() -> dict[str, Callable[[Trial], str | None]]:
+def _other_runs() -> dict[str, Case]:
   def put_in(trial: Trial, override: str) -> str:
     other = trial.folder / "other"
     trial.train(override, out=other)
@@ -144,12 +144,10 @@ def _other_runs() -> dict[str, Callable[[Trial], str | None]]:
     return "set aside" if statuses == [0] else "refused, went on when mended"
 
   others = ("policy=fp32", "policy=bf16", "seed=7", "optimizer.learning_rate=0.001", "model.dim=32")
-  return {
-    override: functools.partial(put_in, override=override) for override in (*others, "optimizer.name=lion")
-  }
+  return each(put_in, {override: (override,) for override in (*others, "optimizer.name=lion")})
 
 
-def _metrics() -> dict[str, Callable[[Trial], str | None]]:
+def _metrics() -> dict[str, Case]:
   def damaged(trial: Trial, way: str) -> None:
     damage = damage_metrics(trial.stopped(), trial.chance, way)
     assert damage is not None
@@ -170,7 +168,7 @@ def _metrics() -> dict[str, Callable[[Trial], str | None]]:
 
     return trial.goes_on_or_is_refused(mend)
 
-  return {**{way: functools.partial(damaged, way=way) for way in METRICS}, "a folder": a_folder}
+  return {**each(damaged, {way: (way,) for way in METRICS}), "a folder": a_folder}
 
 
 def _put(path: pathlib.Path, content: bytes | None) -> None:
@@ -185,7 +183,7 @@ def _mended(path: pathlib.Path, content: bytes) -> None:
   path.write_bytes(content)
 
 
-def _configs() -> dict[str, Callable[[Trial], str | None]]:
+def _configs() -> dict[str, Case]:
   changes: dict[str, Callable[[bytes], bytes | None]] = {
     "emptied": lambda text: b"",
     "halved": lambda text: text[: len(text) // 2],
@@ -208,11 +206,10 @@ def _configs() -> dict[str, Callable[[Trial], str | None]]:
     file.unlink()
     trial.refused(lambda: file.write_bytes(content))
 
-  cases = {name: functools.partial(damaged, change=change) for name, change in changes.items()}
-  return {"deleted": deleted, **cases}
+  return {"deleted": deleted, **each(damaged, {name: (change,) for name, change in changes.items()})}
 
 
-def _summaries() -> dict[str, Callable[[Trial], str | None]]:
+def _summaries() -> dict[str, Case]:
   texts: dict[str, bytes | None] = {"emptied": b"", "a list": b"[]", "an object": b"{}", "a number": b"3"}
   texts |= {
     "of few keys": b'{"steps": 60}',
@@ -227,18 +224,18 @@ def _summaries() -> dict[str, Callable[[Trial], str | None]]:
     _put(file, content)
     return trial.goes_on_or_is_refused(lambda: _mended(file, good))
 
-  return {name: functools.partial(damaged, content=content) for name, content in texts.items()}
+  return each(damaged, {name: (content,) for name, content in texts.items()})
 
 
-def _overrides() -> dict[str, Callable[[Trial], str | None]]:
+def _overrides() -> dict[str, Case]:
   def resumed(trial: Trial, override: str) -> None:
     trial.stopped()
     trial.refused(lambda: None, override)
 
-  return {override: functools.partial(resumed, override=override) for override in OTHER_CONFIGS}
+  return each(resumed, {override: (override,) for override in OTHER_CONFIGS})
 
 
-def _links() -> dict[str, Callable[[Trial], str | None]]:
+def _links() -> dict[str, Case]:
   inside = ("config.yaml", "metrics.jsonl", ".lock", "checkpoints", "tensorboard", "damaged", "train.log")
   inside += (
     "summary.json",
@@ -294,9 +291,10 @@ def _links() -> dict[str, Callable[[Trial], str | None]]:
     trial.out.symlink_to(trial.folder / "nowhere")
     trial.goes_on_or_is_refused(trial.out.unlink)
 
-  cases = {place: functools.partial(in_it, place=place) for place in inside}
   outs = {"to a run": out_of_run, "to another's folder": out_of_another, "to nothing": dangling}
-  return cases | {f"`out` a link {to}": case for to, case in outs.items()}
+  return each(in_it, {place: (place,) for place in inside}) | {
+    f"`out` a link {to}": x for to, x in outs.items()
+  }
 
 
 def _untouched(victim: pathlib.Path, before: dict[str, tuple[int, bytes]]) -> None:
@@ -304,7 +302,7 @@ def _untouched(victim: pathlib.Path, before: dict[str, tuple[int, bytes]]) -> No
     raise Wrong("the target of the link is changed")
 
 
-def _starts() -> dict[str, Callable[[Trial], str | None]]:
+def _starts() -> dict[str, Case]:
   def at_once(trial: Trial, begun: bool) -> None:
     if begun:
       trial.stopped()
@@ -327,25 +325,18 @@ def _starts() -> dict[str, Callable[[Trial], str | None]]:
       trial.train()
     trial.is_as_its_twin()
 
-  cases: dict[str, Callable[[Trial], str | None]] = {
-    f"four starts of {what}": functools.partial(at_once, begun=begun)
-    for what, begun in (("a new run", False), ("a begun run", True))
-  }
-  return cases | {
-    f"lock deleted, the first wakes at step {until}": functools.partial(without_lock, until=until)
-    for until in (20, 45, STEPS + 1)
-  }
+  starts = {"four starts of a new run": (False,), "four starts of a begun run": (True,)}
+  wakes = {f"lock deleted, the first wakes at step {until}": (until,) for until in (20, 45, STEPS + 1)}
+  return each(at_once, starts) | each(without_lock, wakes)
 
 
-def _read_only() -> dict[str, Callable[[Trial], str | None]]:
+def _read_only() -> dict[str, Case]:
   def at_start(trial: Trial, place: str) -> str:
     trial.stopped()
-    for path in (trial.out, trial.folder):
-      give_to_nobody(path)
     folder = trial.out / place
     folder.chmod(0o555)
     try:
-      team = trial.start(before=as_nobody)
+      team = trial.start(before=bound_by_permissions)
       statuses, _ = trial.end(team, (0, 2, 4))
     finally:
       folder.chmod(0o755)
@@ -358,7 +349,7 @@ def _read_only() -> dict[str, Callable[[Trial], str | None]]:
     parent = trial.folder / "parent"
     parent.mkdir()
     parent.chmod(0o555)
-    trial.train(out=parent / "run", statuses=(2, 4), before=as_nobody)
+    trial.train(out=parent / "run", statuses=(2, 4), before=bound_by_permissions)
 
   def in_mid_run(trial: Trial, place: str) -> str:
     team = trial.start()
@@ -380,13 +371,13 @@ def _read_only() -> dict[str, Callable[[Trial], str | None]]:
 
   places = {".": "the run directory", "checkpoints": "`checkpoints/`", "tensorboard": "`tensorboard/`"}
   return {
-    **{f"{name} at the start": functools.partial(at_start, place=place) for place, name in places.items()},
+    **each(at_start, {f"{name} at the start": (place,) for place, name in places.items()}),
     "the folder above it": no_place,
-    **{f"{name} in mid-run": functools.partial(in_mid_run, place=place) for place, name in places.items()},
+    **each(in_mid_run, {f"{name} in mid-run": (place,) for place, name in places.items()}),
   }
 
 
-def _meshes() -> dict[str, Callable[[Trial], str | None]]:
+def _meshes() -> dict[str, Case]:
   def moved(trial: Trial, before: tuple[str, int, int], after: tuple[str, int, int]) -> None:
     """Trains to step 40 in one way and on in another: axis, devices, processes."""
     of = lambda way: {"axis": way[0], "devices": way[1], "processes": way[2]}
@@ -413,7 +404,11 @@ def _meshes() -> dict[str, Callable[[Trial], str | None]]:
         "train.steps=40",
         "optimizer.schedule_steps=60",
       ]
-      subprocess.run(command, env=environment, stdout=log, stderr=log, check=True, timeout=300)
+      done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False, timeout=300)
+    said = (trial.folder / "older.log").read_text()
+    if "mpjax train needs " in said:
+      raise NotHere(f".venv-oldest: {said.strip()}")
+    judge([done.returncode], said, (0,))
     trial.train("optimizer.schedule_steps=60")
     _near(trial)
 
@@ -428,10 +423,7 @@ def _meshes() -> dict[str, Callable[[Trial], str | None]]:
     "one process to two": (one, two),
     "two processes to fsdp=2": (two, fsdp),
   }
-  cases: dict[str, Callable[[Trial], str | None]] = {
-    name: functools.partial(moved, before=before, after=after) for name, (before, after) in changes.items()
-  }
-  return cases | {f"from JAX in .venv-oldest to that of Python {sys.version_info.major}": from_older}
+  return each(moved, changes) | {"from the JAX of .venv-oldest": from_older}
 
 
 def _near(trial: Trial) -> None:

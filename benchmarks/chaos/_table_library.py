@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
-import functools
 import os
 import pathlib
 import resource
@@ -14,10 +13,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.chaos._trial import Prepared, Row, Trial, Wrong
+from benchmarks.chaos._trial import Case, Prepared, Row, Trial, Wrong, each
 
 ROOT = pathlib.Path(__file__).parents[2]
-_Case = Callable[[Trial], str | None]
 
 
 def rows(prepared: Prepared) -> list[Row]:
@@ -30,7 +28,7 @@ def rows(prepared: Prepared) -> list[Row]:
   ]
 
 
-def _programs() -> dict[str, _Case]:
+def _programs() -> dict[str, Case]:
   gpt = (
     "gpt_stdlib",
     "model.layers=1",
@@ -74,7 +72,7 @@ def _programs() -> dict[str, _Case]:
     if not first or first != second:
       raise Wrong(f"of {len(first)} programs these differ: {sorted(first ^ second)}")
 
-  return {name: functools.partial(same, words=words) for name, words in cases.items()}
+  return each(same, {name: (words,) for name, words in cases.items()})
 
 
 def _setting() -> tuple[Any, ...]:
@@ -111,7 +109,7 @@ def _step(policy: Any, **options: Any) -> Any:
   return mpjax.make_train_step(_setting()[2], optax.sgd(0.1), policy, donate=False, **options)
 
 
-def _threads() -> dict[str, _Case]:
+def _threads() -> dict[str, Case]:
   def threads(trial: Trial, one_step: bool) -> None:
     policies = ["fp16"] * 6 if one_step else [*_POLICIES, *_POLICIES]
     alone = {policy: _trained(_step(policy)) for policy in set(policies)}
@@ -158,18 +156,16 @@ def _threads() -> dict[str, _Case]:
     if state() != before:
       raise Wrong("settings are not as before")
 
+  policies, hows = (*_POLICIES, "fp8"), ("eager", "jit", "step")
   return {
-    "8 threads with 4 policies": functools.partial(threads, one_step=False),
-    "one step in 6 threads": functools.partial(threads, one_step=True),
-    **{
-      f"an error in {how} under {policy}": functools.partial(raises, policy=policy, how=how)
-      for policy in (*_POLICIES, "fp8")
-      for how in ("eager", "jit", "step")
-    },
+    **each(threads, {"8 threads with 4 policies": (False,), "one step in 6 threads": (True,)}),
+    **each(
+      raises, {f"an error in {how} under {policy}": (policy, how) for policy in policies for how in hows}
+    ),
   }
 
 
-def _memory() -> dict[str, _Case]:
+def _memory() -> dict[str, Case]:
   def used() -> float:
     """Returns the memory of this process, in MB."""
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
@@ -219,16 +215,11 @@ def _memory() -> dict[str, _Case]:
     if found > 8 * max(plain, 0) + 12:
       raise Wrong(f"{found:.1f} MB for {count}, beside {plain:.1f} MB of plain functions")
 
-  return {
-    "10,000 steps": steps,
-    **{
-      f"{kind} made again": functools.partial(made_again, kind=kind)
-      for kind in ("autocast", "a policy", "a step")
-    },
-  }
+  kinds = ("autocast", "a policy", "a step")
+  return {"10,000 steps": steps, **each(made_again, {f"{kind} made again": (kind,) for kind in kinds})}
 
 
-def _modes() -> dict[str, _Case]:
+def _modes() -> dict[str, Case]:
   def unequal_rows(trial: Trial, options: Mapping[str, Any]) -> None:
     import numpy as np
     import optax
@@ -291,13 +282,10 @@ def _modes() -> dict[str, _Case]:
     if base == plain or plain == base:
       raise Wrong("equal to jmp's policy, with another hash")
 
+  names = ("checking_leaks", "strict promotion", "debug_nans", "disable_jit", "rank promotion")
   return {
-    "unequal rows, accumulate=2": functools.partial(unequal_rows, options={"accumulate": 2}),
+    "unequal rows, accumulate=2": lambda trial: unequal_rows(trial, {"accumulate": 2}),
     "unequal rows on a mesh": mesh_rows,
     "policies as static arguments": policies,
-    **{
-      f"{name} under {policy}": functools.partial(mode, name=name, policy=policy)
-      for name in ("checking_leaks", "strict promotion", "debug_nans", "disable_jit", "rank promotion")
-      for policy in ("fp16", "bf16")
-    },
+    **each(mode, {f"{name} under {policy}": (name, policy) for name in names for policy in ("fp16", "bf16")}),
   }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import gc
 import os
 import pathlib
 import re
@@ -21,17 +21,12 @@ from benchmarks.chaos._contents import contents, difference
 from benchmarks.chaos._disturbance import HANG_TIMEOUT_S, KILLED, places
 from benchmarks.chaos._run import arguments_of, mesh_of
 from benchmarks.chaos._starts import Team
-from benchmarks.chaos._trial import NotHere, Prepared, Row, Trial, Wrong, says
+from benchmarks.chaos._trial import Case, NotHere, Prepared, Row, Trial, Wrong, each, says
 
 ROOT = pathlib.Path(__file__).parents[2]
 HEARTBEAT_S = 12
-_PAIR = ("distributed.start_timeout_s=60", f"distributed.heartbeat_timeout_s={HEARTBEAT_S}")
-_VARIANTS = {
-  "": 3,
-  "train.checkpoint_wait=true": 2,
-  "data.workers=2": 1,
-}
-_Case = Callable[[Trial], str | None]
+_PAIR = ("distributed.start_timeout_s=200", f"distributed.heartbeat_timeout_s={HEARTBEAT_S}")
+_VARIANTS = ("", "", "", "train.checkpoint_wait=true", "train.checkpoint_wait=true", "data.workers=2")
 
 
 def rows(prepared: Prepared) -> list[Row]:
@@ -80,7 +75,7 @@ _KILLS: dict[str, Callable[[Team, Any], disturbance.Disturbed]] = {
 }
 
 
-def _kills(kill: Callable[[Team, Any], disturbance.Disturbed]) -> dict[str, _Case]:
+def _kills(kill: Callable[[Team, Any], disturbance.Disturbed]) -> dict[str, Case]:
   def killed(trial: Trial, override: str) -> str:
     settings = [override] if override else []
     if kill is _kill_in_evaluation:  # one that takes as long as it has to, with a twin of its own
@@ -101,14 +96,10 @@ def _kills(kill: Callable[[Team, Any], disturbance.Disturbed]) -> dict[str, _Cas
       trial.is_as_its_twin()
     return "killed" if KILLED in statuses else "had ended before"
 
-  kinds = [override for override, count in _VARIANTS.items() for _ in range(count)]
-  return {
-    f"{i} {override}".strip(): functools.partial(killed, override=override)
-    for i, override in enumerate(kinds)
-  }
+  return each(killed, {f"{i} {override}".strip(): (override,) for i, override in enumerate(_VARIANTS)})
 
 
-def _signals() -> dict[str, _Case]:
+def _signals() -> dict[str, Case]:
   def signalled(trial: Trial, signals: Sequence[int], apart: float, at: int, variant: int) -> str:
     team = trial.start()
     if at:
@@ -124,6 +115,16 @@ def _signals() -> dict[str, _Case]:
     trial.goes_on()
     return f"status {statuses[0]}"
 
+  def collected(trial: Trial) -> None:
+    """What a signal raises within a callback of the collector is lost with it."""
+
+    def interrupt(phase: str, info: object) -> None:
+      gc.callbacks.remove(interrupt)
+      signal.raise_signal(signal.SIGINT)
+
+    trial.train(statuses=(130,), before=lambda _: gc.callbacks.append(interrupt))
+    trial.goes_on()
+
   kinds: dict[str, tuple[Sequence[int], float, int]] = {
     "Ctrl-C": ([signal.SIGINT], 0, 7),
     "SIGTERM": ([signal.SIGTERM], 0, 13),
@@ -134,16 +135,15 @@ def _signals() -> dict[str, _Case]:
     "Ctrl-C twice at the start": ([signal.SIGINT] * 2, 0.05, 0),
     "SIGTERM, then Ctrl-C": ([signal.SIGTERM, signal.SIGINT], 0.02, 13),
   }
-  return {
-    f"{name}, {i}": functools.partial(
-      signalled, signals=signals, apart=apart, at=at + i * bool(at), variant=i
-    )
+  cases = {
+    f"{name}, {i}": (signals, apart, at + i * bool(at), i)
     for name, (signals, apart, at) in kinds.items()
     for i in range(3)
   }
+  return each(signalled, cases) | {"Ctrl-C while memory is collected, at the start": collected}
 
 
-def _disks() -> dict[str, _Case]:
+def _disks() -> dict[str, Case]:
   def limited(trial: Trial, size: int, begun: bool) -> str:
     if begun:
       trial.stopped()
@@ -166,23 +166,21 @@ def _disks() -> dict[str, _Case]:
       trial.goes_on(out=out)
     return f"status {statuses[0]}"
 
-  sizes = (0, 3_000, 30_000, 300_000, 900_000, 1_400_000)
-  return {
-    f"no file over {size} bytes, {'a begun run' if begun else 'a new run'}": functools.partial(
-      limited, size=size, begun=begun
-    )
+  whats = {"a new run": False, "a begun run": True}
+  limits = {
+    f"no file over {size} bytes, {what}": (size, begun)
     for size in (500, 2_000, 12_000, 30_000, 60_000)
-    for begun in (False, True)
-  } | {
-    f"{left} bytes left {'from the start' if at_once else 'after step 12'}": functools.partial(
-      full, left=left, at_once=at_once
-    )
-    for left in sizes
+    for what, begun in whats.items()
+  }
+  disks = {
+    f"{left} bytes left {'from the start' if at_once else 'after step 12'}": (left, at_once)
+    for left in (0, 3_000, 30_000, 300_000, 900_000, 1_400_000)
     for at_once in (True, False)
   }
+  return each(limited, limits) | each(full, disks)
 
 
-def _readers() -> dict[str, _Case]:
+def _readers() -> dict[str, Case]:
   def told(trial: Trial) -> None:
     trial.is_as_its_twin()
     log = trial.out / "train.log"
@@ -190,7 +188,7 @@ def _readers() -> dict[str, _Case]:
 
   def gone(trial: Trial, at: int) -> None:
     reader, writer = os.pipe()
-    team = trial.start(stdout=writer)
+    team = trial.start(stdout=writer, before=lambda _: os.close(reader))  # its copy would be read for ever
     os.close(writer)
     if at:
       team.wait_until(lambda: team.has_logged(at))
@@ -229,16 +227,15 @@ def _readers() -> dict[str, _Case]:
     told(trial)
 
   return {
-    **{f"its reader is gone after step {at}": functools.partial(gone, at=at) for at in (0, 1, 5, 31, 50)},
+    **each(gone, {f"its reader is gone after step {at}": (at,) for at in (0, 1, 5, 31, 50)}),
     "/dev/full": full,
-    "stdout closed": functools.partial(closed, streams=[1]),
-    "stdout and stderr closed": functools.partial(closed, streams=[1, 2]),
+    **each(closed, {"stdout closed": ([1],), "stdout and stderr closed": ([1, 2],)}),
     "an ASCII terminal, `out` with an accent": ascii_alone,
-    **{line: functools.partial(shell, line=line) for line in ("{} | head -1", "{} >&-", "{} >/dev/full")},
+    **each(shell, {line: (line,) for line in ("{} | head -1", "{} >&-", "{} >/dev/full")}),
   }
 
 
-def _moves() -> dict[str, _Case]:
+def _moves() -> dict[str, Case]:
   def happens(trial: Trial, fate: str, at: int) -> str:
     team = trial.start()
     team.wait_until(lambda: team.has_logged(at))
@@ -263,26 +260,19 @@ def _moves() -> dict[str, _Case]:
     return f"status {statuses[0]}"
 
   fates = ("moved", "deleted", "deleted and replaced", "moved and replaced")
-  return {
-    f"{fate} after step {at}": functools.partial(happens, fate=fate, at=at)
-    for fate in fates
-    for at in (5, 12, 31)
-  }
+  return each(happens, {f"{fate} after step {at}": (fate, at) for fate in fates for at in (5, 12, 31)})
 
 
-def _clocks() -> dict[str, _Case]:
+def _clocks() -> dict[str, Case]:
   def moved(trial: Trial, days: float, then: float) -> None:
     trial.goes_on(before=lambda _: disturbance.move_clock(days, then, trial.chance.uniform(0.6, 1.6)))
 
   offsets = [(0, -1), (0, -24), (0, -25), (0, -40), (0, -20000), (0, 10), (0, 400), (0, 7000), (-40, 7000)]
   offsets += [(7000, -400), (-20000, 0), (0.001, -0.001)]
-  return {
-    f"{days:+g} days, then {then:+g}": functools.partial(moved, days=days, then=then)
-    for days, then in offsets
-  }
+  return each(moved, {f"{days:+g} days, then {then:+g}": (days, then) for days, then in offsets})
 
 
-def _pauses() -> dict[str, _Case]:
+def _pauses() -> dict[str, Case]:
   def paused(trial: Trial, seconds: float, at: int, writing: bool) -> None:
     team = trial.start(f"distributed.hang_timeout_s={HANG_TIMEOUT_S}")
     team.wait_until(lambda: team.has_logged(at))
@@ -294,16 +284,19 @@ def _pauses() -> dict[str, _Case]:
     trial.end(team, (0,))
     trial.is_as_its_twin()
 
-  return {
-    f"{seconds} s {'in a checkpoint write' if writing else 'in a step'} after step {at}": functools.partial(
-      paused, seconds=seconds, at=at, writing=writing
+  cases = {
+    f"{seconds} s {'in a checkpoint write' if writing else 'in a step'} after step {at}": (
+      seconds,
+      at,
+      writing,
     )
     for seconds in (1, HANG_TIMEOUT_S + 4)
     for at, writing in ((9, True), (14, False), (29, True))
   }
+  return each(paused, cases)
 
 
-def _divergence() -> dict[str, _Case]:
+def _divergence() -> dict[str, Case]:
   policies = (
     "fp32",
     "fp16",
@@ -317,30 +310,29 @@ def _divergence() -> dict[str, _Case]:
     said = trial.train(f"policy={policy}", *settings, "train.max_skips=5", statuses=(3,))
     says(said, "not finite", "finite")
 
-  return {policy: functools.partial(diverges, policy=policy) for policy in policies}
+  return each(diverges, {policy: (policy,) for policy in policies})
 
 
 def _pair(trial: Trial, *overrides: str, **options: Any) -> Team:
   return trial.start(*_PAIR, *overrides, processes=2, **options)
 
 
-def _pairs() -> dict[str, _Case]:
-  def happens(trial: Trial, act: Callable[[Team], Sequence[int]], resumes: bool) -> str:
+def _pairs() -> dict[str, Case]:
+  def happens(trial: Trial, act: Callable[[Team], Sequence[int]]) -> str:
     team = _pair(trial)
     team.wait_until(lambda: team.has_logged(15))
     allowed = act(team)
     began = time.monotonic()
     statuses, said = trial.end(team, allowed)
     took = time.monotonic() - began
-    if took > 60:
+    if took > 120:
       raise Wrong(f"took {took:.0f} s to end")
     # What JAX's runtime tells of itself is not our line.
     if 5 in statuses and not re.search(r"^process \d: ", said, re.MULTILINE):
       raise Wrong(f"status 5 without a line: {said[-800:]}")
-    if resumes or statuses == [0, 0]:
-      if statuses != [0, 0]:
-        trial.train(*_PAIR, processes=2)
-      trial.is_as_its_twin(pair=True)
+    if statuses != [0, 0]:
+      trial.train(*_PAIR, processes=2)
+    trial.is_as_its_twin(pair=True)
     return f"statuses {' '.join(map(str, statuses))}"
 
   def sent(signum: int, number: int, allowed: Sequence[int]) -> Callable[[Team], Sequence[int]]:
@@ -370,10 +362,10 @@ def _pairs() -> dict[str, _Case]:
       f"process {i} paused for {3 * HEARTBEAT_S} s": stopped(i, 3 * HEARTBEAT_S, (*lost, 0)) for i in (0, 1)
     },
   }
-  return {name: functools.partial(happens, act=act, resumes=True) for name, act in acts.items()}
+  return each(happens, {name: (act,) for name, act in acts.items()})
 
 
-def _others() -> dict[str, _Case]:
+def _others() -> dict[str, Case]:
   def differs(trial: Trial, override: str, before: Callable[[int], object] = lambda _: None) -> None:
     if override == "data.path":
       text = pathlib.Path(shutil.copytree(trial.prepared.finished.parent / "text", trial.folder / "text"))
@@ -403,13 +395,10 @@ def _others() -> dict[str, _Case]:
     "data.path",
   )
   others += ("mesh={data: 1, fsdp: 2}", "train.eval_every=20")
-  return {
-    **{other: functools.partial(differs, override=other) for other in others},
-    "other code in process 1": functools.partial(differs, override="", before=other_code),
-  }
+  return each(differs, {other: (other,) for other in others} | {"other code in process 1": ("", other_code)})
 
 
-def _numbers() -> dict[str, _Case]:
+def _numbers() -> dict[str, Case]:
   def late(trial: Trial, number: int) -> None:
     trial.end(_pair(trial, before=lambda i: time.sleep(6 * (i == number))), (0,))
     trial.is_as_its_twin(pair=True)
@@ -418,7 +407,7 @@ def _numbers() -> dict[str, _Case]:
     began = time.monotonic()
     team = _pair(trial, "distributed.start_timeout_s=8", before=before, **options)
     statuses, _ = trial.end(team, (2, 5, 134, KILLED))
-    if time.monotonic() - began > 90:
+    if time.monotonic() - began > 200:
       raise Wrong(f"took {time.monotonic() - began:.0f} s to end")
     if trial.out.exists():
       raise Wrong("a run directory was made")
@@ -436,10 +425,10 @@ def _numbers() -> dict[str, _Case]:
       return ends(trial, own={i: ["--coordinator", address] for i in range(2)})
 
   return {
-    **{f"process {i} comes late": functools.partial(late, number=i) for i in (0, 1)},
-    **{f"process {i} does not come": functools.partial(missing, number=i) for i in (0, 1)},
-    **{f"two of number {i}": functools.partial(same_number, number=i) for i in (0, 1)},
-    "the number is too large": functools.partial(ends, own={1: ["--process-id", "7"]}),
-    "one expects three": functools.partial(ends, own={1: ["--num-processes", "3"]}),
+    **each(late, {f"process {i} comes late": (i,) for i in (0, 1)}),
+    **each(missing, {f"process {i} does not come": (i,) for i in (0, 1)}),
+    **each(same_number, {f"two of number {i}": (i,) for i in (0, 1)}),
+    "the number is too large": lambda trial: ends(trial, own={1: ["--process-id", "7"]}),
+    "one expects three": lambda trial: ends(trial, own={1: ["--num-processes", "3"]}),
     "port taken": port_taken,
   }

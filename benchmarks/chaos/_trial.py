@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import pathlib
@@ -10,7 +11,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,15 +20,16 @@ from benchmarks.chaos import _mutations
 from benchmarks.chaos._contents import contents, difference
 from benchmarks.chaos._disturbance import KILLED, Disturbed
 from benchmarks.chaos._run import Example, arguments_of, mesh_of, twin_of
-from benchmarks.chaos._starts import HUNG, Team, checkpoints, ended, fork
+from benchmarks.chaos._starts import HUNG, OUT_OF_TIME, Team, checkpoints, ended, fork, limit_time
 from mpjax.cli import main
 
-TIMEOUT_S = 150
+TIMEOUT_S, SECONDS = 400, 60  # of waiting, and of processor time
 TINY = ("policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 20}}", "model.layers=1")
 TINY += ("model.heads=2", "model.dim=16", "model.dropout=0.1", "data.kind=text", "data.seq_len=16")
 TINY += ("data.batch_size=4", "data.eval_batches=2")
 _ERROR = re.compile(r"^(?:process \d+: |mpjax [\w ]*: )?error: ", re.MULTILINE)
-_NOBODY = 65534
+# linux/capability.h: version 3; CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH and CAP_FOWNER
+_CAPABILITY_VERSION, _PASSES_OVER = 0x20080522, 0b1110
 
 
 class Wrong(Exception):
@@ -58,6 +60,9 @@ class Prepared(NamedTuple):
   configs: dict[str, dict[str, Any]]
 
 
+Case = Callable[["Trial"], str | None]
+
+
 class Row(NamedTuple):
   """A row of the table.
 
@@ -69,7 +74,12 @@ class Row(NamedTuple):
 
   name: str
   expected: str
-  cases: dict[str, Callable[[Trial], str | None]]
+  cases: Mapping[str, Case]
+
+
+def each(case: Callable[..., str | None], cases: Mapping[str, tuple[Any, ...]]) -> dict[str, Case]:
+  """Returns a case for each name: a function of a trial and what stands beside the name."""
+  return {name: lambda trial, values=values: case(trial, *values) for name, values in cases.items()}
 
 
 def prepare(root: pathlib.Path) -> Prepared:
@@ -191,24 +201,25 @@ class Trial:
     *arguments: str,
     statuses: Sequence[int] = (0, 2),
     before: Callable[[], object] = lambda: None,
-    timeout_s: float = TIMEOUT_S,
+    seconds: int = SECONDS,
   ) -> tuple[int, str]:
     """Runs a command on one device, and judges its end; returns the status and what was said.
 
     Raises:
-      NotHere: if it has not ended in that time.
+      NotHere: if it has not ended in so many seconds of processor time.
     """
     log = self.folder / f"log{time.monotonic_ns()}.txt"
 
     def work() -> int:
       jax.config.update("jax_num_cpu_devices", 1)
+      limit_time(seconds)
       before()
       return main(list(arguments))
 
-    status = ended(fork(work, log), timeout_s)
+    status = ended(fork(work, log), TIMEOUT_S)
     said = log.read_text(errors="replace")
-    if status == HUNG and "Traceback (most recent call last)" not in said:
-      raise NotHere(f"no end within {timeout_s:.0f} s")
+    if status == OUT_OF_TIME and "Traceback (most recent call last)" not in said:
+      raise NotHere(f"no end within {seconds} s of processor time")
     judge([status], said, statuses)
     return status, said
 
@@ -226,7 +237,8 @@ def judge(found: Sequence[int], said: str, allowed: Sequence[int]) -> None:
   elif {2, 3, 4} & set(found) and (not errors if len(found) > 1 else errors != 1):
     problem = f"status {', '.join(map(str, found))} with {errors} error lines"
   if problem:
-    raise Wrong(f"{problem}; it said: {said[-1500:].strip()}")
+    at = max(said.find("Traceback (most recent call last)") - 200, 0) or len(said) - 1500
+    raise Wrong(f"{problem}; it said: {said[max(at, 0) :][:1500].strip()}")
 
 
 def says(said: str, *words: str) -> None:
@@ -246,16 +258,13 @@ def digest(path: pathlib.Path) -> dict[str, tuple[int, bytes]]:
   return found
 
 
-def as_nobody(*_: object) -> None:
-  """Makes this process one of a user whom permissions bind; root becomes nobody."""
-  if os.geteuid() == 0:
-    os.setgroups([])
-    os.setgid(_NOBODY)
-    os.setuid(_NOBODY)
-
-
-def give_to_nobody(path: pathlib.Path) -> None:
-  """Gives a path and all below it to the user of `as_nobody`."""
-  if os.geteuid() == 0:
-    for entry in [path, *path.rglob("*")]:
-      os.chown(entry, _NOBODY, _NOBODY, follow_symlinks=False)
+def bound_by_permissions(*_: object) -> None:
+  """Makes this process, also one of root's, one that may not pass over the permissions of files."""
+  libc = ctypes.CDLL(None, use_errno=True)
+  header, sets = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+  if libc.capget(header, sets):
+    raise OSError(ctypes.get_errno(), "capget")
+  for i in (0, 1):  # effective and permitted
+    sets[i] &= ~_PASSES_OVER
+  if libc.capset(header, sets):
+    raise OSError(ctypes.get_errno(), "capset")
