@@ -59,7 +59,8 @@ def fork(work: Callable[[], int], log: pathlib.Path, stdout: int | None = None) 
   try:
     # A shell has some ignored in what it starts in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for signum in (signal.SIGHUP, signal.SIGTERM):
+      signal.signal(signum, signal.SIG_DFL)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file if stdout is None else stdout, 1)
     os.dup2(file, 2)

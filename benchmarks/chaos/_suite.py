@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--mutations", type=int, metavar="N", help="start with N wrong configs instead")
   parser.add_argument("--table", action="store_true", help="try each fault of the table instead")
   parser.add_argument("--rows", default="", metavar="REGEX", help="only these rows; others stay in FILE")
+  parser.add_argument("--at-a-time", type=int, metavar="N", help="cases of the table; by default cores + 1")
   parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="where runs go that end otherwise")
 
 
@@ -88,7 +89,11 @@ def _table_of_faults(root: pathlib.Path, options: argparse.Namespace) -> tuple[d
     sys.exit(str(error))
   rows = table_rows(prepared)
   report, good = _table.report(
-    [row for row in rows if re.search(options.rows, row.name)], root, prepared, options.keep
+    [row for row in rows if re.search(options.rows, row.name)],
+    root,
+    prepared,
+    options.at_a_time,
+    options.keep,
   )
   if options.rows and options.json is not None and options.json.exists():
     report = _table.merged(json.loads(options.json.read_text()), report, [row.name for row in rows])

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -50,24 +51,30 @@ class _Running(NamedTuple):
 
 
 def report(
-  rows: Sequence[Row], root: pathlib.Path, prepared: Prepared | None, keep: pathlib.Path | None = None
+  rows: Sequence[Row],
+  root: pathlib.Path,
+  prepared: Prepared | None,
+  at_a_time: int | None = None,
+  keep: pathlib.Path | None = None,
 ) -> tuple[dict[str, Any], bool]:
-  """Tries all cases, one for each core and one more at a time, and prints each row as it ends.
+  """Tries all cases and prints each row as it ends.
 
   Args:
     rows: of the table.
     root: where folders of cases go; each is deleted when its case is right.
     prepared: what cases copy.
+    at_a_time: how many cases; by default one for each core and one more.
     keep: where the folders of wrong cases go.
 
   Returns:
     The report, and whether no case is wrong.
   """
-  start, lanes = time.monotonic(), len(os.sched_getaffinity(0)) + 1
+  start, lanes = time.monotonic(), at_a_time or len(os.sched_getaffinity(0)) + 1
   queue = [(row, case) for row in rows for case in row.cases]
   verdicts: dict[str, list[Verdict]] = {row.name: [] for row in rows}
   running: dict[int, _Running] = {}
   told: list[dict[str, Any]] = []
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end what was begun
   try:
     while queue or running:
       while queue and len(running) < lanes:

@@ -106,85 +106,56 @@ _SMALL += ("data.eval_batches=1",)
 _FILES = ("/", "/proc/x", "nodir/x", "a" * 300, "/dev/full/x")
 
 
-def _arguments(prepared: Prepared) -> dict[str, Case]:
-  text = f"data.path={prepared.finished.parent / 'text'}"
-  common = (
-    "policy=",
-    "policy=,",
-    "policy=bf16,,fp16",
-    "policy=bf16,bf61",
-    "policy={base: fp16",
-    "model.dim=-1",
-  )
-  common += (
-    "x=1",
-    "nonsense",
-    "--nonsense",
-    "data.path=/nowhere",
-    "--table=",
-    "--table=nothing",
-    "train.steps=",
-  )
-  targets = tuple(
-    f"target={target}"
-    for target in ("", "h300", "v5e:0x0", "v5e:2x", "v5e:99999x99999", "h200:-1", "h200:1e9")
-  )
-  memory = tuple(f"--memory={size}" for size in ("0", "-1", "xGB", "1e400GB", "nan", "1e-9GB"))
-  counts = tuple(
-    f"{key}={value}" for key in ("batches", "steps") for value in ("0", "-1", "x", "1e30", str(2**63))
-  )
-  places = (
-    "checkpoint=/nowhere",
-    "checkpoint=/",
-    "checkpoint=RUN/checkpoints/999",
-    "checkpoint=RUN/config.yaml",
-  )
-  lines: dict[str, list[str]] = {
-    "plan": ["--analytic"],
-    "explain": [],
-    "numerics": ["steps=0", "--no-advice"],
-  }
-  lines["tune"] = ["steps=0", "--minutes=0"]
-  odd: dict[str, tuple[str, ...]] = {"explain": common, "plan": (*common, *targets)}
-  odd["plan"] += (
-    *(f"--fit {size}" for size in memory),
-    "--fit --multiple=0",
-    "--fit --multiple=-3",
-    "--fit --cheapest",
-  )
-  odd["plan"] += tuple(f"{flag}={file}" for flag in ("--json", "--picture") for file in _FILES)
-  odd["numerics"] = (*common, *counts, *places, "keep=2", "keep=nan", "--hunt=/nowhere.npz", "--by=colour")
-  odd["numerics"] += tuple(
-    f"{flag}={file}" for flag in ("--html", "--json", "--apply") for file in _FILES[:3]
-  )
-  odd["tune"] = (*common, *counts[:6], *places[:3], *targets[:4])
-  odd["tune"] += ("--tolerance=-1", "--tolerance=nan", "--tolerance=x noise", "--minutes=nan", "--minutes=-1")
-  odd["tune"] += ("--prove=-1", "--seeds=0", "--for=fame", *(f"--out={file}" for file in _FILES[:3]))
+# Wrong arguments by command; "" is none, and has to end with 0.
+_COMMON = """policy= policy=, policy=bf16,,fp16 policy=bf16,bf61 policy={base:fp16 model.dim=-1 x=1 nonsense
+  --nonsense data.path=/nowhere --table= --table=nothing train.steps="""
+_TARGETS = (
+  "target= target=h300 target=v5e:0x0 target=v5e:2x target=v5e:99999x99999 target=h200:-1 target=h200:1e9"
+)
+_COUNTS = " ".join(f"{key}={x}" for key in ("batches", "steps") for x in ("0", "-1", "x", "1e30", str(2**63)))
+_PLACES = "checkpoint=/nowhere checkpoint=/ checkpoint=RUN/checkpoints/999 checkpoint=RUN/config.yaml"
+_FIT = " ".join(f"--fit,--memory={size}" for size in ("0", "-1", "xGB", "1e400GB", "nan", "1e-9GB"))
+_FIT += " --fit,--multiple=0 --fit,--multiple=-3 --fit,--cheapest"
+_COMMANDS = {
+  "explain": ([], _COMMON, ()),
+  "plan": (["--analytic"], f"{_COMMON} {_TARGETS} {_FIT}", ("--json", "--picture")),
+  "numerics": (
+    ["steps=0", "--no-advice", "batches=1"],
+    f"{_COMMON} {_COUNTS} {_PLACES} keep=2 keep=nan --hunt=/nowhere.npz --by=colour",
+    ("--html", "--json", "--apply"),
+  ),
+  "tune": (
+    ["steps=0", "--minutes=0.01", "batches=1"],
+    f"{_COMMON} {_COUNTS} {_PLACES} {_TARGETS} --tolerance=-1 --tolerance=nan --tolerance=noise "
+    "--minutes=nan --minutes=-1 --prove=-1 --seeds=0 --for=fame",
+    ("--out", "--json"),
+  ),
+}
 
-  def run(trial: Trial, command: str, arguments: tuple[str, ...]) -> str:
-    words = [word.replace("RUN", str(trial.prepared.finished)) for word in arguments]
-    words = [
-      word for argument in words for word in (argument.split(" ") if "--fit" in argument else [argument])
-    ]
-    base = ["gpt_stdlib", *_SMALL, "data.kind=text", text, "policy=bf16", *lines[command]]
-    status, _ = trial.command(command, *base, *words, statuses=(0, 2, 4))
+
+def _arguments(prepared: Prepared) -> dict[str, Case]:
+  def run(trial: Trial, command: str, argument: str) -> str:
+    words = argument.replace("RUN", str(trial.prepared.finished)).split(
+      ",--" if argument[:5] == "--fit" else None
+    )
+    small = (*_SMALL, "data.kind=text", f"data.path={prepared.finished.parent / 'text'}", "policy=bf16")
+    words = ["--" * bool(i) + word for i, word in enumerate(words)]
+    allowed = (0, 2, 4) if argument else (0,)
+    status, _ = trial.command(command, "gpt_stdlib", *small, *_COMMANDS[command][0], *words, statuses=allowed)
     return f"status {status}"
 
-  return each(run, {f"{name} {argument[:40]}": (name, argument) for name in lines for argument in odd[name]})
+  return each(
+    run,
+    {
+      f"{command} {word[:40]}".strip(): (command, word)
+      for command, (_, words, flags) in _COMMANDS.items()
+      for word in ("", *words.split(), *(f"{flag}={file}" for flag in flags for file in _FILES))
+    },
+  )
 
 
 def _exports() -> dict[str, Case]:
-  wrong = (
-    "dtype=",
-    "dtype=int8",
-    "dtype=bf16,fp16",
-    "step=-1",
-    "step=999",
-    "step=last",
-    "out=",
-    "out=/",
-    "out=.",
-  )
+  wrong = ("dtype=", "dtype=int8", "dtype=bf16,fp16", "step=-1", "step=999", "step=last", "out=/", "out=.")
   wrong += ("out=/proc/x", "out=nodir/x.st", f"out={'a' * 300}", "x=1", "--nonsense")
 
   def export(trial: Trial, argument: str) -> None:
@@ -194,9 +165,8 @@ def _exports() -> dict[str, Case]:
   def good(trial: Trial, dtype: str) -> None:
     trial.finished()
     trial.command("export", str(trial.out), f"dtype={dtype}", "out=x.st", statuses=(0,))
-    trial.command(
-      "export", str(trial.out), f"dtype={dtype}", "out=", statuses=(0,)
-    )  # where it goes by default
+    # An empty place is the usual one.
+    trial.command("export", str(trial.out), f"dtype={dtype}", "out=", statuses=(0,))
 
   def not_regular(trial: Trial, kind: str) -> None:
     """Exports onto something that is not a regular file: that has to be there afterwards as it was."""

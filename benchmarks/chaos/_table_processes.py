@@ -236,9 +236,12 @@ def _readers() -> dict[str, Case]:
 
 
 def _moves() -> dict[str, Case]:
-  def happens(trial: Trial, fate: str, at: int) -> str:
-    team = trial.start()
+  def happens(trial: Trial, fate: str, at: int, writing: bool) -> str:
+    settings = () if writing else ("train.checkpoint_wait=true",)
+    team = trial.start(*settings)
     team.wait_until(lambda: team.has_logged(at))
+    if writing:
+      team.wait_until(team.is_writing)
     team.signal(signal.SIGSTOP)
     there = trial.folder / "elsewhere"
     if "moved" in fate:
@@ -253,14 +256,15 @@ def _moves() -> dict[str, Case]:
     refuge = re.search(r"with out=(\S+) resumes", said)
     if refuge is None:
       raise Wrong(f"said nothing of where the run is: {said[-800:]}")
-    if "replaced" in fate and [path.name for path in trial.out.iterdir()] != ["mine"]:
-      raise Wrong("wrote in the directory that took its place")
+    if "replaced" in fate and (there := sorted(path.name for path in trial.out.iterdir())) != ["mine"]:
+      raise Wrong(f"wrote in the directory that took its place: {', '.join(there)}")
     lost = frozenset() if "moved" in fate else frozenset(range(1, 61))
-    trial.goes_on(out=pathlib.Path(refuge[1]), destroyed=lost)
+    trial.goes_on(*settings, out=pathlib.Path(refuge[1]), destroyed=lost)
     return f"status {statuses[0]}"
 
   fates = ("moved", "deleted", "deleted and replaced", "moved and replaced")
-  return each(happens, {f"{fate} after step {at}": (fate, at) for fate in fates for at in (5, 12, 31)})
+  moments = {"after step 5": (5, False), "after step 31": (31, False), "in a checkpoint write": (25, True)}
+  return each(happens, {f"{fate} {when}": (fate, *at) for fate in fates for when, at in moments.items()})
 
 
 def _clocks() -> dict[str, Case]:
