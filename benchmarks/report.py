@@ -17,7 +17,6 @@ from typing import Any
 from benchmarks import _headlines
 from benchmarks._record import provenance
 from benchmarks.autocast import _ablation, _retrace
-from benchmarks.chaos import _mutations as chaos_mutations
 from benchmarks.chaos import _suite as chaos_suite
 from benchmarks.chaos import _table as chaos_table
 from benchmarks.fp8 import _errors
@@ -374,7 +373,6 @@ def main() -> None:
   for name, make in (
     ("scaling_tpu_v5e", scaling),
     ("chaos_cpu", chaos_suite.table),
-    ("chaos_mutations", chaos_mutations.table),
     ("chaos_table_before", chaos_table.table),
     ("mutations", lambda report: mutations_suite.table(report["before"], report["after"])),
     ("gather_v5e", gather_suite.table),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import json
 import pathlib
@@ -13,7 +12,6 @@ from typing import Any
 import jax
 import yaml
 
-from benchmarks._record import provenance
 from benchmarks.chaos._starts import HUNG, OUT_OF_TIME, ended, fork, limit_time
 from mpjax.cli import main
 from mpjax.train import load_config
@@ -45,33 +43,6 @@ RIGHT = {
   3: "every step skipped",
   5: "given no time to do anything in",
 }
-
-
-def report(root: pathlib.Path, count: int, seed: int) -> tuple[dict[str, Any], bool]:
-  """Starts the command with so many wrong configs.
-
-  Returns:
-    Their number by outcome, and those with a wrong one; whether there are none of those.
-  """
-  chance, trees = random.Random(seed), good_configs(root)
-  outcomes: collections.Counter[str] = collections.Counter()
-  wrong = []
-  for number in range(count):
-    file, overrides, told = mutated(root, trees, chance)
-    outcome, said = tried(root, file, overrides)
-    outcomes[outcome] += 1
-    if outcome not in (*RIGHT.values(), SLOW):
-      wrong.append({"outcome": outcome, "config": told, "overrides": overrides, "said": said})
-      print(f"{number} {outcome}: {told}, {overrides}:\n{said}", flush=True)
-  print(", ".join(f"{outcome}: {times}" for outcome, times in outcomes.most_common()), flush=True)
-  return {"seed": seed, "mutations": count, "outcomes": dict(outcomes), "wrong": wrong}, not wrong
-
-
-def table(report: dict[str, Any]) -> str:
-  """What wrong configs came to."""
-  lines = ["| what a wrong config came to | of " + str(report["mutations"]) + " |", "|---|---|"]
-  lines += [f"| {outcome} | {times} |" for outcome, times in report["outcomes"].items()]
-  return "\n".join([*lines, "", provenance(report)])
 
 
 def good_configs(root: pathlib.Path) -> dict[str, dict[str, Any]]:

@@ -1,14 +1,13 @@
 """Training runs under the faults of a month of use, each compared bit for bit with an undisturbed twin.
 
     python -m benchmarks.chaos --hours 1 [--seed 0] [--json FILE]      (or: python scripts/bench.py chaos ...)
-    python -m benchmarks.chaos --mutations 400
     python -m benchmarks.chaos --table [--rows REGEX]
 
 Small runs of the three example configs, one of them of two processes, are killed, signalled, paused, moved
 and deleted, run out of disk, and get a clock that jumps, a standard output that nobody reads, another mesh.
 While they stand still, their files are damaged. The same command then goes on. In the end the records, the
 arrays of the last checkpoint and the summary have to be those of a run that was left alone, but for records
-that were destroyed, which a start has to tell. `--mutations` starts the command with wrong configs instead.
+that were destroyed, which a start has to tell.
 `--table` tries each fault of a review by itself, and ends with status 1 if one does not end as it has to.
 """
 
@@ -30,7 +29,6 @@ from typing import Any
 
 from benchmarks._record import origin, provenance, write
 from benchmarks.chaos import (
-  _mutations,
   _table,
   _table_commands,
   _table_data,
@@ -57,7 +55,6 @@ EXAMPLES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--hours", type=float, default=0.05, help="how long runs are begun")
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--mutations", type=int, metavar="N", help="start with N wrong configs instead")
   parser.add_argument("--table", action="store_true", help="try each fault of the table instead")
   parser.add_argument("--rows", default="", metavar="REGEX", help="only these rows; others stay in FILE")
   parser.add_argument("--at-a-time", type=int, metavar="N", help="cases of the table; by default cores + 1")
@@ -70,12 +67,9 @@ def run(options: argparse.Namespace) -> int:
     warm_up(root / "compiled")
     if options.table:
       report, good = _table_of_faults(root, options)
-    elif options.mutations is not None:
-      report, good = _mutations.report(root, options.mutations, options.seed)
     else:
       report, good = _soak(root, options)
-  mode = f"--hours {options.hours:g}" if options.mutations is None else f"--mutations {options.mutations}"
-  mode = "--table" if options.table else f"{mode} --seed {options.seed}"
+  mode = "--table" if options.table else f"--hours {options.hours:g} --seed {options.seed}"
   cores = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
   write(origin(f"chaos {mode}", "jaxlib", "orbax-checkpoint", device=cores) | report, options.json)
   return 0 if good else 1
