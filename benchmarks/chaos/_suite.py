@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--table", action="store_true", help="try each fault of the table instead")
   parser.add_argument("--rows", default="", metavar="REGEX", help="only these rows; others stay in FILE")
   parser.add_argument("--at-a-time", type=int, metavar="N", help="cases of the table; by default cores + 1")
+  parser.add_argument("--older", default="", metavar="PYTHON", help="of an environment with an older JAX")
   parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="where runs go that end otherwise")
 
 
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 def _table_of_faults(root: pathlib.Path, options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
   root.chmod(0o755)
   try:
-    prepared = prepare(root)
+    prepared = prepare(root, options.older)
   except RuntimeError as error:
     sys.exit(str(error))
   rows = table_rows(prepared)

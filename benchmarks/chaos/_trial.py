@@ -49,6 +49,7 @@ class Prepared(NamedTuple):
     stopped: that of one which SIGTERM stopped after step 40, with the checkpoint of step 40 before its last.
     twin: what an undisturbed run leaves; `twin_of_pair` in two processes.
     configs: the example configs with all keys, as plain data.
+    older: the Python of an environment with an older JAX; empty for none.
   """
 
   example: Example
@@ -58,6 +59,7 @@ class Prepared(NamedTuple):
   twin: dict[str, Any]
   twin_of_pair: dict[str, Any]
   configs: dict[str, dict[str, Any]]
+  older: str
 
 
 Case = Callable[["Trial"], str | None]
@@ -82,7 +84,7 @@ def each(case: Callable[..., str | None], cases: Mapping[str, tuple[Any, ...]]) 
   return {name: lambda trial, values=values: case(trial, *values) for name, values in cases.items()}
 
 
-def prepare(root: pathlib.Path) -> Prepared:
+def prepare(root: pathlib.Path, older: str) -> Prepared:
   """Trains what cases copy and compare with.
 
   Raises:
@@ -107,7 +109,7 @@ def prepare(root: pathlib.Path) -> Prepared:
   else:
     raise RuntimeError(f"a run could not be stopped between two checkpoints:\n{team.said()[-2000:]}")
   configs = _mutations.good_configs(folder)
-  return Prepared(one, two, folder / "gpt_stdlib-1", stopped, *twins, configs)
+  return Prepared(one, two, folder / "gpt_stdlib-1", stopped, *twins, configs, older)
 
 
 class Trial:

@@ -83,7 +83,7 @@ def fail(trial, error):
 errors = {"bad": (Wrong("other numbers"),), "elsewhere": (NotHere("no disk"),), "broken": (KeyError("x"),)}
 others = {"good": lambda trial: "went on", "gone": lambda trial: os._exit(3)}
 rows = [Row("first", "the same", {"fine": lambda trial: None}), Row("second", "one", each(fail, errors) | others)]
-_suite.table_rows, _suite.prepare, _suite.warm_up = lambda prepared: rows, lambda root: None, lambda cache: None
+_suite.table_rows, _suite.prepare, _suite.warm_up = lambda prepared: rows, lambda *_: None, lambda cache: None
 print(*(main(["chaos", "--table", "--rows", regex, "--json", sys.argv[1]]) for regex in ("first", "")))
 """
 
