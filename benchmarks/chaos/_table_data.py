@@ -14,14 +14,15 @@ import numpy as np
 
 from benchmarks.chaos._trial import Case, Prepared, Row, Trial, bound_by_permissions, each, says
 
-_STEPS = (
-  "train.steps=2",
-  "train.log_every=1",
-  "train.eval_every=2",
-  "train.checkpoint_every=2",
+_STEPS = ("train.steps=2", "train.log_every=1", "train.eval_every=2", "train.checkpoint_every=2")
+_STEPS += (
   "policy=bf16",
+  "data.batch_size=4",
+  "data.eval_batches=1",
+  "model.layers=1",
+  "model.dim=16",
+  "model.heads=2",
 )
-_STEPS += ("data.batch_size=4", "data.eval_batches=1", "model.layers=1", "model.dim=16", "model.heads=2")
 
 
 def rows(prepared: Prepared) -> list[Row]:
@@ -199,17 +200,8 @@ def _texts() -> dict[str, Case]:
     words = ["data.kind=text", f"data.path={place}", "data.seq_len=16"]
     return _train(trial, "gpt_stdlib", *words, refused=True)
 
-  paths = (
-    "/nowhere",
-    "/proc/1",
-    "nothing/*.txt",
-    "[/nowhere]",
-    "tiny.txt",
-    "''",
-    "/dev/null",
-    "[]",
-    "a" * 300,
-  )
+  paths = ("/nowhere", "/proc/1", "nothing/*.txt", "[/nowhere]", "tiny.txt", "''", "/dev/null", "[]")
+  paths += ("a" * 300, "/dev/zero")
   return {
     **each(tried, makes),
     **each(path, {f"path {place[:30]!r}": (place,) for place in paths}),

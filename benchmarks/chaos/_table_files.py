@@ -28,21 +28,9 @@ from benchmarks.chaos._trial import (
 )
 
 ROOT = pathlib.Path(__file__).parents[2]
-OTHER_CONFIGS = (
-  "policy=bf16",
-  "policy=fp32",
-  "seed=1",
-  "model.dim=32",
-  "model.layers=2",
-  "data.batch_size=8",
-)
-OTHER_CONFIGS += (
-  "data.seq_len=32",
-  "optimizer.learning_rate=1e-3",
-  "optimizer.name=lion",
-  "train.accumulate=2",
-)
-OTHER_CONFIGS += ("optimizer.schedule=constant",)
+OTHER_CONFIGS = ("policy=bf16", "policy=fp32", "seed=1", "model.dim=32", "model.layers=2")
+OTHER_CONFIGS += ("data.batch_size=8", "data.seq_len=32", "optimizer.learning_rate=1e-3")
+OTHER_CONFIGS += ("optimizer.name=lion", "train.accumulate=2", "optimizer.schedule=constant")
 
 
 def rows(prepared: Prepared) -> list[Row]:
@@ -237,13 +225,8 @@ def _overrides() -> dict[str, Case]:
 
 def _links() -> dict[str, Case]:
   inside = ("config.yaml", "metrics.jsonl", ".lock", "checkpoints", "tensorboard", "damaged", "train.log")
-  inside += (
-    "summary.json",
-    "checkpoints/NEWEST",
-    "checkpoints/NEWEST/state",
-    "checkpoints/NEWEST/loop/metadata",
-  )
-  inside += ("tensorboard/EVENTS",)
+  inside += ("summary.json", "checkpoints/NEWEST", "checkpoints/NEWEST/state")
+  inside += ("checkpoints/NEWEST/loop/metadata", "tensorboard/EVENTS")
 
   def in_it(trial: Trial, place: str) -> str:
     trial.stopped()
