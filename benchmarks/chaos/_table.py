@@ -122,8 +122,9 @@ def _begin(row: Row, case: str, root: pathlib.Path, prepared: Prepared | None) -
     os.setpgid(0, 0)  # so that what a case leaves behind ends with it
     os.chdir(folder)
     try:
-      detail = row.cases[case](Trial(folder, prepared, random.Random(f"{row.name} {case}")))  # type: ignore[arg-type]
-      found = (RIGHT, detail or "")
+      trial = Trial(folder, prepared, random.Random(f"{row.name} {case}"))  # type: ignore[arg-type]
+      detail = row.cases[case](trial) or ""
+      found = (RIGHT, f"{detail}, tensorstore wrote tracebacks".removeprefix(", ") if trial.noisy else detail)
     except Wrong as error:
       found = (WRONG, str(error))
     except NotHere as error:

@@ -28,6 +28,12 @@ TINY = ("policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interva
 TINY += ("model.heads=2", "model.dim=16", "model.dropout=0.1", "data.kind=text", "data.seq_len=16")
 TINY += ("data.batch_size=4", "data.eval_batches=2")
 _ERROR = re.compile(r"^(?:process \d+: |mpjax [\w ]*: )?error: ", re.MULTILINE)
+# What threads of tensorstore write, line by line among each other, once nobody waits for a read or a write.
+_HEAD, _END = "Traceback (most recent call last):\n", "RuntimeError: Event loop is closed\n"
+_OF_THREADS = re.compile(
+  rf"""  File ".*", line \d+, in (call_soon_threadsafe|_check_closed)\n|    self._check_closed\(\)\n|{_END}"""
+  r"""|    raise RuntimeError\('Event loop is closed'\)\n"""
+)
 # linux/capability.h: version 3; CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH and CAP_FOWNER
 _CAPABILITY_VERSION, _PASSES_OVER = 0x20080522, 0b1110
 
@@ -124,6 +130,7 @@ class Trial:
   def __init__(self, folder: pathlib.Path, prepared: Prepared, chance: random.Random):
     self.folder, self.prepared, self.chance = folder, prepared, chance
     self.out = folder / "run"
+    self.noisy = False  # whether threads of tensorstore have written tracebacks
 
   def stopped(self) -> pathlib.Path:
     """Makes the run directory one that was stopped after step 40, and returns it."""
@@ -147,9 +154,14 @@ class Trial:
 
   def end(self, team: Team, statuses: Sequence[int], timeout_s: float = TIMEOUT_S) -> tuple[list[int], str]:
     """Waits for the end of a start and judges it; returns the statuses and what was said."""
-    found = team.statuses(timeout_s)
-    judge(found, team.said(), statuses)
-    return found, team.said()
+    found, said = team.statuses(timeout_s), self._without_threads(team.said())
+    judge(found, said, statuses)
+    return found, said
+
+  def _without_threads(self, said: str) -> str:
+    count = said.count(_END)
+    self.noisy = self.noisy or count > 0
+    return _OF_THREADS.sub("", said).replace(_HEAD, "", count)
 
   def meets(self, event: Callable[[Team, random.Random], Disturbed], *overrides: str, **options: Any) -> str:
     """Starts the run, lets something happen to it and judges how it ends; returns what it said."""
@@ -219,7 +231,7 @@ class Trial:
       return main(list(arguments))
 
     status = ended(fork(work, log), TIMEOUT_S)
-    said = log.read_text(errors="replace")
+    said = self._without_threads(log.read_text(errors="replace"))
     if status == OUT_OF_TIME and "Traceback (most recent call last)" not in said:
       raise NotHere(f"no end within {seconds} s of processor time")
     judge([status], said, statuses)
