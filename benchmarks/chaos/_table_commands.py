@@ -104,7 +104,7 @@ _FILES = ("/", "/proc/x", "nodir/x", "a" * 300, "/dev/full/x")
 _COMMON = """policy= policy=, policy=bf16,,fp16 policy=bf16,bf61 policy={base:fp16 model.dim=-1 x=1 nonsense
   --nonsense data.path=/nowhere --table= --table=nothing train.steps="""
 _TARGETS = "target= target=h300 target=v5e:0x0 target=v5e:2x target=v5e:9999x9999 target=h200:-1"
-_COUNTS = " ".join(f"{key}={x}" for key in ("batches", "steps") for x in ("0", "-1", "x", "1e30", str(2**63)))
+_COUNTS = " ".join(f"{key}={x}" for key in ("batches", "steps") for x in ("0", "-1", "x", "1e30"))
 _PLACES = "checkpoint=/nowhere checkpoint=/ checkpoint=RUN/checkpoints/999 checkpoint=RUN/config.yaml"
 _FIT = " ".join(f"--fit,--memory={size}" for size in ("0", "-1", "xGB", "1e400GB", "nan", "1e-9GB"))
 _FIT += " --fit,--multiple=0 --fit,--multiple=-3 --fit,--cheapest"

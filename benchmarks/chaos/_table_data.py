@@ -25,6 +25,9 @@ _STEPS += (
 )
 
 
+_NPZ = ("data.kind=npz", "data.path=a.npz", "data.valid_fraction=0.25")
+
+
 def rows(prepared: Prepared) -> list[Row]:
   """Returns the rows about data."""
   line = "trains, or 2 in one line; no traceback, no abort"
@@ -104,7 +107,7 @@ def _arrays() -> dict[str, Case]:
   def tried(trial: Trial, change: Mapping[str, Any], refused: bool | None) -> str:
     arrays = {name: x for name, x in (good | dict(change)).items() if x is not None}
     np.savez(trial.folder / "a.npz", **arrays)
-    return _train(trial, "vit_digits", "data.kind=npz", "data.path=a.npz", refused=refused)
+    return _train(trial, "vit_digits", *_NPZ, refused=refused)
 
   return each(tried, changes)
 
@@ -133,14 +136,14 @@ def _archives() -> dict[str, Case]:
 
   def tried(trial: Trial, make: Callable[[], bytes]) -> str:
     (trial.folder / "a.npz").write_bytes(make())
-    return _train(trial, "vit_digits", "data.kind=npz", "data.path=a.npz", refused=True)
+    return _train(trial, "vit_digits", *_NPZ, refused=True)
 
   def entry_outside(trial: Trial) -> str:
     (trial.folder / "a.npz").write_bytes(with_code())
-    return _train(trial, "vit_digits", "data.kind=npz", "data.path=a.npz")
+    return _train(trial, "vit_digits", *_NPZ)
 
   def path(trial: Trial, place: str) -> str:
-    return _train(trial, "vit_digits", "data.kind=npz", f"data.path={place}", refused=True)
+    return _train(trial, "vit_digits", *_NPZ, f"data.path={place}", refused=True)
 
   return {
     **each(tried, {name: (make,) for name, make in contents.items()}),
@@ -191,7 +194,7 @@ def _texts() -> dict[str, Case]:
     "a dangling link": (lambda text: (text / "l.txt").symlink_to("/nowhere"), None),
     "a link to itself": (lambda text: (text / "l.txt").symlink_to(text / "l.txt"), None),
     "a link to the folder": (lambda text: (text / "l").symlink_to(text), None),
-    "a name that is not UTF-8": (lambda text: (text / os.fsdecode(b"\xff.txt")).write_text("x" * 90), False),
+    "a name that is not UTF-8": (lambda text: (text / os.fsdecode(b"\xff.txt")).write_text("x" * 90), None),
     "a named pipe": (lambda text: os.mkfifo(text / "p.txt"), None),
   }
 

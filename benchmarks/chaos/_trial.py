@@ -23,7 +23,7 @@ from benchmarks.chaos._run import Example, arguments_of, mesh_of, twin_of
 from benchmarks.chaos._starts import HUNG, OUT_OF_TIME, Team, checkpoints, ended, fork, limit_time
 from mpjax.cli import main
 
-TIMEOUT_S, SECONDS = 400, 60  # of waiting, and of processor time
+TIMEOUT_S, SECONDS = 600, 60  # of waiting, and of processor time
 TINY = ("policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 20}}", "model.layers=1")
 TINY += ("model.heads=2", "model.dim=16", "model.dropout=0.1", "data.kind=text", "data.seq_len=16")
 TINY += ("data.batch_size=4", "data.eval_batches=2")
