@@ -3,7 +3,7 @@
     python scripts/bench.py fp8 [--no-triton] [--recipe current|delayed] [--fp8 KEY=VALUE] [--layers N]
       [--dim N] [--heads N] [--seq N] [--batch N] [--vocab N] [--json FILE]
 
-The gradient of `mpjax.train.models.GPT` under `mpjax.autocast` with an FP8 policy, every recipe beside bf16.
+The gradient of `mpjax.zoo.models.GPT` under `mpjax.autocast` with an FP8 policy, every recipe beside bf16.
 What should be FP8 is what `mpjax.explain` says, its FLOPs once forward and twice backward; what is FP8 is
 read from the optimised HLO: a call of cuBLAS's FP8 product, or a product in a Triton fusion, with operands
 in E4M3 (forward) or in E4M3 and E5M2 (backward). Exits with status 1 if less than 95% of it is. Products
@@ -39,7 +39,7 @@ from benchmarks._described import described
 from benchmarks._record import compiler_figures, origin, write
 from mpjax.planner.compiled import KernelProduct, kernel_products, module_proto, parse
 from mpjax.planner.compiled._hlo import numpy_name
-from mpjax.train.models import GPT
+from mpjax.zoo.models import GPT
 
 RECIPES = ("current", "delayed")
 LEAST_SHARE = 0.95

@@ -1,6 +1,6 @@
 """The models that the gpu suite trains in JAX, and their training steps by mpjax, by hand and by mpx.
 
-GPT and ViT are those of `mpjax.train.models`, the ResNet is here: none names a compute dtype, so casting the
+GPT and ViT are those of `mpjax.zoo.models`, the ResNet is here: none names a compute dtype, so casting the
 parameters and the images is all that there is to casting by hand. Every step has the same AdamW.
 """
 
@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 
 import mpjax
-from mpjax.train.models import GPT, ViT
+from mpjax.zoo.models import GPT, ViT
 
 EMULATED = {"emulate": True}
 

@@ -3,7 +3,7 @@
     python scripts/bench.py memory [--target h200|v5e|here|gpu] [--model gpt] [--policy bf16] [--quick]
       [--json FILE]
 
-GPT, ViT and ResNet of `mpjax.train.models` with the optimisers of configs/. `h200`, `v5e` and other names:
+GPT, ViT and ResNet of `mpjax.zoo.models` with the optimisers of configs/. `h200`, `v5e` and other names:
 what the compiler of that device says, which need not be there; `here`: of this machine's; `gpu`: what three
 steps take on this machine's GPU, each in a process of its own, beside what its compiler says. Two sweeps: the
 base size at several batches, whose slope is what a row costs; and several sizes at one short row, where all

@@ -29,8 +29,8 @@ from benchmarks._record import origin, write
 from mpjax.numerics import inspection_programs
 from mpjax.planner import get_target
 from mpjax.train import load_config, make_setup
-from mpjax.train.models import GPT
-from mpjax.train.monitors import Watcher
+from mpjax.train.loop._histograms import Watcher
+from mpjax.zoo.models import GPT
 
 SHAPE: dict[str, Any] = {"vocab_size": 50304, "max_len": 1024, "dim": 768, "layers": 12, "heads": 12}
 COMMAND = "numerics"

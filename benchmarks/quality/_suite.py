@@ -30,7 +30,7 @@ import jax
 from benchmarks._record import origin, write
 from benchmarks.quality._tables import pictures, tables
 from mpjax.train import load_config, load_plugins, make_setup
-from mpjax.train.monitors import RunDirectory
+from mpjax.train.loop._run_directory import RunDirectory
 
 __all__ = ["add_arguments", "pictures", "run", "tables"]
 

@@ -3,7 +3,7 @@
     python scripts/bench.py scaling [--policies fp32,bf16,...] [--chips 1,8,64,256]
       [--meshes data,fsdp,block,both] [--json FILE] [--markdown FILE]
 
-`mpjax.train.models.GPT` with 124M parameters, AdamW, `--batch` sequences of 1024 tokens on each chip,
+`mpjax.zoo.models.GPT` with 124M parameters, AdamW, `--batch` sequences of 1024 tokens on each chip,
 compiled for slices of a TPU v5e by its own compiler (the package libtpu, and no such device). `data`: each
 chip has a copy of the state. `fsdp`: parameters and the optimiser's state are divided over all chips.
 `block`: so, too, and gathered where they are read, with bf16. `both`: divided over 8 chips, with copies over
@@ -37,7 +37,7 @@ from jax.sharding import AbstractMesh, AxisType
 import mpjax
 from benchmarks._record import origin, write
 from mpjax.planner import Collective, CompileError, get_target, missing
-from mpjax.train.models import GPT, gpt_sharding
+from mpjax.zoo.models import GPT, gpt_sharding
 
 SLICES = {1: "v5e:1x1", 8: "v5e:2x4", 64: "v5e:8x8", 256: "v5e:16x16"}
 FSDP = 8  # chips of a group, with `both`

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from mpjax._render.install_text import pip_install
 from mpjax._version import __version__
 from mpjax.cli._parsers import parse
-from mpjax.train._keys import nearest
+from mpjax.train.config._names import nearest
 
 __all__ = ["COMMANDS", "main", "run_command"]
 

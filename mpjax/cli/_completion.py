@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from mpjax.cli import COMMANDS
 from mpjax.cli._parsers import KEYS, add_arguments, takes_config
 from mpjax.policies import presets
-from mpjax.train._examples import examples
-from mpjax.train._keys import config_keys
+from mpjax.train.config._names import config_keys, examples
 
 
 def complete() -> None:

@@ -9,8 +9,8 @@ from mpjax.cli._exit_status import guarded
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
 from mpjax.cli._show import report_console, show
 from mpjax.train import load_config, load_plugins, make_setup
-from mpjax.train._meshes import on_devices_here
-from mpjax.train._setup import Setup
+from mpjax.train.setup._meshes import on_devices_here
+from mpjax.train.setup._setup import Setup
 
 
 def run(options: argparse.Namespace) -> int:

@@ -24,8 +24,8 @@ from mpjax.cli._show import report_console, show
 from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
 from mpjax.train import Config, ConfigError, load_config, load_plugins
-from mpjax.train._config_file import find_config, read_tree
-from mpjax.train._inspecting import Subject, find_batch, load_batch, locate, open_subject
+from mpjax.train.config._config_file import find_config, read_tree
+from mpjax.train.setup._trained_step import Subject, find_batch, load_batch, locate, open_subject
 
 _STEPS = 10
 

@@ -26,7 +26,7 @@ from mpjax.cli._show import report_console, show
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, presets_of
 from mpjax.planner.render import NO_FIT, answer, answer_beside, save_picture, sections_of
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
-from mpjax.train._config import DEFAULT_RECOMPUTE
+from mpjax.train.config._config import DEFAULT_RECOMPUTE
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

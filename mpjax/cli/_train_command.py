@@ -8,10 +8,10 @@ import sys
 from mpjax.cli._exit_status import outcome_of
 from mpjax.cli._policy_arguments import warn_of_policy
 from mpjax.train import Config, ConfigError, load_config, load_plugins
-from mpjax.train._config_file import read_waits
-from mpjax.train._output import Output
-from mpjax.train._together import train_together
-from mpjax.train.multiprocess import Flags, start
+from mpjax.train.config._config_file import read_waits
+from mpjax.train.loop._output import Output
+from mpjax.train.loop._together import train_together
+from mpjax.train.processes import Flags, start
 
 
 def run(options: argparse.Namespace) -> int:

@@ -254,7 +254,7 @@ def is_library(file: str) -> bool:
   """Returns whether a file belongs to JAX, a library on top of it or this package, not to the user."""
   path = pathlib.Path(file)
   if path.is_relative_to(_OWN):
-    return not path.is_relative_to(_OWN / "train")
+    return not path.is_relative_to(_OWN / "zoo")
   parts = path.parts
   return "site-packages" in parts and parts[parts.index("site-packages") + 1] in _LIBRARIES
 

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
-  from mpjax.train._config import Config, parse_config
-  from mpjax.train._config_file import load_config
   from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
   from mpjax.train._export import ExportedModel, export_run, load_safetensors, save_safetensors
-  from mpjax.train._optimizers import make_optimizer
-  from mpjax.train._planning import Planner
-  from mpjax.train._plugins import load_plugins
-  from mpjax.train._registry import register_data, register_model, register_optimizer
-  from mpjax.train._run import RunResult, run
-  from mpjax.train._setup import make_setup
-  from mpjax.train._task import Task
-  from mpjax.train._tasks import make_task
+  from mpjax.train.config._config import Config, parse_config
+  from mpjax.train.config._config_file import load_config
+  from mpjax.train.config._plugins import load_plugins
+  from mpjax.train.config._registry import register_data, register_model, register_optimizer
   from mpjax.train.data import DataInfo, ModelInfo
+  from mpjax.train.loop._run import RunResult, run
+  from mpjax.train.setup._optimizers import make_optimizer
+  from mpjax.train.setup._planner import Planner
+  from mpjax.train.setup._setup import make_setup
+  from mpjax.train.setup._task import Task
+  from mpjax.train.setup._tasks import make_task
 
 __all__ = [
   "CheckpointError",
@@ -54,18 +54,18 @@ __all__ = [
 ]
 
 _MODULES = {
-  "_config": ("Config", "parse_config"),
-  "_config_file": ("load_config",),
+  "config._config": ("Config", "parse_config"),
+  "config._config_file": ("load_config",),
   "_errors": ("CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
-  "_registry": ("register_data", "register_model", "register_optimizer"),
-  "_optimizers": ("make_optimizer",),
-  "_planning": ("Planner",),
-  "_plugins": ("load_plugins",),
-  "_run": ("RunResult", "run"),
-  "_setup": ("make_setup",),
-  "_task": ("Task",),
-  "_tasks": ("make_task",),
+  "config._registry": ("register_data", "register_model", "register_optimizer"),
+  "setup._optimizers": ("make_optimizer",),
+  "setup._planner": ("Planner",),
+  "config._plugins": ("load_plugins",),
+  "loop._run": ("RunResult", "run"),
+  "setup._setup": ("make_setup",),
+  "setup._task": ("Task",),
+  "setup._tasks": ("make_task",),
   "data": ("DataInfo", "ModelInfo"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -37,15 +37,15 @@ from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState
 from mpjax.step._optimizer import masters_of
-from mpjax.train._config import Config, ConfigError, MeshConfig, export_dtype, parse_config
-from mpjax.train._config_file import load_config
 from mpjax.train._files import unfinished
-from mpjax.train._registry import MODELS
-from mpjax.train._setup import build_step, init_state, make_setup
-from mpjax.train._task import Task
-from mpjax.train._tasks import apply
 from mpjax.train.checkpoints import Checkpoints
+from mpjax.train.config._config import Config, ConfigError, MeshConfig, export_dtype, parse_config
+from mpjax.train.config._config_file import load_config
+from mpjax.train.config._registry import MODELS
 from mpjax.train.data import DataInfo
+from mpjax.train.setup._setup import build_step, init_state, make_setup
+from mpjax.train.setup._task import Task
+from mpjax.train.setup._tasks import apply
 
 _FP8 = "float8_e4m3fn"
 _SCALE = "_scale"

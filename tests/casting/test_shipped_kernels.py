@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu import flash_attention, paged_attention, ra
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 import mpjax
-from mpjax.train.models import GPT
+from mpjax.zoo.models import GPT
 from tests.casting._conformance import normal
 from tests.casting._jaxprs import equations, jit
 from tests.casting._kernel import near

@@ -9,9 +9,9 @@ import pytest
 
 from mpjax.cli import COMMANDS
 from mpjax.train import Config
-from mpjax.train._config import _SECTIONS
-from mpjax.train._keys import config_keys
-from mpjax.train._registry import DATASETS, MODELS
+from mpjax.train.config._config import _SECTIONS
+from mpjax.train.config._names import config_keys
+from mpjax.train.config._registry import DATASETS, MODELS
 
 ROOT = pathlib.Path(__file__).parents[2]
 # A line up to the cursor, and what the last word of it may become.

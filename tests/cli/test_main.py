@@ -160,11 +160,11 @@ def test_advice_to_install_names_where_mpjax_came_from(tmp_path, monkeypatch):
 
 def test_training_from_python_without_its_packages_says_what_to_install(monkeypatch):
   monkeypatch.delitem(vars(mpjax.train), "Planner", raising=False)
-  monkeypatch.delitem(sys.modules, "mpjax.train._planning", raising=False)
+  monkeypatch.delitem(sys.modules, "mpjax.train.setup._planner", raising=False)
 
   class Missing:
     def find_spec(self, name, path=None, target=None):
-      if name == "mpjax.train._planning":
+      if name == "mpjax.train.setup._planner":
         raise ModuleNotFoundError("No module named 'grain.python'", name="grain.python")
 
   monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])

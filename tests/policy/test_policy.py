@@ -397,6 +397,6 @@ assert not xla_bridge.backends_are_initialized()
 import optax, jax.numpy as jnp
 step = mpjax.make_train_step(lambda p, b: (p * b).sum(), optax.sgd(0.1), "fp16")
 step(step.init(jnp.ones(2)), jnp.ones(2))
-from mpjax.train.models import GPT, ResNet, ViT
+from mpjax.zoo.models import GPT, ResNet, ViT
 """
   subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from mpjax.train.data import DataConfig, load_data
+from mpjax.train.config._config import DataConfig
+from mpjax.train.data import load_data
 
 WINDOWS = {"seq_len": 8, "valid_fraction": 0.25}
 DEFAULTS = {"stdlib": WINDOWS, "text": WINDOWS, "huggingface": WINDOWS, "npz": {"valid_fraction": 0.25}}

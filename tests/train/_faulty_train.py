@@ -8,9 +8,9 @@ import sys
 import numpy as np
 
 from mpjax.cli import main
-from mpjax.train import _setup
 from mpjax.train.checkpoints import _checkpoints
 from mpjax.train.data import Data
+from mpjax.train.setup import _setup
 
 FAULTS = json.loads(os.environ["FAULTS"])
 

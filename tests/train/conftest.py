@@ -3,7 +3,7 @@
 import pytest
 
 # A test's kinds are to be forgotten, for which there is no public function.
-from mpjax.train._registry import DATASETS, MODELS, TARGETS
+from mpjax.train.config._registry import DATASETS, MODELS, TARGETS
 from tests.train._runs import register_line
 
 

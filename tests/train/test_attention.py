@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 # The function of the models, which a user meets as `model.attention`.
-from mpjax.train.models._attention import attention
+from mpjax.zoo.models._attention import attention
 
 HALF = {"bfloat16": 8e-3, "float16": 1e-3}  # twice the unit roundoff
 ARRAYS = [np.random.default_rng(i).normal(size=(2, 5, 2, 8)).astype(np.float32) for i in range(4)]

@@ -10,8 +10,8 @@ import yaml
 from mpjax.train import ConfigError, load_config, make_optimizer, parse_config
 
 # A schedule by itself, and which optimisers there are.
-from mpjax.train._config import OptimizerConfig
-from mpjax.train._optimizers import OPTIMIZERS, describe_optimizer, make_schedule
+from mpjax.train.config._config import OptimizerConfig
+from mpjax.train.setup._optimizers import OPTIMIZERS, describe_optimizer, make_schedule
 from tests.train._runs import raises_one_line
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax.train.data import DataError, _text
+from mpjax.train import DataError
+from mpjax.zoo.data import _text
 from tests.train._datasets import IMAGES, LABELS, letters, load, spec
 from tests.train._runs import raises_one_line
 
@@ -182,7 +183,8 @@ def test_an_iterator_continues_in_another_process_whose_data_has_the_same_finger
   iterator = data.train()
   code = f"""
 import json
-from mpjax.train.data import DataConfig, load_data
+from mpjax.train.config._config import DataConfig
+from mpjax.train.data import load_data
 data = load_data(DataConfig(**{spec("text", path=str(corpus)).model_dump()!r}), seed=0)
 iterator = data.train()
 iterator.set_state(json.loads({json.dumps(iterator.get_state())!r}))

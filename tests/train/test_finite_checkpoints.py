@@ -15,7 +15,7 @@ from mpjax.cli import main
 from mpjax.step import TrainState
 from mpjax.train import ConfigError, Stuck, load_config, make_setup
 from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity
-from mpjax.train.monitors import nonfinite_report
+from mpjax.train.loop._diagnose import nonfinite_report
 from tests.train._runs import LINE
 from tests.train._tiny_gpt import records
 

@@ -15,14 +15,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mpjax
 from mpjax.numerics import inspection_programs
 from mpjax.train import ConfigError, load_config, load_safetensors, make_setup, save_safetensors
-
-# Which kernel is taken, and a step in float32 beside another, of what no run of this machine shows.
-from mpjax.train._inspecting import open_subject
 from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.data import ModelInfo
-from mpjax.train.models import GPT, ViT, _fused_attention, gpt_sharding
-from mpjax.train.models._attention import attention
-from mpjax.train.models._fused_attention import chosen_attention, on_parts
+
+# Which kernel is taken, and a step in float32 beside another, of what no run of this machine shows.
+from mpjax.train.setup._trained_step import open_subject
+from mpjax.zoo.models import GPT, ViT, _fused_attention, gpt_sharding
+from mpjax.zoo.models._attention import attention
+from mpjax.zoo.models._fused_attention import chosen_attention, on_parts
 from tests.casting._jaxprs import equations
 from tests.train._runs import assert_same_bits, raises_one_line
 from tests.train._tiny_gpt import write_tiny_gpt

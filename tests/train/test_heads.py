@@ -10,8 +10,8 @@ from flax import nnx
 import mpjax
 from mpjax.planner import get_target, missing
 from mpjax.planner.compiled import compile_step, module_proto
-from mpjax.train.models import GPT, ViT, gpt_sharding, vit_sharding
-from mpjax.train.models._attention import split_heads
+from mpjax.zoo.models import GPT, ViT, gpt_sharding, vit_sharding
+from mpjax.zoo.models._attention import split_heads
 from tests.step.test_collectives import a_step, crossing
 
 HEADS, DIM = 4, 32

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from mpjax.train.data import DataError
+from mpjax.train import DataError
 from tests.train._datasets import IMAGES, LABELS, letters, load
 from tests.train._runs import raises_one_line
 

@@ -10,11 +10,11 @@ from flax import nnx
 
 import mpjax
 from mpjax.dtypes import cast_floating
-from mpjax.train.models import GPT, ResNet, ViT
+from mpjax.zoo.models import GPT, ResNet, ViT
 
 # Parts whose results can be written down.
-from mpjax.train.models._gpt import dropout, rotate
-from mpjax.train.models._vit import patches
+from mpjax.zoo.models._gpt import dropout, rotate
+from mpjax.zoo.models._vit import patches
 from tests.casting._jaxprs import equations
 
 HALF = {"bfloat16": 8e-3, "float16": 1e-3}  # twice the unit roundoff

@@ -13,13 +13,15 @@ import sys
 import pytest
 
 from mpjax.train import ConfigError, DataError, parse_config, register_data
+from mpjax.train.data import Data
 
 # The streams of a command, and what a run shows of a step, to disturb it there.
-from mpjax.train._display import Display
-from mpjax.train._output import Output
-from mpjax.train.data import Data
-from mpjax.train.monitors import Events, MetricsFile, RunDirectory
-from mpjax.train.multiprocess import Interrupt
+from mpjax.train.loop._display import Display
+from mpjax.train.loop._events import Events
+from mpjax.train.loop._metrics_file import MetricsFile
+from mpjax.train.loop._output import Output
+from mpjax.train.loop._run_directory import RunDirectory
+from mpjax.train.processes import Interrupt
 from tests._quick_compile import environment as quick_environment
 from tests.train._runs import Points, curve, refused, train, write_line
 from tests.train._tiny_gpt import records

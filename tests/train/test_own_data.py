@@ -8,7 +8,8 @@ import pytest
 
 import mpjax
 from mpjax.train import DataError
-from mpjax.train.data import DataConfig, load_data
+from mpjax.train.config._config import DataConfig
+from mpjax.train.data import load_data
 from tests.train._runs import raises_one_line
 
 

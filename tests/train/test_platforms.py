@@ -15,7 +15,7 @@ import mpjax
 from mpjax.train import load_config, make_setup, make_task
 
 # A first state of shapes, for a step of another platform's policy.
-from mpjax.train._setup import init_state
+from mpjax.train.setup._setup import init_state
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 SMALLER = {

@@ -7,7 +7,7 @@ from mpjax.cli import main
 from mpjax.train import load_safetensors
 
 # What is registered is to be forgotten.
-from mpjax.train._registry import TARGETS
+from mpjax.train.config._registry import TARGETS
 from tests.train._runs import curve, refused, train, write_line
 
 PLUGIN = """

@@ -18,13 +18,13 @@ import pytest
 
 from mpjax.cli import main
 from mpjax.train import ConfigError
-from mpjax.train._config import DistributedConfig
 from mpjax.train._errors import Agreed
+from mpjax.train.config._config import DistributedConfig
 from mpjax.train.data import data_mismatch
-from mpjax.train.monitors import config_mismatch
+from mpjax.train.loop._run_directory import config_mismatch
 
 # What only several processes do, here with stand-ins for the others.
-from mpjax.train.multiprocess import _processes, _start, code_mismatch
+from mpjax.train.processes import _processes, _start, code_mismatch
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
 from tests.train._own_config import PLUGIN, write_config

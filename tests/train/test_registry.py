@@ -11,7 +11,7 @@ import yaml
 from mpjax.train import ConfigError, parse_config, register_data, register_model
 
 # What a registered name leads to.
-from mpjax.train._registry import MODELS
+from mpjax.train.config._registry import MODELS
 from tests.train._runs import raises_one_line
 
 REST = {"data": {"kind": "digits"}}

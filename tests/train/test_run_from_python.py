@@ -15,7 +15,7 @@ from mpjax.cli import main
 from mpjax.train import ConfigError, load_config, load_plugins
 
 # A bar by itself, without a run.
-from mpjax.train._display import Display, summary_table
+from mpjax.train.loop._display import Display, summary_table
 from tests.train._own_config import PLUGIN
 from tests.train._tiny_gpt import records
 
@@ -76,7 +76,7 @@ def test_a_notebook_has_a_bar_that_moves(monkeypatch):
     return Cell()
 
   monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
-  monkeypatch.setattr("mpjax.train._display._SECONDS", 0.0)
+  monkeypatch.setattr("mpjax.train.loop._display._SECONDS", 0.0)
   console = rich.console.Console(file=io.StringIO(), force_jupyter=True)
   with Display(console, 10, 0, "rows", has_scale=False) as bar:
     for step in (1, 2):

@@ -15,14 +15,14 @@ import safetensors.numpy
 
 from mpjax.train import (
   ConfigError,
+  DataError,
   load_config,
   load_safetensors,
   make_setup,
   parse_config,
   save_safetensors,
 )
-from mpjax.train.data import DataError
-from mpjax.train.monitors import RunDirectory
+from mpjax.train.loop._run_directory import RunDirectory
 from tests._quick_compile import environment as quick_environment
 from tests.train._datasets import IMAGES, LABELS, load
 from tests.train._runs import raises_one_line
@@ -200,7 +200,7 @@ sys.dont_write_bytecode = True
 import dataclasses
 from mpjax.cli import main
 from mpjax.train import load_safetensors, register_model
-from mpjax.train.models._language_model import gpt
+from mpjax.zoo.models._language_model import gpt
 
 @register_model("oddly_named")
 def oddly_named(info, *, dim: int, layers: int, heads: int, dropout: float):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mpjax.train.data import DataError
+from mpjax.train import DataError
 from tests.train._datasets import load
 from tests.train._runs import raises_one_line
 

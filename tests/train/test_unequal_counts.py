@@ -13,7 +13,7 @@ from flax import nnx
 import mpjax
 
 # The task of `model.kind: gpt` for rows that are made here.
-from mpjax.train.models._language_model import gpt
+from mpjax.zoo.models._language_model import gpt
 from tests.train._datasets import load
 from tests.train._tiny_gpt import records
 

@@ -24,7 +24,7 @@ from mpjax.train.checkpoints import _integrity as reading
 from mpjax.train.checkpoints._checksums import NonFiniteLeaves, examine
 from mpjax.train.checkpoints._orbax_errors import reason
 from mpjax.train.checkpoints._preservation import SKIPS, preservation
-from mpjax.train.multiprocess import everyone
+from mpjax.train.processes import everyone
 
 # Bytes written as a test before orbax begins: more than it writes in addition to the arrays.
 _A_LITTLE = 2**20

@@ -19,7 +19,7 @@ from mpjax.train.checkpoints._checksums import (
   tree_kinds,
 )
 from mpjax.train.checkpoints._orbax_errors import reason
-from mpjax.train.multiprocess import everyone
+from mpjax.train.processes import everyone
 
 # The key in the loop's part for the checksum of the checksums.
 _SEAL = "integrity"

@@ -1,11 +1,10 @@
-"""Datasets for a config: text, token numbers, and images with labels; grain reads them."""
+"""Rows of a dataset as batches: shuffled, batched and read by grain."""
 
 from __future__ import annotations
 
 from mpjax.train._errors import DataError
-from mpjax.train._registry import DATASETS
-from mpjax.train.data import _huggingface, _images, _text, _tokens  # noqa: F401 (they register what they read)
-from mpjax.train.data._data_config import DataConfig
+from mpjax.train.config._config import DataConfig
+from mpjax.train.config._registry import DATASETS
 from mpjax.train.data._dataset import Batch, Data, Rows, RowSource, data_mismatch, describe, make_data
 from mpjax.train.data._info import DataInfo, MissingFact, ModelInfo
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpjax._types import ArrayLike
 from mpjax.train._errors import DataError
-from mpjax.train.data._data_config import DataConfig
+from mpjax.train.config._config import DataConfig
 from mpjax.train.data._info import DataInfo
 
 Batch = dict[str, np.ndarray]

@@ -1,0 +1,1 @@
+"""The config of a run: its keys and checks, the YAML file, registered kinds and plug-ins."""

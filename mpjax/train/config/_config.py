@@ -1,0 +1,310 @@
+"""The config of a training run: keys, defaults and checks. Every mistake is one line that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+import pydantic
+import yaml
+
+from mpjax.dtypes import DTYPE_NAMES
+from mpjax.policy import Policy, get_policy
+from mpjax.sharding import ShardingRules
+from mpjax.step._checks import require_honoured
+from mpjax.train._errors import ConfigError
+from mpjax.train.config._checks import Float, Int, Natural, Positive, Section, Seed, describe
+from mpjax.train.config._names import config_keys, keys_meant
+from mpjax.train.config._registry import DATASETS, MODELS, TARGETS, KindSection
+
+
+class ModelConfig(KindSection):
+  """The model: `kind`, and the keyword arguments of the kind's function."""
+
+  kinds = MODELS
+
+
+class DataConfig(KindSection):
+  """The source of batches: keys of every kind, and the options of this kind's function.
+
+  Attributes:
+    kind: name of a registered kind.
+    batch_size: rows of a batch, over all processes.
+    eval_batches: largest number of batches in an evaluation; `None`: all.
+    workers: threads that read ahead.
+    options: the kind's own keys; in a file they are keys of the section.
+  """
+
+  kinds = DATASETS
+  batch_size: Positive = 16
+  eval_batches: Positive | None = None
+  workers: Natural = 0
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _leave_out_no_path(cls, value: object) -> object:
+    """Accepts `path: null` for every kind, also for a kind that reads no files."""
+    if isinstance(value, Mapping) and "path" in value and value["path"] is None:
+      return {key: each for key, each in value.items() if key != "path"}
+    return value
+
+
+class OptimizerConfig(Section):
+  """An optax optimiser, its learning-rate schedule and gradient clipping.
+
+  `name`: an optimiser of optax. `target`: a plug-in's optimiser, in place of `name`.
+  `schedule_steps`: the step at which the schedule ends; `null`: `train.steps`. `decay_fraction`: the share of
+  these steps in which the schedule `wsd` (warm-up, stable, decay) falls.
+  """
+
+  name: str | None = "adamw"
+  target: str | None = None
+  learning_rate: Annotated[Float, pydantic.Field(gt=0)] = 1e-3
+  schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+  schedule_steps: Positive | None = None
+  warmup_steps: Natural = 0
+  decay_fraction: Annotated[Float, pydantic.Field(gt=0, le=1)] = 0.2
+  final_fraction: Annotated[Float, pydantic.Field(ge=0, le=1)] = 0.1
+  weight_decay: Annotated[Float, pydantic.Field(ge=0)] = 0.0
+  clip_norm: Annotated[Float, pydantic.Field(gt=0)] | None = None
+  options: dict[str, Any] = pydantic.Field(default_factory=dict)
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _check_target(cls, value: object) -> object:
+    if not isinstance(value, Mapping) or value.get("target") is None:
+      return value
+    for key in ("name", "weight_decay"):
+      if value.get(key):
+        raise ValueError(
+          f"{key}={value[key]!r} and target={value['target']!r}: give only one of them; "
+          f"{key}={'null' if key == 'name' else 0} removes the {key} of a file"
+        )
+    options = value.get("options")
+    if not isinstance(options, Mapping) and options is not None:
+      return value  # the annotation's check reports it
+    return {**value, "name": None, "options": TARGETS.check({**(options or {}), "target": value["target"]})}
+
+
+class MeshConfig(Section):
+  """The number of devices along each axis, and how parameters are divided over them.
+
+  -1 on one axis means all devices that are left. Rows of a batch are divided over `data` and `fsdp`;
+  parameters and optimiser state over `fsdp`; the parts of one matrix product over `tensor`.
+  `rules` map regular expressions on parameter paths to an axis or null for each dimension. They are tried
+  before the model's own rules. `gather` says when parameters that are divided over `fsdp` are gathered: once
+  per `step`, or by `block`, where they are read. With `gather_prefetch: 1` the compiler may gather a block's
+  parameters while the block before runs; with 0 it waits until the block's other inputs are ready.
+  `offload: optimizer` keeps the optimiser's state in the host's memory between steps, also on one device.
+  """
+
+  data: Int = -1
+  fsdp: Int = 1
+  tensor: Int = 1
+  rules: dict[str, Any] = pydantic.Field(default_factory=dict)
+  gather: Literal["step", "block"] = "step"
+  gather_prefetch: Literal[0, 1] = 1
+  offload: Literal["optimizer"] | None = None
+
+  @pydantic.model_validator(mode="after")
+  def _check(self) -> MeshConfig:
+    sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "tensor")}
+    for axis, size in sizes.items():
+      if size != -1 and size < 1:
+        raise ValueError(f"{axis}={size}: expected a number of devices, or -1 for all that are left")
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+      raise ValueError(f"{rest[0]}=-1 and {rest[1]}=-1: expected -1, all that are left, on one axis at most")
+    if self.gather == "block" and self.fsdp == 1:
+      raise ValueError(
+        "gather=block gathers parameters that are divided over fsdp: expected fsdp of 2 or more, or -1"
+      )
+    ShardingRules(self.rules)
+    return self
+
+
+def step_recompute(recompute: str) -> str:
+  """Returns `make_train_step`'s `recompute` for `train.recompute`. For `blocks`, the model recomputes."""
+  return DEFAULT_RECOMPUTE if recompute == "blocks" else recompute
+
+
+Recompute = Literal["islands", "dots", "blocks", "nothing"]
+DEFAULT_RECOMPUTE: Recompute = "islands"
+ExportDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
+
+
+def _export_name(value: object) -> object:
+  """Returns the dtype for a preset's or dtype's name such as `fp16` or `bf16`; other values unchanged."""
+  presets = {"fp32": "float32", "fp16": "float16", "fp8": "float8_e4m3fn"}
+  return {**DTYPE_NAMES, **presets}.get(value, value) if isinstance(value, str) else value
+
+
+def export_dtype(name: str | None) -> ExportDtype | None:
+  """Returns the dtype of an export for a name such as `bf16`, `bfloat16` or `fp8`; `None` for `None`.
+
+  Raises:
+    ConfigError: for another name.
+  """
+  dtypes: tuple[ExportDtype, ...] = get_args(ExportDtype)
+  dtype = _export_name(name)
+  found = next((one for one in dtypes if one == dtype), None)
+  if name is not None and found is None:
+    raise ConfigError(f"export dtype {name!r}: expected fp32, bf16, fp16, fp8, {', '.join(dtypes)}")
+  return found
+
+
+class TrainConfig(Section):
+  """The training loop.
+
+  `steps`: the number of steps; may grow when a run is resumed.
+  `init_from`: start with the parameters and model state of a run directory's newest checkpoint, or of a file
+  that `mpjax export` wrote. `init_optimizer`: also take that run's optimiser state.
+  `checkpoint_wait`: wait until a checkpoint is on the disk, so that a crash never costs more than
+  `checkpoint_every` steps; by default, training goes on while checkpoints are written.
+  `max_skips`: stop after this many skipped steps in a row at the lowest loss scale.
+  """
+
+  steps: Positive = 1000
+  init_from: str | None = None
+  init_optimizer: bool = False
+  accumulate: Positive = 1
+  log_every: Positive = 10
+  eval_every: Positive = 200
+  checkpoint_every: Positive = 200
+  checkpoint_wait: bool = False
+  keep_checkpoints: Positive = 2
+  skip_nonfinite: bool = True
+  max_skips: Positive = 50
+  recompute: Recompute = DEFAULT_RECOMPUTE
+  export: Literal["safetensors"] | None = None
+  export_dtype: Annotated[ExportDtype, pydantic.BeforeValidator(_export_name)] | None = None
+
+  @pydantic.model_validator(mode="after")
+  def _check(self) -> TrainConfig:
+    if self.init_optimizer and self.init_from is None:
+      raise ValueError("init_optimizer=true: expected a run directory in train.init_from")
+    return self
+
+
+class NumericsConfig(Section):
+  """`every`: steps between two summaries of a run's numbers in TensorBoard; 0: no summaries."""
+
+  every: Natural = 0
+
+
+Seconds = Annotated[Float, pydantic.Field(gt=0, le=1e6)]
+
+
+class DistributedConfig(Section):
+  """Time limits of a run, in seconds. They do not change what it computes.
+
+  `start_timeout_s`: until all processes are connected. `heartbeat_timeout_s`: between signs of life of a
+  process. `hang_timeout_s`: for a step (the first one includes compilation), an evaluation or a checkpoint.
+  """
+
+  start_timeout_s: Seconds = 300
+  heartbeat_timeout_s: Seconds = 60
+  hang_timeout_s: Seconds = 1800
+
+
+class Config(Section):
+  """The config of a training run, with a section for each part; `load_config` makes one.
+
+  ```python
+  config = mpjax.train.load_config("gpt_stdlib", ["policy=fp16"])
+  print(config.train.steps, config.resolve_policy(), config.to_yaml())
+  ```
+
+  `policy`: anything that `mpjax.get_policy` takes. `out`: the run directory.
+  """
+
+  policy: Any = "auto"
+  seed: Seed = 0
+  out: str | None = None
+  model: ModelConfig
+  data: DataConfig
+  optimizer: OptimizerConfig = OptimizerConfig()
+  mesh: MeshConfig = MeshConfig()
+  train: TrainConfig = TrainConfig()
+  numerics: NumericsConfig = NumericsConfig()
+  distributed: DistributedConfig = DistributedConfig()
+
+  @pydantic.model_validator(mode="after")
+  def _check(self) -> Config:
+    if self.data.batch_size % self.train.accumulate:
+      raise ValueError(
+        f"data.batch_size={self.data.batch_size} is not divisible by train.accumulate={self.train.accumulate}"
+      )
+    return self
+
+  def with_any_attention(self) -> Config:
+    """Returns the config with `attention: auto` in place of a named kernel, for any device and dtype."""
+    options = self.model.options
+    if options.get("attention", "xla") in ("auto", "xla") or not MODELS.find(self.model.kind).is_own:
+      return self
+    model = self.model.model_copy(update={"options": {**options, "attention": "auto"}})
+    return self.model_copy(update={"model": model})
+
+  def resolve_policy(self) -> Policy:
+    """Returns the policy for this backend. Its `reason` says why `auto` chose it."""
+    return get_policy(self.policy)
+
+  def to_yaml(self) -> str:
+    """Returns the config as YAML, with all defaults and the whole policy."""
+    data = self.model_dump(mode="json") | {"policy": self.resolve_policy().to_dict()}
+    return yaml.safe_dump(data, sort_keys=False)
+
+
+def parse_config(data: object) -> Config:
+  """Makes a `Config` from plain data. `make_setup` makes the checks that need the devices or the data.
+
+  ```python
+  config = mpjax.train.parse_config({"policy": "bf16", "model": {"kind": "vit"}, "data": {"kind": "digits"}})
+  ```
+
+  Args:
+    data: a mapping with the keys of a config file.
+
+  Raises:
+    ConfigError: as for `load_config`.
+  """
+  try:
+    config = Config.model_validate(data)
+  except pydantic.ValidationError as error:
+    # An unknown key may be a misspelt form of a missing one, so report it first.
+    errors = sorted(error.errors(), key=lambda each: each["type"] == "missing")
+    raise ConfigError(_describe(errors[0])) from error
+  try:
+    require_honoured(config.resolve_policy())
+  except ValueError as error:
+    raise ConfigError(f"policy: {error}") from error
+  return config
+
+
+def _describe(error: Mapping[str, Any]) -> str:
+  """Describes pydantic's error in one line."""
+  raised = error.get("ctx", {}).get("error")
+  if isinstance(raised, ConfigError):  # from a kind's options; it names the key
+    return str(raised)
+  loc = [str(part) for part in error["loc"]]
+  if error["type"] == "extra_forbidden":
+    section = _SECTIONS[loc[0]] if len(loc) > 1 else Config
+    known = list(section.model_fields)
+    key = ".".join(loc)
+    meant = keys_meant(key, [*known, *config_keys()])  # in this section or another
+    near = f"; did you mean {meant[0]!r}?" if meant else ""
+    return f"unknown key {key!r}: expected one of {', '.join(known)}{near}"
+  if error["type"] == "value_error" and loc and loc[-1] in _SECTIONS:
+    return f"{'.'.join(loc)}: {error['msg'].removeprefix('Value error, ')}"
+  return describe(error, loc)
+
+
+_SECTIONS: dict[str, type[Section]] = {
+  "model": ModelConfig,
+  "data": DataConfig,
+  "optimizer": OptimizerConfig,
+  "mesh": MeshConfig,
+  "train": TrainConfig,
+  "numerics": NumericsConfig,
+  "distributed": DistributedConfig,
+}

@@ -1,0 +1,190 @@
+"""Reads a config from YAML with `key=value` overrides, or one of the examples that come with mpjax.
+
+OmegaConf does the reading. Every mistake is a `ConfigError` of one line that names the file or the key.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jmp
+import omegaconf
+import pydantic
+import yaml
+
+from mpjax.dtypes import did_you_mean
+from mpjax.policy import get_policy
+from mpjax.train._errors import ConfigError
+from mpjax.train.config._config import Config, DistributedConfig, parse_config
+from mpjax.train.config._names import examples
+
+# A file, the name of an example, a mapping of keys or a config.
+ConfigSource = str | pathlib.Path | Mapping[str, Any] | Config
+
+
+def find_config(name: str | pathlib.Path) -> pathlib.Path:
+  """Returns the file of a config: an existing path, that of a run directory, or an example's (`gpt_stdlib`).
+
+  Raises:
+    ConfigError: if there is neither a file nor an example of that name.
+  """
+  path = pathlib.Path(name)
+  if path.is_dir() and (path / "config.yaml").exists():
+    return path / "config.yaml"
+  if path.exists():
+    return path
+  known = examples()
+  if str(path) in known:
+    return known[str(path)]
+  if len(path.parts) > 1 and path.suffix not in (".yaml", ".yml"):
+    runs = sorted(str(config.parent) for config in path.parent.glob("*/config.yaml"))
+    there = f"there are {', '.join(runs)}{did_you_mean(str(path), runs)}" if runs else "no runs there"
+    raise ConfigError(f"no such run directory or config file: {path}: {there}")
+  expected = f"expected a YAML file, or an example: {', '.join(known)}"
+  raise ConfigError(f"no such config file: {path}: {expected}{did_you_mean(path.stem, known)}")
+
+
+def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
+  """Reads a config, applies overrides and checks the result.
+
+  ```python
+  config = mpjax.train.load_config("gpt_stdlib", ["policy=fp16", "train.steps=200"])
+  print(config.to_yaml())
+  ```
+
+  Args:
+    source: a YAML file, the name of an example that comes with mpjax (`gpt_stdlib`, `resnet_digits`,
+      `vit_digits`), a mapping of the same keys, or a `Config`.
+    overrides: texts `key=value` with dotted keys and YAML values. Later ones win.
+
+  Returns:
+    The config. If it does not name `out`, `out` is `runs/NAME-POLICY`.
+
+  Raises:
+    ConfigError: one line that names the file or key, the value and what was expected.
+  """
+  if isinstance(overrides, (str, Mapping)):
+    raise ConfigError(
+      f"overrides={overrides!r}: expected a list of texts, as in ['policy=bf16', 'train.steps=200']"
+    )
+  source = _located(source)
+  config = parse_config(read_tree(source, overrides))
+  if config.out is None:
+    title = source.stem if isinstance(source, pathlib.Path) else config.model.kind
+    name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
+    config = config.model_copy(update={"out": f"runs/{title}-{name}"})
+  return config
+
+
+def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+  """Returns a YAML file with `key=value` overrides as plain data. Checks no key.
+
+  A value may refer to another key, as in `${seed}`. OmegaConf's functions, such as `${oc.env:NAME}`, are
+  refused: they would write the environment into the run directory or send it in a request for a dataset.
+
+  Raises:
+    ConfigError: as for `load_config`.
+  """
+  title = source if isinstance(source, pathlib.Path) else "the config"
+  try:
+    if isinstance(source, pathlib.Path):
+      _require_shallow(source)
+      tree = omegaconf.OmegaConf.load(source)
+    else:
+      tree = omegaconf.OmegaConf.create(_plain(source))
+  except (OSError, ValueError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
+    raise ConfigError(f"cannot read {title}: {' '.join(str(error).split())}") from error
+  if not isinstance(tree, omegaconf.DictConfig):
+    raise ConfigError(f"{title}: expected a mapping of keys at the top level")
+  try:
+    for override in overrides:
+      _apply(tree, override)
+    _require_plain(omegaconf.OmegaConf.to_container(tree, resolve=False))
+    data: Any = omegaconf.OmegaConf.to_container(tree, resolve=True)
+  except omegaconf.errors.OmegaConfBaseException as error:
+    raise ConfigError(f"{title}: {' '.join(str(error).split())}") from error
+  return data
+
+
+def _located(source: ConfigSource) -> pathlib.Path | Mapping[str, Any]:
+  if isinstance(source, Config):
+    return source.model_dump()
+  return source if isinstance(source, Mapping) else find_config(source)
+
+
+def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a mapping with a `jmp.Policy` in it as plain data."""
+  policy = tree.get("policy")
+  return {**tree, **({"policy": get_policy(policy).to_dict()} if isinstance(policy, jmp.Policy) else {})}
+
+
+def read_waits(source: ConfigSource, overrides: Sequence[str] = ()) -> DistributedConfig:
+  """Returns the `distributed` section. Called before the processes are connected.
+
+  Returns the defaults if the section cannot be read: `load_config` raises later, in all processes.
+  """
+  try:
+    tree = read_tree(_located(source), overrides)
+    return DistributedConfig.model_validate(tree.get("distributed", {}))
+  except (ConfigError, pydantic.ValidationError):
+    return DistributedConfig()
+
+
+def _apply(tree: omegaconf.DictConfig, override: str) -> None:
+  key, sign, value = override.partition("=")
+  if not sign or not key:
+    raise ConfigError(f"override {override!r}: expected key=value, as in train.steps=200")
+  if key.startswith("policy.") and isinstance(tree.get("policy"), str):
+    tree["policy"] = {"base": tree["policy"]}
+  try:
+    parsed = omegaconf.OmegaConf.from_dotlist([f"value={value}"])["value"]
+    omegaconf.OmegaConf.update(tree, key, parsed, merge=False)
+  except Exception as error:  # from YAML, OmegaConf or Python
+    raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from error
+
+
+_DEEPEST, _MOST_REFERENCES = 50, 16
+_REFERENCE = re.compile(r"(?<![\\$])\$\{[\w.\[\]-]+\}")
+
+
+def _require_shallow(path: pathlib.Path) -> None:
+  """Raises for a file nested so deeply that the recursive reader would overflow the stack."""
+  depth = 0
+  with path.open("rb") as file:
+    for event in yaml.parse(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+      if isinstance(event, yaml.CollectionStartEvent):
+        depth += 1
+      elif isinstance(event, yaml.CollectionEndEvent):
+        depth -= 1
+      if depth > _DEEPEST:
+        raise ValueError(f"nested more than {_DEEPEST} levels deep")
+
+
+def _require_plain(tree: object) -> None:
+  """Raises for values that are not plain data, and for so many references that they could fill the memory."""
+  found = 0
+  for key, text in _strings(tree, ""):
+    found += len(_REFERENCE.findall(text))
+    if "${" in _REFERENCE.sub("", text):
+      raise ConfigError(
+        f"{key}={text!r}: only another key may stand in ${{...}}, as in ${{seed}}; a value from the "
+        "environment goes on the command line, as in out=$HOME/runs/x"
+      )
+  if found > _MOST_REFERENCES:
+    raise ConfigError(
+      f"{found} references ${{...}}: expected at most {_MOST_REFERENCES}; write the values out"
+    )
+
+
+def _strings(tree: object, key: str) -> Iterator[tuple[str, str]]:
+  if isinstance(tree, str):
+    yield key, tree
+  elif isinstance(tree, dict):
+    for name, value in tree.items():
+      yield from _strings(value, f"{key}.{name}" if key else str(name))
+  elif isinstance(tree, list):
+    for position, value in enumerate(tree):
+      yield from _strings(value, f"{key}[{position}]")

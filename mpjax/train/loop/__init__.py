@@ -1,0 +1,1 @@
+"""A run: its directory, the training loop, records and what is shown."""

@@ -1,0 +1,294 @@
+"""The directory of a run: one owner at a time, and the same config for ever."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+from typing import IO, Any
+
+import numpy as np
+import yaml
+
+from mpjax._types import ArrayLike
+from mpjax.train._errors import ConfigError
+from mpjax.train._files import GONE, set_aside, unfinished, unused, write_atomically
+from mpjax.train.config._config import Config
+from mpjax.train.config._config_file import read_tree
+
+
+class RunDirectory:
+  """Opens or makes the directory of a run, and holds its lock.
+
+  Attributes:
+    path: its path.
+    before: the run's earlier config, as plain data, if it had fewer steps; else `None`.
+    said: lines for the user about the directory as it was found.
+
+  Args:
+    config: the config of the run.
+    owner: whether this process writes in it; other processes of the run only use the path.
+
+  Raises:
+    ConfigError: if the directory holds a run of another config or is not a run's, or another process is
+      running in it. Nothing in it was changed.
+  """
+
+  def __init__(self, config: Config, owner: bool = True):
+    self._lock: IO[str] | None = None
+    self._held: int | None = None
+    self._config = config
+    self.said: list[str] = []
+    if "\0" in str(config.out):
+      raise ConfigError(f"out={config.out!r}: expected the name of a directory")
+    self.path = pathlib.Path(str(config.out))
+    self.before: dict[str, Any] | None = None
+    if not owner:
+      return
+    text = config.to_yaml()
+    try:
+      if self.path.exists():
+        self.before = _require_same(self.path, text)
+      self.path.mkdir(parents=True, exist_ok=True)
+      self._lock = _lock(self.path / ".lock")
+      if _never_began(self.path):
+        write_atomically(self.path / "config.yaml", text.encode())
+      self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else None
+    except OSError as error:
+      raise ConfigError(f"out={self.path}: cannot be written ({error.strerror})") from error
+
+  @property
+  def checkpoints(self) -> pathlib.Path:
+    """Returns the folder of the checkpoints."""
+    return self.path / "checkpoints"
+
+  def summary(self) -> dict[str, Any] | None:
+    """Returns the `summary.json` of a finished run.
+
+    `None` if the run has not finished, if its steps have grown since, and in a process that does not write.
+    """
+    file = self.path / "summary.json"
+    if self._lock is None or self.before is not None or not file.exists():
+      return None
+    try:
+      summary = _json(file.read_bytes())
+      if isinstance(summary, dict) and "final_loss" in summary and isinstance(summary.get("steps"), int):
+        return summary
+      moved = set_aside(file)
+    except OSError as error:
+      raise ConfigError(f"{file}: cannot be read or moved ({error.strerror})") from error
+    self.said.append(f"{file.name} is not the summary of a run; it was moved to {moved}, and the run goes on")
+    return None
+
+  @property
+  def is_there(self) -> bool:
+    """Returns whether the path still leads to this directory; False if it was moved, deleted or replaced."""
+    if self._held is None:
+      return True
+    try:
+      return os.path.samestat(os.stat(self.path), os.fstat(self._held))
+    except OSError as error:
+      if error.errno in GONE:
+        return False
+      raise
+
+  def refuge(self) -> pathlib.Path:
+    """Returns a directory for a checkpoint after the run's directory was moved, deleted or replaced.
+
+    Returns the directory's new path if it was moved. Otherwise makes a directory that holds only the config,
+    at the old path or, if that is taken, next to it.
+    """
+    now = self._moved_to()
+    if now is not None:
+      return now
+    path = unused(self.path)
+    path.mkdir(parents=True)
+    write_atomically(path / "config.yaml", self._config.to_yaml().encode())
+    return path
+
+  def _moved_to(self) -> pathlib.Path | None:
+    assert self._held is not None
+    try:  # only Linux knows the path of an open directory
+      now = pathlib.Path(os.readlink(f"/proc/self/fd/{self._held}"))
+      return now if os.path.samestat(os.stat(now), os.fstat(self._held)) else None
+    except OSError:
+      return None
+
+  def grow(self, config: Config) -> None:
+    """Writes the config with more steps; the run no longer counts as finished."""
+    (self.path / "summary.json").unlink(missing_ok=True)
+    write_atomically(self.path / "config.yaml", config.to_yaml().encode())
+    self.before = None
+
+  def write_summary(self, summary: dict[str, Any]) -> None:
+    """Writes `summary.json`, which marks the run as finished."""
+    write_atomically(self.path / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+
+  def close(self) -> None:
+    """Releases the lock of the directory."""
+    if self._lock is not None:
+      self._lock.close()
+    if self._held is not None:
+      os.close(self._held)
+      self._held = None
+
+
+def _json(content: bytes) -> Any:
+  """Returns the value of a JSON text; `None` for text that is not JSON."""
+  try:
+    return json.loads(content)
+  except (ValueError, RecursionError):
+    return None
+
+
+def plain(value: ArrayLike) -> Any:
+  """Returns a JSON value for an array scalar, exact for float32; non-finite floats become strings."""
+  item = np.asarray(value).item()
+  if isinstance(item, float) and not np.isfinite(item):
+    return str(item)  # "nan", "inf", "-inf": JSON has no such numbers
+  return item
+
+
+# Keys that may differ between processes.
+_OWN = frozenset({"distributed", "train.checkpoint_wait"})
+# Keys that may change when a run resumes. Only a mesh changes what a step computes: its rounding.
+_FREE = _OWN | {
+  "out",
+  "numerics",
+  "mesh",
+  "data.workers",
+  "train.log_every",
+  "train.eval_every",
+  "train.checkpoint_every",
+  "train.keep_checkpoints",
+  "train.max_skips",
+}
+
+
+def differences(
+  theirs: object, ours: object, there: str, here: str, free: frozenset[str], key: str = ""
+) -> list[str]:
+  """Returns a line for each difference between two configs.
+
+  Args:
+    theirs: a config, or a part of one, as plain data.
+    ours: another config.
+    there: says where the first one is, for a person.
+    here: says where the other one is.
+    free: keys that may differ.
+    key: the key of both parts; empty for whole configs.
+  """
+  if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+    return [] if theirs == ours else [f"{key}: {_short(theirs)} {there}, {_short(ours)} {here}"]
+  found = []
+  for name in sorted(theirs.keys() | ours.keys()):
+    path = f"{key}.{name}" if key else name
+    if path not in free:
+      found += differences(theirs.get(name), ours.get(name), there, here, free, path)
+  return found
+
+
+def _short(value: object) -> str:
+  """Returns a value as text; only the beginning of a long mapping."""
+  if not isinstance(value, dict) or len(value) < 3:
+    return repr(value)
+  first = next(iter(value))
+  return f"{{{first!r}: {value[first]!r}, ...}}"
+
+
+def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
+  """Returns an error text if the configs of process 0 and another one differ; `None` if they match."""
+  there, here = "in process 0", f"in process {process}"
+  found = differences(first, other, there, here, _OWN)
+  if not found:
+    return None
+  return f"the processes have different configs ({'; '.join(found[:3])}): start all with the same one"
+
+
+def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+  """Says how the configs of two runs differ in the keys that a run keeps; `None` if they do not."""
+  found = differences(theirs, ours, "there", "here", _FREE)
+  found = [line for line in found if not line.startswith(_GROWING)]
+  return "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "") if found else None
+
+
+def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
+  """Returns the config in a run directory if only its number of steps is smaller; `None` if it is the same.
+
+  Raises:
+    ConfigError: for another config, or a directory that is not a run's.
+  """
+  file = path / "config.yaml"
+  begun = {path / ".lock", unfinished(file)}  # what a start leaves that ended before it wrote the config
+  if not path.is_dir() or (not file.exists() and set(path.iterdir()) - begun):
+    raise ConfigError(
+      f"out={path}: exists and is not a run directory; nothing was changed, choose another out="
+    )
+  for entry in itertools.chain(path.iterdir(), path.glob("checkpoints/*"), path.glob("tensorboard/*")):
+    if entry.is_symlink():  # a run could be made to overwrite any file of the user
+      raise ConfigError(
+        f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes only in its own "
+        "directory: nothing was changed; remove the link, or make out= the directory that it leads to"
+      )
+  for name, is_right in _KINDS.items():
+    entry = path / name
+    if entry.exists() and not is_right(entry):
+      kind = "a folder" if entry.is_dir() else "not a folder"
+      raise ConfigError(f"out={path}: {name} in it is {kind}, and nothing was changed; choose another out=")
+  if not file.exists():
+    return None
+  try:
+    theirs = read_tree(file)
+  except ConfigError as error:
+    raise ConfigError(f"{error}; choose another out=") from error
+  ours = yaml.safe_load(text)
+  grows = _steps(ours) > _steps(theirs) > 0
+  found = differences(theirs, ours, "there", "here", _FREE)
+  if grows:
+    found = [line for line in found if not line.startswith(_GROWING)]
+  if found and _never_began(path):
+    return None
+  if found:
+    shown = "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "")
+    raise ConfigError(
+      f"out={path} holds a run of another config ({shown}): nothing was changed; choose another out=, "
+      f"with train.init_from={path} to start from its parameters, or delete the directory to start over"
+    )
+  return theirs if grows else None
+
+
+def _never_began(path: pathlib.Path) -> bool:
+  """Returns whether a run directory has only a config, as after a start that failed."""
+  metrics = path / "metrics.jsonl"
+  kept = next(path.glob("checkpoints/*"), None) or (path / "summary.json").exists()
+  return not (kept or (metrics.exists() and metrics.stat().st_size))
+
+
+# The type of each entry of a run directory.
+_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log")
+_KINDS = dict.fromkeys(_FILES, pathlib.Path.is_file) | dict.fromkeys(
+  ("checkpoints", "tensorboard", "damaged"), pathlib.Path.is_dir
+)
+# Keys that may change when a run resumes with more steps.
+_GROWING = ("train.steps: ", "optimizer.schedule_steps: ")
+
+
+def _steps(config: dict[str, Any]) -> int:
+  train = config.get("train")
+  steps = train.get("steps") if isinstance(train, dict) else None
+  return steps if isinstance(steps, int) else 0
+
+
+def _lock(path: pathlib.Path) -> IO[str]:
+  file = path.open("w")
+  try:
+    import fcntl
+  except ImportError:  # Windows has no flock: the user must not start two runs in one directory
+    return file
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    file.close()
+    raise ConfigError(f"out={path.parent}: another process is running in this directory") from None
+  return file

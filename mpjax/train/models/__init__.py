@@ -1,8 +1,0 @@
-"""Models that follow the dtype of their parameters and inputs, without dtype arguments."""
-
-from mpjax.train.models._gpt import GPT
-from mpjax.train.models._model_sharding import gpt_sharding, resnet_sharding, vit_sharding
-from mpjax.train.models._resnet import ResNet
-from mpjax.train.models._vit import ViT
-
-__all__ = ["GPT", "ResNet", "ViT", "gpt_sharding", "resnet_sharding", "vit_sharding"]

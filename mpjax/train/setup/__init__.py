@@ -1,0 +1,1 @@
+"""What a config builds: task, optimiser, mesh, training step and first state."""

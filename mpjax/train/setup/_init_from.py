@@ -1,0 +1,154 @@
+"""`train.init_from`: starts a new run from the parameters, and the optimiser's state, of another run."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from typing import NamedTuple
+
+import jax
+
+from mpjax._types import Array, PyTree
+from mpjax.loss_scale import LossScaleState
+from mpjax.patterns import named_leaves
+from mpjax.step import TrainState, TrainStep
+from mpjax.step._optimizer import can_adopt, masters_of, set_masters
+from mpjax.train._errors import CheckpointError, ConfigError
+from mpjax.train._export import load_safetensors
+from mpjax.train.checkpoints import Checkpoints
+from mpjax.train.config._config import Config
+from mpjax.train.config._config_file import load_config
+from mpjax.train.setup._setup import Setup, build_step, init_state
+
+
+class Start(NamedTuple):
+  """The first state of a run, and a text that says where it comes from."""
+
+  state: TrainState
+  source: str
+
+
+def start_from(setup: Setup, state: TrainState) -> Start:
+  """Returns the first state of a run with the parameters that `train.init_from` names.
+
+  Args:
+    setup: the new run's setup.
+    state: the new run's first state, on its devices.
+
+  Raises:
+    ConfigError: if there is no such run or export, or its parameters or optimiser do not fit.
+  """
+  train = setup.config.train
+  path = pathlib.Path(str(train.init_from))
+  if (path / "config.yaml").is_file():
+    return _from_run(path, setup, state)
+  if not path.is_file():
+    raise ConfigError(f"train.init_from={path}: expected a run directory, or a file that mpjax export wrote")
+  if train.init_optimizer:
+    raise ConfigError(
+      f"train.init_optimizer=true: {path} has only parameters; expected a run directory in train.init_from"
+    )
+  return _from_export(path, setup, state)
+
+
+def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
+  theirs = _like(load_config(path / "config.yaml"), setup.config)
+  task, before = build_step(theirs, setup.info, theirs.resolve_policy(), setup.layout.mesh)
+  shapes = jax.eval_shape(lambda: init_state(theirs, task, before, setup.batch_shapes()))
+  shardings = setup.layout.device_shardings
+  checkpoints = Checkpoints(path / "checkpoints", read_only=True)
+  try:
+    step = checkpoints.latest()
+    if step is None:
+      raise ConfigError(f"train.init_from={path}: there is no checkpoint in it")
+    like = jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, shardings(shapes))
+    old = checkpoints.restore(step, like).state
+  except CheckpointError as error:
+    raise ConfigError(f"train.init_from={path}: {error}") from error
+  finally:
+    checkpoints.close()
+  source = f"parameters of step {step} of {path}"
+  if not setup.config.train.init_optimizer:
+    return Start(_with_params(setup, state, old), source)
+  return Start(_with_optimizer(path, setup.step, state, old, before), f"{source}, and its optimizer")
+
+
+def _with_params(setup: Setup, state: TrainState, old: TrainState) -> TrainState:
+  """Returns a run's first state with the master weights of another run."""
+  places = setup.layout.shardings(state)
+
+  def taken(old: TrainState, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    return set_masters(setup.policy, masters_of(old.arrays, old.opt_state), opt_state)
+
+  out = (places.arrays, places.opt_state)
+  params, opt_state = jax.jit(taken, out_shardings=out)(old, state.opt_state)
+  return state.replace(arrays=params, opt_state=opt_state, model_state=old.model_state)
+
+
+def _like(theirs: Config, ours: Config) -> Config:
+  """Returns our config with the policy and optimiser of another run, which decide the shape of its state."""
+  train = ours.train.model_copy(update={"skip_nonfinite": theirs.train.skip_nonfinite})
+  return ours.with_any_attention().model_copy(
+    update={"policy": theirs.policy, "optimizer": theirs.optimizer, "train": train}
+  )
+
+
+def _with_optimizer(
+  path: pathlib.Path, step: TrainStep, state: TrainState, old: TrainState, before: TrainStep
+) -> TrainState:
+  assert step.layout is not None
+  if not can_adopt(state.opt_state, old.opt_state):
+    raise ConfigError(
+      f"train.init_optimizer=true: the state in {path} is of another optimizer; use that run's optimizer "
+      "section, or train.init_optimizer=false"
+    )
+
+  def adopt(old: TrainState) -> tuple[PyTree, PyTree]:
+    adopted = step.adopt(old, before, warn=False)
+    return adopted.arrays, _without_skips(adopted.opt_state)
+
+  places = step.layout.shardings(state)
+  params, opt_state = jax.jit(adopt, out_shardings=(places.arrays, places.opt_state))(old)
+  return state.replace(arrays=params, model_state=old.model_state, opt_state=opt_state)
+
+
+def _without_skips(opt_state: PyTree) -> PyTree:
+  """Returns an optimiser's state with the counts of skipped steps at zero."""
+  is_scale = lambda x: isinstance(x, LossScaleState)
+  reset = lambda x: (
+    x._replace(skipped_steps=0 * x.skipped_steps, consecutive_skips=0 * x.consecutive_skips)
+    if is_scale(x)
+    else x
+  )
+  return jax.tree.map(reset, opt_state, is_leaf=is_scale)
+
+
+def _from_export(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
+  model = load_safetensors(path)
+  places = setup.layout.shardings(state)
+  masters = masters_of(state.arrays, state.opt_state)
+  theirs = _taken(path, "params", model.params, masters, places.arrays)
+  params, opt_state = jax.jit(
+    functools.partial(set_masters, setup.policy), out_shardings=(places.arrays, places.opt_state)
+  )(theirs, state.opt_state)
+  taken = state.replace(
+    arrays=params,
+    opt_state=opt_state,
+    model_state=_taken(path, "model_state", model.model_state, state.model_state, places.model_state),
+  )
+  return Start(taken, f"parameters of {path}")
+
+
+def _taken(path: pathlib.Path, name: str, theirs: PyTree, ours: PyTree, places: PyTree) -> PyTree:
+  """Returns the arrays of an export, by name, with the dtypes and shardings of the run's own."""
+  found: dict[str, Array] = dict(named_leaves(theirs))
+  expected = dict(named_leaves(ours))
+  for key in sorted(found.keys() | expected.keys()):
+    shapes = [str(list(tree[key].shape)) if key in tree else "not there" for tree in (found, expected)]
+    if shapes[0] != shapes[1]:
+      raise ConfigError(
+        f"train.init_from={path}: {name} {key!r} is {shapes[0]} in it and {shapes[1]} in this model; "
+        "expected an export of the same model section and data"
+      )
+  leaves = [found[key].astype(leaf.dtype) for key, leaf in expected.items()]
+  return jax.device_put(jax.tree.unflatten(jax.tree.structure(ours), leaves), places)

@@ -1,0 +1,193 @@
+"""Makes the optimiser that a config names: an optax transform with its schedule and clipping."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._types import PyTree
+from mpjax.dtypes import did_you_mean
+from mpjax.train._errors import ConfigError
+from mpjax.train.config._config import OptimizerConfig
+from mpjax.train.config._registry import TARGETS
+
+OPTIMIZERS = (
+  "adafactor",
+  "adagrad",
+  "adam",
+  "adamax",
+  "adamw",
+  "adan",
+  "amsgrad",
+  "lamb",
+  "lars",
+  "lion",
+  "muon",
+  "nadam",
+  "nadamw",
+  "radam",
+  "rmsprop",
+  "sgd",
+  "yogi",
+)
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+  """Makes the optax chain of a config: clipping by global norm, then the optimiser with its schedule.
+
+  If the optimiser has a mask for weight decay, only leaves of two or more dimensions (matrices and kernels)
+  decay; biases and norms do not.
+
+  ```python
+  config = mpjax.train.load_config("gpt_stdlib")
+  tx = mpjax.train.make_optimizer(config.optimizer, steps=config.train.steps)
+  ```
+
+  Args:
+    config: the `optimizer` section.
+    steps: number of steps of the run; the schedule ends there unless `schedule_steps` is set.
+
+  Returns:
+    An optax transform, without a loss scale.
+
+  Raises:
+    ConfigError: for an unknown optimiser, or an option that it does not take.
+  """
+  optimizer = _of_optax(config, steps) if config.target is None else _of_plugin(config, steps)
+  return (
+    optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer) if config.clip_norm else optimizer
+  )
+
+
+def _of_plugin(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+  made = TARGETS.find(config.target).fun(make_schedule(config, steps), **config.options)
+  if not (hasattr(made, "init") and hasattr(made, "update")):
+    raise ConfigError(
+      f"optimizer.target={config.target}: its function returned a {type(made).__name__}: expected an optax "
+      "transform"
+    )
+  transform: optax.GradientTransformation = made
+  return transform
+
+
+def _of_optax(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+  if config.name not in OPTIMIZERS:
+    raise ConfigError(
+      f"unknown optimizer.name {config.name!r}: expected one of {', '.join(OPTIMIZERS)}"
+      + did_you_mean(str(config.name), OPTIMIZERS)
+      + "; for an optimizer of a plug-in, write optimizer.target"
+    )
+  build = getattr(optax, config.name, None) or getattr(optax.contrib, config.name)
+  takes = inspect.signature(build).parameters
+  options: dict[str, Any] = dict(config.options)
+  for key in options:
+    if key not in takes or key == "learning_rate":
+      names = ", ".join(name for name in takes if name != "learning_rate")
+      raise ConfigError(f"unknown key 'optimizer.options.{key}': {config.name} takes {names}")
+  decay_key = next((key for key in ("weight_decay", "weight_decay_rate") if key in takes), None)
+  if decay_key is not None:
+    options.setdefault(decay_key, config.weight_decay)
+  elif config.weight_decay:
+    raise ConfigError(f"optimizer.weight_decay={config.weight_decay}: {config.name} has no weight decay")
+  for mask in ("mask", "weight_decay_mask"):
+    if mask in takes:
+      options.setdefault(mask, _matrices)
+  try:
+    optimizer: optax.GradientTransformation = build(make_schedule(config, steps), **options)
+    jax.eval_shape(_trial_step(optimizer), {"w": jnp.ones((2, 2))})
+  except (TypeError, ValueError) as error:
+    raise ConfigError(f"optimizer.options={config.options}: {' '.join(str(error).split())}") from error
+  return optimizer
+
+
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+  """Returns the learning rate as a function of the step: a linear warm-up, then what `schedule` says.
+
+  `cosine` and `linear` fall after the warm-up. `wsd` stays constant, and falls linearly in the last
+  `decay_fraction` of the steps. The fall ends at step `schedule_steps`, or else at `steps`, at
+  `final_fraction` of `learning_rate`. A run shorter than its warm-up ends during the warm-up.
+  """
+  steps = config.schedule_steps or steps
+  peak, left = config.learning_rate, max(steps - config.warmup_steps, 1)
+  final = peak * config.final_fraction
+  falling = min(max(round(config.decay_fraction * steps), 1), left)
+  after: optax.Schedule = {
+    "constant": lambda: optax.constant_schedule(peak),
+    "cosine": lambda: optax.cosine_decay_schedule(peak, left, alpha=config.final_fraction),
+    "linear": lambda: optax.linear_schedule(peak, final, left),
+    "wsd": lambda: optax.linear_schedule(peak, final, falling, left - falling),
+  }[config.schedule]()
+  if not config.warmup_steps:
+    return after
+  # The warm-up starts one step's share above zero, so the first step changes the parameters.
+  warmup = optax.linear_schedule(peak / config.warmup_steps, peak, config.warmup_steps - 1)
+  return optax.join_schedules([warmup, after], [config.warmup_steps])
+
+
+def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
+  """Describes an optimiser and its schedule in one line, with the step at which the schedule ends."""
+  steps = config.schedule_steps or steps
+  parts = [str(config.target or config.name), f"learning rate {config.learning_rate:g}"]
+  if config.warmup_steps:
+    parts.append(f"warm-up to step {config.warmup_steps}")
+  if config.warmup_steps > steps:
+    reached = float(make_schedule(config, steps)(steps - 1))
+    parts.append(f"which this run of {steps} steps does not leave: it ends at {reached:.3g}")
+  elif config.schedule != "constant":
+    name = "stable, then linear" if config.schedule == "wsd" else config.schedule
+    parts.append(f"{name} to {config.learning_rate * config.final_fraction:g} at step {steps}")
+  if config.clip_norm:
+    parts.append(f"gradients clipped to norm {config.clip_norm:g}")
+  return ", ".join(parts)
+
+
+def describe_end(config: OptimizerConfig, steps: int, update: int) -> str | None:
+  """Returns a line about a schedule that has ended before update `update`; `None` if it still runs."""
+  end = config.schedule_steps or steps
+  if config.schedule == "constant" or update < end:
+    return None
+  return (
+    f"the optimizer comes with {update} updates, and the {config.schedule} schedule ends at step {end}: the "
+    f"learning rate stays at {float(make_schedule(config, steps)(update)):.3g} "
+    f"(optimizer.schedule_steps={update + steps} ends it with this run)"
+  )
+
+
+def describe_growth(
+  config: OptimizerConfig, steps: int, before: OptimizerConfig, steps_before: int, update: int
+) -> str:
+  """Says in one line what happens to the schedule of a run that grows from `steps_before` to `steps` steps.
+
+  Args:
+    config: the `optimizer` section now.
+    steps: number of steps now.
+    before: the `optimizer` section that the run had.
+    steps_before: number of steps that the run had.
+    update: the number of the next update.
+  """
+  line = f"train.steps grows from {steps_before} to {steps}"
+  if config.schedule == "constant":
+    return line
+  ends, ended = config.schedule_steps or steps, before.schedule_steps or steps_before
+  if ends == ended:
+    return f"{line}: the {config.schedule} schedule ends at step {ends}, as before"
+  old, new = (float(make_schedule(*of)(update)) for of in ((before, steps_before), (config, steps)))
+  return (
+    f"{line}: the {config.schedule} schedule ends at step {ends}, no longer at {ended}; the learning rate is "
+    f"{new:.3g} instead of {old:.3g} (optimizer.schedule_steps={ended} keeps it as it was)"
+  )
+
+
+def _trial_step(optimizer: optax.GradientTransformation) -> Callable[[Any], Any]:
+  """Returns an update of small parameters, to find options of a wrong type before training."""
+  tx = optax.with_extra_args_support(optimizer)
+  return lambda params: tx.update(params, tx.init(params), params, value=jnp.ones(()))
+
+
+def _matrices(params: PyTree) -> PyTree:
+  return jax.tree.map(lambda p: p.ndim > 1, params)

@@ -1,0 +1,159 @@
+"""Plans a config's training step for any policy, batch size and device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from mpjax._types import Mesh, PolicyLike
+from mpjax.planner import Plan, Target, plan, policy_on_target
+from mpjax.policy import Policy, get_policy
+from mpjax.sharding import AXES, BATCH_AXES
+from mpjax.step import GATHERS, Layout, TrainState, TrainStep
+from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config, ConfigError
+from mpjax.train.data import Data, load_data
+from mpjax.train.setup._meshes import mesh_sizes
+from mpjax.train.setup._setup import build_step, init_state
+from mpjax.train.setup._task import Task
+
+
+class Planner:
+  """Plans one config. Reads its data once, and puts none of it on a device.
+
+  ```python
+  config = mpjax.train.load_config("vit_digits")
+  planner = mpjax.train.Planner(config, mpjax.planner.get_target("h200"))
+  print(planner.plan("bf16", batch=256, compile=False))
+  ```
+
+  Args:
+    config: the config.
+    target: the device, as `mpjax.planner.get_target` returns it.
+
+  Attributes:
+    config: the config.
+    target: the device.
+    sizes: number of devices along each axis of the mesh.
+    multiple: batch sizes must be multiples of this number.
+  """
+
+  def __init__(self, config: Config, target: Target):
+    self.config = config
+    self.target = target
+    self.sizes = mesh_sizes(config.mesh, target.devices, target.name)
+    self.multiple = math.prod(self.sizes[axis] for axis in BATCH_AXES) * config.train.accumulate
+    # One row is enough to see the shapes.
+    small = config.data.model_copy(update={"batch_size": 1, "workers": 0})
+    self._data: Data = load_data(small, seed=config.seed)
+
+  def plan(
+    self,
+    policy: PolicyLike | None = None,
+    *,
+    batch: int | None = None,
+    recompute: str | None = None,
+    gather: str | None = None,
+    compile: bool | str = "auto",
+    label: str | None = None,
+  ) -> Plan:
+    """Plans a training step. Each argument that is `None` is taken from the config.
+
+    Args:
+      policy: a policy or its name.
+      batch: rows of a batch; a multiple of `multiple`.
+      recompute: as `train.recompute`.
+      gather: as `mesh.gather`: one of `gathers`.
+      compile: as for `mpjax.plan`.
+      label: the name of the plan in tables.
+
+    Raises:
+      ConfigError: if the values do not fit together.
+    """
+    batch = self.config.data.batch_size if batch is None else batch
+    self._check_rows(batch)
+    spec = self.config.policy if policy is None else policy
+    recompute = self.config.train.recompute if recompute is None else recompute
+    try:
+      asked = get_policy(spec, backend=self.target.kind)
+      resolved, fp8 = policy_on_target(asked, self.target)
+      gather = self.config.mesh.gather if gather is None else gather
+      step, state = self._step_and_state(resolved, recompute, gather, batch)
+      shapes = self._data.info.batch_shapes(batch)
+      made = plan(
+        step,
+        *((state, shapes) if step.layout is None else step.layout.shapes(state, shapes)),
+        target=self.target,
+        compile=compile,
+        label=label or _label(asked, recompute, gather),
+      )
+    except ConfigError:
+      raise
+    except ValueError as error:
+      raise ConfigError(str(error)) from error
+    subject = f"{self.config.model.kind} of {made.parameters:,} parameters, batch of {batch}"
+    items, item = self._items(shapes, batch)
+    return dataclasses.replace(made, fp8=fp8, subject=subject, items=items, item=item)
+
+  @property
+  def gathers(self) -> tuple[str, ...]:
+    """Returns the values of `gather` that make sense on this mesh."""
+    return GATHERS if self.sizes["fsdp"] > 1 else ("step",)
+
+  @functools.cached_property
+  def layout(self) -> Layout | None:
+    """The layout of the config's state and batches on the target; `None` on one device.
+
+    Raises:
+      ConfigError: if the batch cannot be divided over the devices.
+    """
+    self._check_rows(self.config.data.batch_size)
+    _, step, _ = self._step(get_policy("fp32"), self.config.train.recompute, self.config.mesh.gather)
+    return step.layout
+
+  def _items(self, shapes: dict[str, jax.ShapeDtypeStruct], batch: int) -> tuple[int, str]:
+    """Returns how many tokens, images or rows a batch has, and which of them."""
+    if "tokens" in shapes:
+      return batch * (shapes["tokens"].shape[-1] - 1), "tokens"  # the last one is only predicted
+    return batch, "images" if "images" in shapes else "rows"
+
+  def _check_rows(self, batch: int) -> None:
+    if batch % self.multiple:
+      raise ConfigError(
+        f"data.batch_size={batch}: expected a multiple of {self.multiple}, which is train.accumulate="
+        f"{self.config.train.accumulate} times {self.multiple // self.config.train.accumulate} devices"
+      )
+
+  def _step_and_state(
+    self, policy: Policy, recompute: str, gather: str, batch: int
+  ) -> tuple[TrainStep, TrainState]:
+    config, step, task = self._step(policy, recompute, gather)
+    shapes = self._data.info.batch_shapes(batch)
+    return step, jax.eval_shape(lambda: init_state(config, task, step, shapes))
+
+  def _step(self, policy: Policy, recompute: str, gather: str) -> tuple[Config, TrainStep, Task]:
+    train = self.config.train.model_copy(update={"recompute": recompute})
+    layout = self.config.mesh.model_copy(update={"gather": gather})
+    config = self.config.model_copy(update={"train": train, "mesh": layout})
+    mesh = _mesh(self.sizes, self.target, on_one=config.mesh.offload is not None)
+    task, step = build_step(config, self._data.info, policy, mesh, backend=self.target.kind)
+    return config, step, task
+
+
+def _mesh(sizes: dict[str, int], target: Target, on_one: bool) -> Mesh | None:
+  """Makes a mesh of a target's devices; `None` for one device, unless `on_one`."""
+  shape, count = tuple(sizes.values()), math.prod(sizes.values())
+  if count == 1 and not on_one:
+    return None
+  types = (AxisType.Auto,) * len(AXES)
+  if target.is_here:
+    return jax.make_mesh(shape, AXES, devices=jax.devices()[:count], axis_types=types)
+  return AbstractMesh(shape, AXES, axis_types=types)
+
+
+def _label(policy: Policy, recompute: str, gather: str) -> str:
+  chosen = {"recompute": (recompute, DEFAULT_RECOMPUTE), "gather": (gather, GATHERS[0])}
+  return " ".join([policy.full_label, *(f"{k}={v}" for k, (v, default) in chosen.items() if v != default)])
