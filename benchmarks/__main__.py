@@ -40,6 +40,7 @@ SUITES = {
   "gather": ("when divided parameters are gathered: compiled memory and collectives", "gather._suite"),
   "tune": ("what a search for a policy finds, and how good its predictions are", "tune._suite"),
   "chaos": ("training runs under faults, beside undisturbed twins", "chaos._suite"),
+  "start": ("seconds from the command to the first step, beside another checkout", "start._suite"),
   "parity": ("whether two checkouts make the same programs", "parity._suite"),
   "mutations": ("small faults in mpjax, and which test finds each", "mutations._suite"),
 }

@@ -29,6 +29,7 @@ from benchmarks.memory import _suite as memory_suite
 from benchmarks.mutations import _suite as mutations_suite
 from benchmarks.plan import _tables as plan_tables
 from benchmarks.quality import _tables as quality_tables
+from benchmarks.start import _suite as start_suite
 from benchmarks.step_time import _published as step_time_published
 from benchmarks.step_time import _six as step_time_six
 from benchmarks.tune import _suite as tune_suite
@@ -374,6 +375,8 @@ def main() -> None:
     ("scaling_tpu_v5e", scaling),
     ("chaos_cpu", chaos_suite.table),
     ("chaos_table_before", chaos_table.table),
+    ("chaos_mutations", chaos_mutations.table),
+    ("start_cpu", start_suite.table),
     ("mutations", lambda report: mutations_suite.table(report["before"], report["after"])),
     ("gather_v5e", gather_suite.table),
     ("gather_h200", gather_suite.table),

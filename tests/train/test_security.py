@@ -24,9 +24,9 @@ from mpjax.train import (
 )
 from mpjax.train.loop._run_directory import RunDirectory
 from tests._quick_compile import environment as quick_environment
-from tests.train._datasets import IMAGES, LABELS, load
 from tests.train._runs import raises_one_line
 from tests.train._tiny_gpt import write_tiny_gpt
+from tests.zoo._datasets import IMAGES, LABELS, load
 
 ROOT = pathlib.Path(__file__).parents[2]
 MINIMAL = "model: {kind: gpt}\ndata: {kind: stdlib}\n"

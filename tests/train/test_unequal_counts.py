@@ -14,8 +14,8 @@ import mpjax
 
 # The task of `model.kind: gpt` for rows that are made here.
 from mpjax.zoo.models._language_model import gpt
-from tests.train._datasets import load
 from tests.train._tiny_gpt import records
+from tests.zoo._datasets import load
 
 datasets = pytest.importorskip("datasets")
 

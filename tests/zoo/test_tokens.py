@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mpjax.train import DataError
-from tests.train._datasets import load
 from tests.train._runs import raises_one_line
+from tests.zoo._datasets import load
 
 SEQ_LEN = 8
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mpjax.train import DataError
 from mpjax.zoo.data import _text
-from tests.train._datasets import IMAGES, LABELS, letters, load, spec
 from tests.train._runs import raises_one_line
+from tests.zoo._datasets import IMAGES, LABELS, letters, load, spec
 
 
 def take(iterator, count):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mpjax.train import DataError
-from tests.train._datasets import IMAGES, LABELS, letters, load
 from tests.train._runs import raises_one_line
+from tests.zoo._datasets import IMAGES, LABELS, letters, load
 
 datasets = pytest.importorskip("datasets")
 

@@ -1,0 +1,1 @@
+"""How long `mpjax train` takes to its first step."""
