@@ -49,6 +49,9 @@ def test_overrides_are_dotted_keys_with_yaml_values(minimal):
     ("out=runs/x=y", lambda c: c.out == "runs/x=y"),
     ("model.dim=32", lambda c: c.model.options["dim"] == 32),
     ("mesh.data=2", lambda c: c.mesh.data == 2),
+    ("train.average=0.999", lambda c: c.train.average == 0.999),
+    ("train.profile_steps=[3, 5]", lambda c: c.train.profile_steps == (3, 5)),
+    ("train.trackers=[]", lambda c: c.train.trackers == ()),
   ]:
     assert read(load_config(minimal, [override])), override
 
@@ -87,6 +90,12 @@ WRONG = [
   (["optimizer.warmup_steps=3000000000"], ["optimizer.warmup_steps", "2147483647"]),
   (["model.dim=1099511627776"], ["model.dim", "2147483647"]),
   (["train.steps=true"], ["train.steps", "boolean"]),
+  (["train.average=1"], ["train.average=1", "less than 1"]),
+  (["train.profile_steps=[5, 3]"], ["profile_steps=[5, 3]", "[10, 12]"]),
+  (["train.profile_steps=[5]"], ["profile_steps=[5]", "[10, 12]"]),
+  (["train.profile_steps=[0, 3]"], ["train.profile_steps.0=0", "greater than 0"]),
+  (["train.trackers=[wand]"], ["train.trackers", "did you mean 'wandb'"]),
+  (["train.trackers=[wandb, wandb]"], ["trackers=['wandb', 'wandb']", "only once"]),
   (["optimizer.learning_rate=.nan"], ["optimizer.learning_rate"]),
   (["data.batch_size=10", "train.accumulate=3"], ["10", "train.accumulate=3", "divisible"]),
   (["data.path=x"], ["data", "path", "stdlib"]),

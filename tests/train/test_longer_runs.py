@@ -129,7 +129,8 @@ def test_a_run_goes_on_with_other_intervals(line, first, tmp_path):
   out = tmp_path / "run"
   train(line, out, "train.steps=10", UNTIL_20)
   often = [f"train.{key}=5" for key in ("log_every", "eval_every", "checkpoint_every", "max_skips")]
-  lines = train(line, out, "train.steps=20", UNTIL_20, *often, "train.keep_checkpoints=1", "data.workers=2")
+  free = ["train.keep_checkpoints=1", "data.workers=2", "train.profile_steps=[1, 2]", "train.trackers=[]"]
+  lines = train(line, out, "train.steps=20", UNTIL_20, *often, *free)
   logged = losses(line for line in lines if line["step"] > 10)
   assert logged == [line for line in losses(records(first)) if line[0] in (15, 20)]
   # Nothing is lost of a finished run: the same command with yet others has nothing to do.

@@ -130,6 +130,7 @@ def step_recompute(recompute: str) -> str:
 
 Recompute = Literal["islands", "dots", "blocks", "nothing"]
 DEFAULT_RECOMPUTE: Recompute = "islands"
+Tracker = Literal["tensorboard", "wandb"]
 ExportDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 
 
@@ -162,6 +163,8 @@ class TrainConfig(Section):
   `checkpoint_wait`: wait until a checkpoint is on the disk, so that a crash never costs more than
   `checkpoint_every` steps; by default, training goes on while checkpoints are written.
   `max_skips`: stop after this many skipped steps in a row at the lowest loss scale.
+  `average`: also keep the exponential moving average of the weights with this decay, for evaluation and
+  export. `profile_steps`: the first and the last step of a profile. `trackers`: where metrics also go.
   """
 
   steps: Positive = 1000
@@ -178,9 +181,17 @@ class TrainConfig(Section):
   recompute: Recompute = DEFAULT_RECOMPUTE
   export: Literal["safetensors"] | None = None
   export_dtype: Annotated[ExportDtype, pydantic.BeforeValidator(_export_name)] | None = None
+  average: Annotated[Float, pydantic.Field(gt=0, lt=1)] | None = None
+  profile_steps: tuple[Positive, ...] | None = None
+  trackers: tuple[Tracker, ...] = ("tensorboard",)
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> TrainConfig:
+    steps = self.profile_steps
+    if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
+      raise ValueError(f"profile_steps={list(steps)}: expected the first step and the last, as in [10, 12]")
+    if len(set(self.trackers)) < len(self.trackers):
+      raise ValueError(f"trackers={list(self.trackers)}: expected each only once")
     if self.init_optimizer and self.init_from is None:
       raise ValueError("init_optimizer=true: expected a run directory in train.init_from")
     return self

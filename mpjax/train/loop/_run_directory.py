@@ -163,6 +163,8 @@ _FREE = _OWN | {
   "train.checkpoint_every",
   "train.keep_checkpoints",
   "train.max_skips",
+  "train.profile_steps",
+  "train.trackers",
 }
 
 
