@@ -177,7 +177,7 @@ def _apply(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport,
   assert report.advice is not None
   policy = dict(report.advice.policy)
   if get_policy(policy).fp8 is not None:  # delayed scaling was inspected without its histories
-    asked = get_policy(load_config(path, overrides).policy)
+    asked = load_config(path, overrides).resolve_policy()
     policy |= {"fp8": asked.to_dict()["fp8"]} if asked.fp8 else {}
   tree = read_tree(path, overrides) | {"policy": policy}
   tree.pop("out", None)  # a run of another policy is another run

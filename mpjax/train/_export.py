@@ -260,7 +260,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
   try:
     config = parse_config(json.loads(metadata["config"]))
     info = pydantic.TypeAdapter(DataInfo).validate_json(metadata["data"])
-    policy = get_policy(config.policy)
+    policy = config.resolve_policy()
   except ConfigError as error:
     raise ConfigError(f"{path}: {error}") from error
   except (KeyError, ValueError, RecursionError) as error:

@@ -1,5 +1,6 @@
 """Completion in a shell, as argcomplete asks for it."""
 
+import inspect
 import os
 import pathlib
 import subprocess
@@ -9,7 +10,6 @@ import pytest
 
 from mpjax.cli import COMMANDS
 from mpjax.train import Config
-from mpjax.train.config._config import _SECTIONS
 from mpjax.train.config._names import config_keys
 from mpjax.train.config._registry import DATASETS, MODELS
 
@@ -45,16 +45,16 @@ def test_a_word_is_completed_without_jax(line, tmp_path):
 
 
 def test_the_keys_are_those_of_a_config():
-  sections = {
-    f"{name}.{key}" for name, section in _SECTIONS.items() for key in section.model_fields if key != "options"
-  }
+  fields = {name: field.annotation for name, field in Config.model_fields.items()}
+  sections = {name for name, kind in fields.items() if hasattr(kind, "model_fields")}
+  keys = {f"{name}.{key}" for name in sections for key in fields[name].model_fields}
   kinds = {
-    f"{kinds.section}.{key}"
+    f"{kinds.section}.{key.name}"
     for kinds in (MODELS, DATASETS)
     for kind in kinds.registered().values()
     if kind.is_own
-    for key in kind.options
+    for key in inspect.signature(kind.fun).parameters.values()
+    if key.kind is key.KEYWORD_ONLY
   }
-  fields = Config.model_fields.keys() - _SECTIONS.keys()
   found = {key for key in config_keys() if not key.startswith("policy.")}
-  assert found == {*fields, *sections, *kinds, "optimizer.options"}
+  assert found == {*(fields.keys() - sections), *keys, *kinds}

@@ -9,6 +9,7 @@ from tests.train._runs import register_line
 
 @pytest.fixture(autouse=True, scope="module")
 def _kinds():
+  MODELS.registered()  # mpjax's own are registered before, and stay
   with pytest.MonkeyPatch.context() as patch:
     for kinds in (MODELS, DATASETS, TARGETS):
       patch.setattr(kinds, "_kinds", dict(kinds._kinds))

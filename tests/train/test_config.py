@@ -1,15 +1,18 @@
 """Configs: overrides, types, and one clear line for whatever is wrong."""
 
 import pathlib
+import pickle
 
 import jax
 import numpy as np
 import pytest
 import yaml
 
+import mpjax
 from mpjax.train import ConfigError, load_config, make_optimizer, parse_config
 
 # A schedule by itself, and which optimisers there are.
+from mpjax.train.config import _config
 from mpjax.train.config._config import OptimizerConfig
 from mpjax.train.setup._optimizers import OPTIMIZERS, describe_optimizer, make_schedule
 from tests.train._runs import raises_one_line
@@ -102,7 +105,7 @@ WRONG = [
   (["mesh.fsdp=0"], ["mesh", "fsdp=0", "-1"]),
   (["mesh.fsdp=-1"], ["mesh", "data=-1", "fsdp=-1", "one axis"]),
   (["mesh.gather=block"], ["mesh", "gather=block", "fsdp", "2 or more, or -1"]),
-  (["mesh=4"], ["mesh", "mapping", "data, fsdp, tensor"]),
+  (["mesh=4"], ["mesh=4", "a mapping of keys"]),
   (["mesh.rules={a: fsdp}"], ["mesh", "'a'", "[fsdp, null]"]),
   (["mesh.rules={a: [data]}"], ["mesh", "'a'", "fsdp, tensor or null"]),
   (["steps"], ["'steps'", "key=value"]),
@@ -149,6 +152,16 @@ def test_the_resolved_config_reads_back_as_the_same_run():
     again = parse_config(yaml.safe_load(config.to_yaml()))
     assert again.resolve_policy() == config.resolve_policy(), policy
     assert again.to_yaml() == config.to_yaml(), policy
+
+
+def test_a_policy_is_resolved_once_for_each_config(monkeypatch):
+  asked = []
+  monkeypatch.setattr(_config, "get_policy", lambda spec: asked.append(spec) or mpjax.get_policy(spec))
+  config = load_config("gpt_stdlib", ["policy=fp16"])
+  again = pickle.loads(pickle.dumps(config.model_copy(update={"seed": 3})))
+  assert (again.policy, again.to_yaml()) == ("fp16", config.to_yaml().replace("seed: 0", "seed: 3"))
+  assert asked == ["fp16"]
+  assert config.model_copy(update={"policy": "bf16"}).resolve_policy().compute_dtype == "bfloat16"
 
 
 def step_of(parameters, gradients, steps=10, **options):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated
 
 import pydantic
 
 from mpjax.dtypes import did_you_mean
+from mpjax.train._errors import ConfigError
+from mpjax.train.config._names import config_keys, keys_meant
 
 
 def _no_bool(value: object) -> object:
@@ -26,48 +28,63 @@ Positive = Annotated[Int, pydantic.Field(gt=0)]
 Natural = Annotated[Int, pydantic.Field(ge=0)]
 
 
-# The expected value, by the first word of pydantic's name of the error.
-_EXPECTED = {
-  "int": "an integer",
-  "float": "a number",
-  "finite": "a finite number",
-  "bool": "true or false",
-  "string": "text",
-  "list": "a list",
-  "tuple": "a list",
-  "dict": "a mapping of keys",
-}
-
-
 class Section(pydantic.BaseModel):
   """A mapping of known keys."""
 
   model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-  @pydantic.model_validator(mode="before")
-  @classmethod
-  def _require_mapping(cls, value: object) -> object:
-    if not isinstance(value, (Mapping, cls)):
-      keys = ", ".join(list(cls.model_fields)[:3])
-      raise ValueError(f"expected a mapping of keys, such as {keys}")
-    return value
+
+# The expected value, by the first word of pydantic's name of the error.
+_EXPECTED = {"int": "an integer", "float": "a number", "finite": "a finite number", "bool": "true or false"}
+_EXPECTED |= {"string": "text"} | dict.fromkeys(("list", "tuple"), "a list")
+_EXPECTED |= dict.fromkeys(("dict", "model"), "a mapping of keys")
 
 
-def describe(error: Mapping[str, Any], loc: Sequence[object]) -> str:
-  """Describes pydantic's error about the value at `loc` in one line."""
-  key = ".".join(map(str, loc))
-  if error["type"] == "missing":
-    return f"missing key {key!r}"
-  if error["type"] == "literal_error":
-    words = [word.strip(" '") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")]
-    value = error["input"]
+def describe(
+  error: pydantic.ValidationError, section: type[pydantic.BaseModel], where: str = "", owner: str = ""
+) -> str:
+  """Describes the first of pydantic's errors in one line that names the key.
+
+  Args:
+    error: pydantic's errors.
+    section: the model that it checked.
+    where: the key of the section; empty for a whole config.
+    owner: says whose keys these are, as in `model.kind=gpt`.
+  """
+  # An unknown key may be a misspelt form of a missing one, so it comes first.
+  first = min(error.errors(), key=lambda each: each["type"] == "missing")
+  key = ".".join(map(str, ([where] if where else []) + [*first["loc"]]))
+  value, message = first["input"], first["msg"].removeprefix("Value error, ")
+  kind, _, fault = first["type"].partition("_")
+  raised = first.get("ctx", {}).get("error")
+  if isinstance(raised, ConfigError):  # from a kind's keys, and names one
+    return str(raised)
+  if kind == "missing":
+    return f"missing key {key!r}" + (f": {owner} needs it" if owner else "")
+  if kind == "extra":
+    known = _keys(section, first["loc"][:-1])
+    expected = f"expected one of {', '.join(known)}" if known else "it has none"
+    meant = keys_meant(key, [*known, *config_keys()])  # in this section or another
+    near = f"; did you mean {meant[0]!r}?" if meant else ""
+    return f"unknown key {key!r}{' of ' * bool(owner)}{owner}: {expected}{near}"
+  if kind == "literal":
+    words = [word.strip(" '") for word in first["ctx"]["expected"].replace(" or ", ",").split(",")]
     return f"unknown {key} {value!r}: expected one of {', '.join(words)}" + did_you_mean(str(value), words)
-  message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-  kind, _, fault = error["type"].partition("_")
-  if error["type"].startswith(("greater_than", "less_than")):
-    message = f"a number {message}"
-  elif kind in _EXPECTED and fault in ("type", "parsing", "from_float", "number"):
+  if kind in _EXPECTED and fault in ("type", "parsing", "from_float", "number"):
     message = f"expected {_EXPECTED[kind]}"
-  if not message.startswith("expected ") and "Input should be " in error["msg"]:
-    message = f"expected {message}"
-  return f"{key}={error['input']!r}: {message}" if key else message
+  else:
+    number = "a number " if kind in ("greater", "less") else ""
+    message = message.replace("Input should be ", f"expected {number}", 1)
+  if not key:
+    return message
+  if kind != "value" or not isinstance(value, Mapping):  # else the message names several keys of it
+    key += f"={value!r}"
+  return f"{key}: {message}"
+
+
+def _keys(section: type[pydantic.BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+  """Returns the keys of the section at `loc` in a section."""
+  fields = section.model_fields
+  for name in loc:
+    fields = getattr(fields[str(name)].annotation, "model_fields", {}) if name in fields else {}
+  return [field.alias or name for name, field in fields.items()]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
@@ -14,7 +15,6 @@ from mpjax.sharding import ShardingRules
 from mpjax.step._checks import require_honoured
 from mpjax.train._errors import ConfigError
 from mpjax.train.config._checks import Float, Int, Natural, Positive, Section, Seed, describe
-from mpjax.train.config._names import config_keys, keys_meant
 from mpjax.train.config._registry import DATASETS, MODELS, TARGETS, KindSection
 
 
@@ -32,21 +32,13 @@ class DataConfig(KindSection):
     batch_size: rows of a batch, over all processes.
     eval_batches: largest number of batches in an evaluation; `None`: all.
     workers: threads that read ahead.
-    options: the kind's own keys; in a file they are keys of the section.
+    options: the kind's own keys.
   """
 
   kinds = DATASETS
   batch_size: Positive = 16
   eval_batches: Positive | None = None
   workers: Natural = 0
-
-  @pydantic.model_validator(mode="before")
-  @classmethod
-  def _leave_out_no_path(cls, value: object) -> object:
-    """Accepts `path: null` for every kind, also for a kind that reads no files."""
-    if isinstance(value, Mapping) and "path" in value and value["path"] is None:
-      return {key: each for key, each in value.items() if key != "path"}
-    return value
 
 
 class OptimizerConfig(Section):
@@ -80,10 +72,10 @@ class OptimizerConfig(Section):
           f"{key}={value[key]!r} and target={value['target']!r}: give only one of them; "
           f"{key}={'null' if key == 'name' else 0} removes the {key} of a file"
         )
-    options = value.get("options")
-    if not isinstance(options, Mapping) and options is not None:
+    options = value.get("options") or {}
+    if not isinstance(options, Mapping):
       return value  # the annotation's check reports it
-    return {**value, "name": None, "options": TARGETS.check({**(options or {}), "target": value["target"]})}
+    return {**value, "name": None, "options": TARGETS.check(value["target"], options)}
 
 
 class MeshConfig(Section):
@@ -140,18 +132,20 @@ def _export_name(value: object) -> object:
   return {**DTYPE_NAMES, **presets}.get(value, value) if isinstance(value, str) else value
 
 
+_AnyExportDtype = Annotated[ExportDtype, pydantic.BeforeValidator(_export_name)] | None
+
+
 def export_dtype(name: str | None) -> ExportDtype | None:
   """Returns the dtype of an export for a name such as `bf16`, `bfloat16` or `fp8`; `None` for `None`.
 
   Raises:
     ConfigError: for another name.
   """
-  dtypes: tuple[ExportDtype, ...] = get_args(ExportDtype)
-  dtype = _export_name(name)
-  found = next((one for one in dtypes if one == dtype), None)
-  if name is not None and found is None:
-    raise ConfigError(f"export dtype {name!r}: expected fp32, bf16, fp16, fp8, {', '.join(dtypes)}")
-  return found
+  try:
+    dtype: ExportDtype | None = pydantic.TypeAdapter(_AnyExportDtype).validate_python(name)
+  except pydantic.ValidationError as error:
+    raise ConfigError(describe(error, Section, "export dtype")) from error
+  return dtype
 
 
 class TrainConfig(Section):
@@ -180,7 +174,7 @@ class TrainConfig(Section):
   max_skips: Positive = 50
   recompute: Recompute = DEFAULT_RECOMPUTE
   export: Literal["safetensors"] | None = None
-  export_dtype: Annotated[ExportDtype, pydantic.BeforeValidator(_export_name)] | None = None
+  export_dtype: _AnyExportDtype = None
   average: Annotated[Float, pydantic.Field(gt=0, lt=1)] | None = None
   profile_steps: tuple[Positive, ...] | None = None
   trackers: tuple[Tracker, ...] = ("tensorboard",)
@@ -246,23 +240,37 @@ class Config(Section):
       raise ValueError(
         f"data.batch_size={self.data.batch_size} is not divisible by train.accumulate={self.train.accumulate}"
       )
+    try:
+      require_honoured(self.resolve_policy())
+    except ValueError as error:
+      raise ValueError(f"policy: {error}") from error
     return self
+
+  def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Config:
+    """Returns a copy with other values, which are not checked."""
+    copied = super().model_copy(update=update, deep=deep)
+    if update and "policy" in update:
+      copied.__dict__.pop("_policy", None)
+    return copied
 
   def with_any_attention(self) -> Config:
     """Returns the config with `attention: auto` in place of a named kernel, for any device and dtype."""
     options = self.model.options
     if options.get("attention", "xla") in ("auto", "xla") or not MODELS.find(self.model.kind).is_own:
       return self
-    model = self.model.model_copy(update={"options": {**options, "attention": "auto"}})
-    return self.model_copy(update={"model": model})
+    return self.model_copy(update={"model": self.model.model_copy(update={"attention": "auto"})})
 
   def resolve_policy(self) -> Policy:
-    """Returns the policy for this backend. Its `reason` says why `auto` chose it."""
+    """Returns the policy for this backend, resolved once. Its `reason` says why `auto` chose it."""
+    return self._policy
+
+  @functools.cached_property
+  def _policy(self) -> Policy:
     return get_policy(self.policy)
 
   def to_yaml(self) -> str:
     """Returns the config as YAML, with all defaults and the whole policy."""
-    data = self.model_dump(mode="json") | {"policy": self.resolve_policy().to_dict()}
+    data = {"policy": self.resolve_policy().to_dict(), **self.model_dump(mode="json", exclude={"policy"})}
     return yaml.safe_dump(data, sort_keys=False)
 
 
@@ -280,42 +288,6 @@ def parse_config(data: object) -> Config:
     ConfigError: as for `load_config`.
   """
   try:
-    config = Config.model_validate(data)
+    return Config.model_validate(data)
   except pydantic.ValidationError as error:
-    # An unknown key may be a misspelt form of a missing one, so report it first.
-    errors = sorted(error.errors(), key=lambda each: each["type"] == "missing")
-    raise ConfigError(_describe(errors[0])) from error
-  try:
-    require_honoured(config.resolve_policy())
-  except ValueError as error:
-    raise ConfigError(f"policy: {error}") from error
-  return config
-
-
-def _describe(error: Mapping[str, Any]) -> str:
-  """Describes pydantic's error in one line."""
-  raised = error.get("ctx", {}).get("error")
-  if isinstance(raised, ConfigError):  # from a kind's options; it names the key
-    return str(raised)
-  loc = [str(part) for part in error["loc"]]
-  if error["type"] == "extra_forbidden":
-    section = _SECTIONS[loc[0]] if len(loc) > 1 else Config
-    known = list(section.model_fields)
-    key = ".".join(loc)
-    meant = keys_meant(key, [*known, *config_keys()])  # in this section or another
-    near = f"; did you mean {meant[0]!r}?" if meant else ""
-    return f"unknown key {key!r}: expected one of {', '.join(known)}{near}"
-  if error["type"] == "value_error" and loc and loc[-1] in _SECTIONS:
-    return f"{'.'.join(loc)}: {error['msg'].removeprefix('Value error, ')}"
-  return describe(error, loc)
-
-
-_SECTIONS: dict[str, type[Section]] = {
-  "model": ModelConfig,
-  "data": DataConfig,
-  "optimizer": OptimizerConfig,
-  "mesh": MeshConfig,
-  "train": TrainConfig,
-  "numerics": NumericsConfig,
-  "distributed": DistributedConfig,
-}
+    raise ConfigError(describe(error, Config)) from error

@@ -94,31 +94,28 @@ def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str]
       _require_shallow(source)
       tree = omegaconf.OmegaConf.load(source)
     else:
-      tree = omegaconf.OmegaConf.create(_plain(source))
-  except (OSError, ValueError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
-    raise ConfigError(f"cannot read {title}: {' '.join(str(error).split())}") from error
-  if not isinstance(tree, omegaconf.DictConfig):
-    raise ConfigError(f"{title}: expected a mapping of keys at the top level")
-  try:
+      tree = omegaconf.OmegaConf.create(dict(source))
+    if not isinstance(tree, omegaconf.DictConfig):
+      raise ConfigError(f"{title}: expected a mapping of keys at the top level")
     for override in overrides:
       _apply(tree, override)
     _require_plain(omegaconf.OmegaConf.to_container(tree, resolve=False))
     data: Any = omegaconf.OmegaConf.to_container(tree, resolve=True)
-  except omegaconf.errors.OmegaConfBaseException as error:
-    raise ConfigError(f"{title}: {' '.join(str(error).split())}") from error
+  except ConfigError:
+    raise
+  except (OSError, ValueError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
+    raise ConfigError(f"cannot read {title}: {' '.join(str(error).split())}") from error
   return data
 
 
 def _located(source: ConfigSource) -> pathlib.Path | Mapping[str, Any]:
+  """Returns the file of a config, or its keys as plain data."""
+  if isinstance(source, (str, pathlib.Path)):
+    return find_config(source)
   if isinstance(source, Config):
-    return source.model_dump()
-  return source if isinstance(source, Mapping) else find_config(source)
-
-
-def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a mapping with a `jmp.Policy` in it as plain data."""
-  policy = tree.get("policy")
-  return {**tree, **({"policy": get_policy(policy).to_dict()} if isinstance(policy, jmp.Policy) else {})}
+    source = {"policy": source.policy, **source.model_dump(mode="json", exclude={"policy"})}
+  policy = source.get("policy")
+  return {**source, "policy": get_policy(policy).to_dict()} if isinstance(policy, jmp.Policy) else source
 
 
 def read_waits(source: ConfigSource, overrides: Sequence[str] = ()) -> DistributedConfig:

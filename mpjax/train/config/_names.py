@@ -6,6 +6,7 @@ import ast
 import difflib
 import functools
 import pathlib
+import re
 from collections.abc import Iterable
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
@@ -44,34 +45,30 @@ def config_keys() -> tuple[str, ...]:
   Reads them from the source of the classes and functions that define them, because importing these would
   import JAX.
   """
-  fields: dict[str, list[ast.AnnAssign]] = {}
-  own: list[str] = []
-  files = [_PACKAGE / "train" / "config" / "_config.py", _PACKAGE / "policy" / "_policy.py"]
-  files += sorted((_PACKAGE / "zoo").glob("*/*.py"))
-  for source in (file.read_text(encoding="utf-8") for file in files):
-    if not ("\n@register_" in source or "Section):" in source or "Policy):" in source):
-      continue
-    for node in ast.parse(source).body:
-      if isinstance(node, ast.ClassDef):
-        fields[node.name] = [line for line in node.body if isinstance(line, ast.AnnAssign)]
-      elif isinstance(node, ast.FunctionDef):
-        own += [f"{_section(node)}.{argument.arg}" for argument in node.args.kwonlyargs if _section(node)]
+  sources = [_PACKAGE / "train" / "config" / "_config.py", _PACKAGE / "policy" / "_policy.py"]
+  sources += sorted((_PACKAGE / "zoo").glob("*/*.py"))
+  texts = [source.read_text(encoding="utf-8") for source in sources]
+  nodes = [each for text in texts if _DEFINES.search(text) for each in ast.parse(text).body]
+  classes = {each.name: _fields(each) for each in nodes if isinstance(each, ast.ClassDef)}
   keys = ["model.kind", "data.kind"]
-  for field in fields["Config"]:
-    name, section = ast.unparse(field.target), fields.get(ast.unparse(field.annotation))
-    keys += [name] if section is None else [f"{name}.{ast.unparse(inner.target)}" for inner in section]
-  said = {"_", "name", "reason"}  # fields of a policy that are not keys
-  policy = [
-    name for name in map(ast.unparse, (field.target for field in fields["Policy"])) if name not in said
-  ]
+  for name, section in classes["Config"].items():
+    keys += [f"{name}.{key}" for key in classes[section]] if section in classes else [name]
+  policy = [name for name in classes["Policy"] if name not in ("_", "name", "reason")]
   keys += [f"policy.{name}" for name in ("param_dtype", "compute_dtype", "output_dtype", *policy)]
-  return tuple(dict.fromkeys([*keys, *own]))
+  for function in (each for each in nodes if isinstance(each, ast.FunctionDef)):
+    for section in _REGISTERED.findall(" ".join(map(ast.unparse, function.decorator_list))):
+      keys += [f"{section}.{argument.arg}" for argument in function.args.kwonlyargs]
+  return tuple(dict.fromkeys(keys))
 
 
-def _section(function: ast.FunctionDef) -> str | None:
-  """Returns the section that a function is registered for; its keywords are the section's keys."""
-  calls = (ast.unparse(call.func) for call in function.decorator_list if isinstance(call, ast.Call))
-  return next((name.removeprefix("register_") for name in calls if name.startswith("register_")), None)
+_DEFINES = re.compile(r"^@register_|^class (Config|Policy)\(", re.MULTILINE)
+_REGISTERED = re.compile(r"^register_(\w+)\(")
+
+
+def _fields(node: ast.ClassDef) -> dict[str, str]:
+  """Returns the fields of a class with their annotations."""
+  lines = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+  return {ast.unparse(line.target): ast.unparse(line.annotation) for line in lines}
 
 
 def keys_meant(word: str, keys: Iterable[str] | None = None) -> list[str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import inspect
-import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar, Union
+from typing import Any, ClassVar, TypeVar, Union
 
 import pydantic
 import pydantic_core
@@ -20,20 +18,6 @@ from mpjax.train._errors import ConfigError
 from mpjax.train.config._checks import Float, Int, Section, describe
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_REQUIRED = inspect.Parameter.empty
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-  """A config key of a kind: a keyword argument of its function.
-
-  Attributes:
-    adapter: checks a value against the annotation.
-    default: the keyword's default; `inspect.Parameter.empty` if the key is required.
-  """
-
-  adapter: pydantic.TypeAdapter[Any]
-  default: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +25,12 @@ class Registered:
   """A registered function that makes a model, data or an optimiser.
 
   Attributes:
-    name: the name in a config.
     fun: the function.
-    options: its keyword-only arguments.
+    keys: checks its keyword-only arguments; the alias of a field is the argument's name.
   """
 
-  name: str
   fun: Callable[..., Any]
-  options: Mapping[str, Option]
+  keys: type[Section]
 
   @property
   def is_own(self) -> bool:
@@ -64,19 +46,19 @@ class Kinds:
     positional: names of the function's positional arguments.
     common: keys that every kind has and that no function takes.
     key: the key that names a kind.
-    options: the key that holds a kind's own keys; empty if they are keys of the section.
+    where: the section that holds a kind's keys; by default `section`.
   """
 
   def __init__(
     self,
     section: str,
-    positional: tuple[str, ...],
+    positional: tuple[str, ...] = (),
     common: tuple[str, ...] = (),
     key: str = "kind",
-    options: str = "",
+    where: str | None = None,
   ):
     self.section, self.key = section, key
-    self._options = f"{section}.{options}" if options else section
+    self._where = where or section
     self._positional, self._common = positional, common
     self._kinds: dict[str, Registered] = {}
 
@@ -92,7 +74,7 @@ class Kinds:
       raise TypeError(f'{title}: expected a name, as in @mpjax.train.register_{self.section}("mine")')
 
     def decorate(fun: _F) -> _F:
-      made = Registered(name, fun, _options(fun, title, self._positional, self._common))
+      made = Registered(fun, _keys(fun, title, self._positional, (self.key, *self._common)))
       there = self.registered().get(name)
       if there is not None and there.is_own and not made.is_own:
         raise ValueError(f"{title}: mpjax itself uses this name; choose another")
@@ -122,42 +104,24 @@ class Kinds:
       "Python: mpjax.train.load_plugins)"
     )
 
-  def check(self, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a section's kind, with defaults.
+  def check(self, name: object, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a kind's function: the keys given, and the defaults of the others.
 
     Raises:
-      ConfigError: for a wrong key or value; one line that names the key.
+      ConfigError: for an unknown kind, or a wrong key or value; one line that names the key.
     """
-    if self.key not in section:
-      raise ConfigError(
-        f"missing key '{self.section}.{self.key}': expected one of {', '.join(self.registered())}"
-      )
-    kind = self.find(section[self.key])
-    known = [key for key in self._common if key != self.key] + list(kind.options)
-    for key in section:
-      if key not in known and key != self.key:
-        expected = f"expected one of {', '.join(known)}" if known else "it has none"
-        where = f"unknown key '{self._options}.{key}' of {self.section}.{self.key}={kind.name}"
-        raise ConfigError(f"{where}: {expected}{did_you_mean(str(key), known)}")
-    return {key: self._value(kind, key, option, section) for key, option in kind.options.items()}
-
-  def _value(self, kind: Registered, key: str, option: Option, section: Mapping[str, Any]) -> Any:
-    if key not in section:
-      if option.default is _REQUIRED:
-        raise ConfigError(
-          f"missing key '{self._options}.{key}': {self.section}.{self.key}={kind.name} needs it"
-        )
-      return option.default
+    keys = self.find(name).keys
     try:
-      return option.adapter.validate_python(section[key])
+      made = keys.model_validate(given)
     except pydantic.ValidationError as error:
-      first = error.errors()[0]
-      raise ConfigError(describe(first, (self._options, key, *first["loc"]))) from error
+      owner = f"{self.section}.{self.key}={name}"
+      raise ConfigError(describe(error, keys, self._where, owner)) from error
+    return {str(field.alias): getattr(made, key) for key, field in keys.model_fields.items()}
 
 
-MODELS = Kinds("model", ("info",), ("kind",))
-DATASETS = Kinds("data", (), ("kind", "batch_size", "eval_batches", "workers"))
-TARGETS = Kinds("optimizer", ("learning_rate",), key="target", options="options")
+MODELS = Kinds("model", ("info",))
+DATASETS = Kinds("data", common=("batch_size", "eval_batches", "workers"))
+TARGETS = Kinds("optimizer", ("learning_rate",), key="target", where="optimizer.options")
 
 
 def register_model(kind: str) -> Callable[[_F], _F]:
@@ -254,35 +218,34 @@ def register_optimizer(target: str) -> Callable[[_F], _F]:
 class KindSection(Section):
   """A section of a config with a `kind`; its other keys are the arguments of the kind's function."""
 
+  model_config = pydantic.ConfigDict(extra="allow")
   kinds: ClassVar[Kinds]
   kind: str
-  options: dict[str, Any] = pydantic.Field(default_factory=dict)
+
+  @property
+  def options(self) -> dict[str, Any]:
+    """Returns the arguments of the kind's function."""
+    return dict(self.model_extra or {})
 
   @pydantic.model_validator(mode="before")
   @classmethod
   def _check_options(cls, value: object) -> object:
-    if isinstance(value, cls):
-      return value
     if not isinstance(value, Mapping):
-      raise ValueError("expected a mapping of keys, such as {kind: ...}")
-    options = cls.kinds.check(value)
-    own = {key: each for key, each in value.items() if key in cls.model_fields and key not in options}
-    return own | {"options": options}
-
-  @pydantic.model_serializer
-  def _flat(self) -> dict[str, Any]:
-    own = {key: getattr(self, key) for key in type(self).model_fields if key != "options"}
-    return own | {key: pydantic_core.to_jsonable_python(value) for key, value in self.options.items()}
+      return value
+    own = {key: each for key, each in value.items() if key in cls.model_fields}
+    # `path: null` is right for each kind, also for one that reads no files.
+    rest = {key: each for key, each in value.items() if key not in own and (key, each) != ("path", None)}
+    return own | cls.kinds.check(value.get("kind"), rest)
 
 
-def _options(
+def _keys(
   fun: Callable[..., Any], title: str, positional: tuple[str, ...], common: tuple[str, ...]
-) -> dict[str, Option]:
-  """Returns the keyword-only arguments of a function as options."""
+) -> type[Section]:
+  """Returns a section whose keys are the keyword-only arguments of a function."""
   if not inspect.isfunction(inspect.unwrap(fun)):
     raise TypeError(f"{title} of a {type(fun).__name__}: expected a function")
   example = f"def {fun.__name__}({', '.join((*positional, '*', 'width: int = 64'))})"
-  options: dict[str, Option] = {}
+  fields: dict[str, Any] = {}
   by_position = []
   for name, parameter in inspect.signature(fun).parameters.items():
     if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -291,47 +254,42 @@ def _options(
       raise TypeError(f"{title}: {parameter} in {fun.__name__} takes keys without a name: write {example}")
     elif name in common:
       raise TypeError(f"{title}: mpjax itself uses the key {name!r}: choose another name")
-    else:
-      options[name] = _option(fun, name, parameter, title)
+    else:  # an argument may have the name of an attribute of pydantic's models; a field must not
+      fields[f"key_{name}"] = _field(fun, parameter, title)
   if len(by_position) != len(positional):
     takes = f"takes {', '.join(by_position) or 'nothing'} by position"
     raise TypeError(f"{title}: {fun.__name__} {takes}: the keys of a config come after *: write {example}")
-  return options
+  return pydantic.create_model(fun.__name__, __base__=Section, **fields)
 
 
-def _option(fun: Callable[..., Any], name: str, parameter: inspect.Parameter, title: str) -> Option:
-  default = parameter.default
-  annotation = parameter.annotation
-  if annotation is _REQUIRED:  # take the type of the default
-    known = (bool, int, float, str)
-    annotation = type(default) if type(default) in known else Any
+def _field(fun: Callable[..., Any], parameter: inspect.Parameter, title: str) -> tuple[Any, Any]:
+  """Returns the annotation of a keyword, or else its default's type, and its default as plain data."""
+  name, default, annotation = parameter.name, parameter.default, parameter.annotation
+  if annotation is parameter.empty:
+    annotation = type(default) if type(default) in (bool, int, float, str) else Any
   try:
-    inner = inspect.unwrap(fun)
     holder = types.SimpleNamespace(__annotations__={name: annotation})
-    annotation = typing.get_type_hints(holder, inner.__globals__, include_extras=True)[name]
-    if default is None:
-      annotation = Union[annotation, None]  # noqa: UP007 (`|` does not take every annotation)
-    adapter = pydantic.TypeAdapter(_strict(annotation))
-    if default is not _REQUIRED:
-      # As it will be read from `config.yaml`, which holds every default.
-      default = adapter.validate_python(pydantic_core.to_jsonable_python(default))
+    annotation = typing.get_type_hints(holder, inspect.unwrap(fun).__globals__, include_extras=True)[name]
+    annotation = _strict(annotation if default is not None else Union[annotation, None])  # noqa: UP007
+    adapter = pydantic.TypeAdapter(annotation)
+    if default is parameter.empty:
+      return annotation, pydantic.Field(alias=name)
+    # As it will be read from `config.yaml`, which holds every default.
+    default = adapter.validate_python(pydantic_core.to_jsonable_python(default))
+    return annotation, pydantic.Field(default, alias=name)
   except Exception as error:  # an undefined name, a type that no config can hold, and others
     reason = " ".join(str(error).split())
     raise TypeError(
       f"{title}: keyword {parameter}: expected plain data (numbers, text, lists, mappings): {reason}"
     ) from error
-  return Option(adapter, default)
 
 
 def _strict(annotation: Any) -> Any:
-  """Returns an annotation that checks numbers as mpjax's own keys do."""
+  """Returns an annotation that checks the numbers in it as mpjax's own keys do."""
   if annotation in (int, float):
     return Int if annotation is int else Float
-  origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-  if origin is Annotated:
-    return Annotated[(_strict(arguments[0]), *arguments[1:])]
-  if origin in (Union, types.UnionType):
-    return functools.reduce(operator.or_, map(_strict, arguments))
-  if origin in (list, tuple, dict):
-    return origin[tuple(map(_strict, arguments))]
-  return annotation
+  origin = typing.get_origin(annotation)
+  if origin is None:
+    return annotation
+  origin = Union if origin is types.UnionType else origin
+  return origin[tuple(map(_strict, typing.get_args(annotation)))]
