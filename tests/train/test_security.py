@@ -77,12 +77,16 @@ def test_a_config_is_data(tmp_path, monkeypatch):
     file.write_text(MINIMAL + text.format(trap=trap))
     assert "hunter2" not in raises_one_line(ConfigError, [words], load_config, file), name
     assert not trap.exists(), name
+  file.write_text(MINIMAL)
+  words = ["out: ${oc.env:A_SECRET}", "only another key"]
+  assert "hunter2" not in raises_one_line(ConfigError, words, load_config, file, ["out=${oc.env:A_SECRET}"])
 
 
 def test_a_value_may_refer_to_another_key(tmp_path):
   file = tmp_path / "c.yaml"
   file.write_text(MINIMAL + "seed: 7\nout: runs/${model.kind}-${seed}\n")
   assert load_config(file).out == "runs/gpt-7"
+  assert load_config(file, ["out=runs/${seed}", "seed=8"]).out == "runs/8"
 
 
 def npz_member(shape, dtype="<f4"):

@@ -78,6 +78,15 @@ class OptimizerConfig(Section):
     return {**value, "name": None, "options": TARGETS.check(value["target"], options)}
 
 
+def _number_of_devices(size: int) -> int:
+  if size != -1 and size < 1:
+    raise ValueError("expected a number of devices, or -1 for all that are left")
+  return size
+
+
+_Devices = Annotated[Int, pydantic.AfterValidator(_number_of_devices)]
+
+
 class MeshConfig(Section):
   """The number of devices along each axis, and how parameters are divided over them.
 
@@ -90,9 +99,9 @@ class MeshConfig(Section):
   `offload: optimizer` keeps the optimiser's state in the host's memory between steps, also on one device.
   """
 
-  data: Int = -1
-  fsdp: Int = 1
-  tensor: Int = 1
+  data: _Devices = -1
+  fsdp: _Devices = 1
+  tensor: _Devices = 1
   rules: dict[str, Any] = pydantic.Field(default_factory=dict)
   gather: Literal["step", "block"] = "step"
   gather_prefetch: Literal[0, 1] = 1
@@ -100,11 +109,7 @@ class MeshConfig(Section):
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> MeshConfig:
-    sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "tensor")}
-    for axis, size in sizes.items():
-      if size != -1 and size < 1:
-        raise ValueError(f"{axis}={size}: expected a number of devices, or -1 for all that are left")
-    rest = [axis for axis, size in sizes.items() if size == -1]
+    rest = [axis for axis in ("data", "fsdp", "tensor") if getattr(self, axis) == -1]
     if len(rest) > 1:
       raise ValueError(f"{rest[0]}=-1 and {rest[1]}=-1: expected -1, all that are left, on one axis at most")
     if self.gather == "block" and self.fsdp == 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jmp
@@ -99,7 +99,7 @@ def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str]
       raise ConfigError(f"{title}: expected a mapping of keys at the top level")
     for override in overrides:
       _apply(tree, override)
-    _require_plain(omegaconf.OmegaConf.to_container(tree, resolve=False))
+    _require_plain(tree)
     data: Any = omegaconf.OmegaConf.to_container(tree, resolve=True)
   except ConfigError:
     raise
@@ -137,8 +137,8 @@ def _apply(tree: omegaconf.DictConfig, override: str) -> None:
   if key.startswith("policy.") and isinstance(tree.get("policy"), str):
     tree["policy"] = {"base": tree["policy"]}
   try:
-    parsed = omegaconf.OmegaConf.from_dotlist([f"value={value}"])["value"]
-    omegaconf.OmegaConf.update(tree, key, parsed, merge=False)
+    parsed: Any = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_dotlist([f"value={value}"]))
+    omegaconf.OmegaConf.update(tree, key, parsed["value"], merge=False)
   except Exception as error:  # from YAML, OmegaConf or Python
     raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from error
 
@@ -160,28 +160,16 @@ def _require_shallow(path: pathlib.Path) -> None:
         raise ValueError(f"nested more than {_DEEPEST} levels deep")
 
 
-def _require_plain(tree: object) -> None:
-  """Raises for values that are not plain data, and for so many references that they could fill the memory."""
-  found = 0
-  for key, text in _strings(tree, ""):
-    found += len(_REFERENCE.findall(text))
-    if "${" in _REFERENCE.sub("", text):
+def _require_plain(tree: omegaconf.DictConfig) -> None:
+  """Raises for OmegaConf's functions, and for so many references that they could fill the memory."""
+  rest, found = _REFERENCE.subn("", omegaconf.OmegaConf.to_yaml(tree))
+  for line in rest.splitlines():
+    if "${" in line:
       raise ConfigError(
-        f"{key}={text!r}: only another key may stand in ${{...}}, as in ${{seed}}; a value from the "
+        f"{line.strip()}: only another key may stand in ${{...}}, as in ${{seed}}; a value from the "
         "environment goes on the command line, as in out=$HOME/runs/x"
       )
   if found > _MOST_REFERENCES:
     raise ConfigError(
       f"{found} references ${{...}}: expected at most {_MOST_REFERENCES}; write the values out"
     )
-
-
-def _strings(tree: object, key: str) -> Iterator[tuple[str, str]]:
-  if isinstance(tree, str):
-    yield key, tree
-  elif isinstance(tree, dict):
-    for name, value in tree.items():
-      yield from _strings(value, f"{key}.{name}" if key else str(name))
-  elif isinstance(tree, list):
-    for position, value in enumerate(tree):
-      yield from _strings(value, f"{key}[{position}]")
