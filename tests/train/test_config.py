@@ -97,7 +97,7 @@ WRONG = [
   (["train.profile_steps=[5, 3]"], ["profile_steps=[5, 3]", "[10, 12]"]),
   (["train.profile_steps=[5]"], ["profile_steps=[5]", "[10, 12]"]),
   (["train.profile_steps=[0, 3]"], ["train.profile_steps.0=0", "greater than 0"]),
-  (["train.trackers=[wand]"], ["train.trackers", "did you mean 'wandb'"]),
+  (["train.trackers=[wand]"], ["train.trackers.0='wand'", "expected 'tensorboard' or 'wandb'"]),
   (["train.trackers=[wandb, wandb]"], ["trackers=['wandb', 'wandb']", "only once"]),
   (["optimizer.learning_rate=.nan"], ["optimizer.learning_rate"]),
   (["data.batch_size=10", "train.accumulate=3"], ["10", "train.accumulate=3", "divisible"]),

@@ -85,7 +85,7 @@ def test_a_value_that_does_not_is_one_line():
     ("rate", True, "expected a number"),
     ("name", 3, "model.name=3: expected text"),
     ("on", "perhaps", "model.on='perhaps': expected true or false"),
-    ("choice", "z", "unknown model.choice 'z': expected one of x, y, 3"),
+    ("choice", "z", "model.choice='z': expected 'x', 'y' or 3"),
     ("sizes", [1, True], "model.sizes.1=True: expected a number"),
     ("sizes", 3, "model.sizes=3: expected a list"),
     ("by_name", {"a": "b"}, "model.by_name.a='b': expected a number"),

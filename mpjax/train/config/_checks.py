@@ -7,7 +7,6 @@ from typing import Annotated
 
 import pydantic
 
-from mpjax.dtypes import did_you_mean
 from mpjax.train._errors import ConfigError
 from mpjax.train.config._names import config_keys, keys_meant
 
@@ -67,9 +66,6 @@ def describe(
     meant = keys_meant(key, [*known, *config_keys()])  # in this section or another
     near = f"; did you mean {meant[0]!r}?" if meant else ""
     return f"unknown key {key!r}{' of ' * bool(owner)}{owner}: {expected}{near}"
-  if kind == "literal":
-    words = [word.strip(" '") for word in first["ctx"]["expected"].replace(" or ", ",").split(",")]
-    return f"unknown {key} {value!r}: expected one of {', '.join(words)}" + did_you_mean(str(value), words)
   if kind in _EXPECTED and fault in ("type", "parsing", "from_float", "number"):
     message = f"expected {_EXPECTED[kind]}"
   else:

@@ -9,7 +9,6 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Iterable
-from types import ModuleType
 
 from mpjax.train._errors import ConfigError
 from mpjax.train.config._registry import DATASETS, MODELS, TARGETS, Registered
@@ -59,7 +58,7 @@ def _registered() -> dict[str, Registered]:
   }
 
 
-def _load(name: str) -> ModuleType:
+def _load(name: str) -> None:
   path = pathlib.Path(name)
   is_file = path.suffix == ".py" or path.exists()
   if is_file and not path.is_file():
@@ -68,37 +67,28 @@ def _load(name: str) -> ModuleType:
   folder = str(path.resolve().parent if is_file else pathlib.Path.cwd())
   if folder not in sys.path:
     sys.path.append(folder)
+  module = f"mpjax_plugin_{path.stem}" if is_file else name
+  _LOADED.add(module)
   try:
-    _LOADED.add(_name(path) if is_file else name)
-    return _run_file(path) if is_file else importlib.import_module(name)
+    _run_file(module, path) if is_file else importlib.import_module(module)
   except Exception as error:  # a user's code can raise anything
     if isinstance(error, ModuleNotFoundError) and not is_file and name.startswith(str(error.name)):
       raise ConfigError(
         f"--plugin {name}: no such module; expected a file FILE.py, or a module that can be imported"
       ) from error
-    raise ConfigError(f"--plugin {name}: {_located(error)}") from error
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    where = "" if isinstance(error, SyntaxError) else place(error)  # a SyntaxError names its line
+    raise ConfigError(f"--plugin {name}: {text}{where}") from error
 
 
-def _run_file(path: pathlib.Path) -> ModuleType:
+def _run_file(name: str, path: pathlib.Path) -> None:
   """Runs a file as a module, also if it was run before."""
-  name = _name(path)
   spec = importlib.util.spec_from_file_location(name, path.resolve())
   if spec is None or spec.loader is None:
-    raise ConfigError(f"{path} is not a Python file")
+    raise ImportError("not a Python file")
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module  # where dataclasses and pickle look for it
   spec.loader.exec_module(module)
-  return module
-
-
-def _name(path: pathlib.Path) -> str:
-  return f"mpjax_plugin_{path.stem}"
-
-
-def _located(error: Exception) -> str:
-  """Describes an error on one line, with the place where it was raised."""
-  text = " ".join(f"{type(error).__name__}: {error}".split())
-  return text if isinstance(error, SyntaxError) else text + place(error)  # a SyntaxError names its line
 
 
 def place(error: Exception) -> str:

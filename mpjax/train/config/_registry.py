@@ -38,29 +38,24 @@ class Registered:
     return (self.fun.__module__ or "").startswith("mpjax.")  # code run by `exec` may have no module
 
 
+@dataclasses.dataclass(eq=False)
 class Kinds:
   """The registered kinds of one section of a config, in the order of registration.
 
-  Args:
+  Attributes:
     section: `model`, `data` or `optimizer`.
+    where: the key that holds a kind's own keys.
     positional: names of the function's positional arguments.
     common: keys that every kind has and that no function takes.
     key: the key that names a kind.
-    where: the section that holds a kind's keys; by default `section`.
   """
 
-  def __init__(
-    self,
-    section: str,
-    positional: tuple[str, ...] = (),
-    common: tuple[str, ...] = (),
-    key: str = "kind",
-    where: str | None = None,
-  ):
-    self.section, self.key = section, key
-    self._where = where or section
-    self._positional, self._common = positional, common
-    self._kinds: dict[str, Registered] = {}
+  section: str
+  where: str
+  positional: tuple[str, ...] = ()
+  common: tuple[str, ...] = ("kind",)
+  key: str = "kind"
+  _kinds: dict[str, Registered] = dataclasses.field(default_factory=dict)
 
   def register(self, name: str) -> Callable[[_F], _F]:
     """Returns a decorator that registers a function; it replaces a user's kind of the same name.
@@ -74,7 +69,7 @@ class Kinds:
       raise TypeError(f'{title}: expected a name, as in @mpjax.train.register_{self.section}("mine")')
 
     def decorate(fun: _F) -> _F:
-      made = Registered(fun, _keys(fun, title, self._positional, (self.key, *self._common)))
+      made = Registered(fun, _keys(fun, title, self.positional, self.common))
       there = self.registered().get(name)
       if there is not None and there.is_own and not made.is_own:
         raise ValueError(f"{title}: mpjax itself uses this name; choose another")
@@ -115,13 +110,13 @@ class Kinds:
       made = keys.model_validate(given)
     except pydantic.ValidationError as error:
       owner = f"{self.section}.{self.key}={name}"
-      raise ConfigError(describe(error, keys, self._where, owner)) from error
+      raise ConfigError(describe(error, keys, self.where, owner)) from error
     return {str(field.alias): getattr(made, key) for key, field in keys.model_fields.items()}
 
 
-MODELS = Kinds("model", ("info",))
-DATASETS = Kinds("data", common=("batch_size", "eval_batches", "workers"))
-TARGETS = Kinds("optimizer", ("learning_rate",), key="target", where="optimizer.options")
+MODELS = Kinds("model", "model", ("info",))
+DATASETS = Kinds("data", "data", common=("kind", "batch_size", "eval_batches", "workers"))
+TARGETS = Kinds("optimizer", "optimizer.options", ("learning_rate",), (), "target")
 
 
 def register_model(kind: str) -> Callable[[_F], _F]:
