@@ -11,12 +11,16 @@ from mpjax.optim._master_weights import MasterWeightsState, find_master_weights,
 from mpjax.optim._quantized import Quantized, is_quantized
 from mpjax.optim._quantized_state import QuantizedState, quantized_state
 from mpjax.optim._stochastic import stochastic_round
+from mpjax.optim._weight_average import WeightAverageState, average_weights, evaluation_weights
 
 __all__ = [
   "MasterWeightsState",
   "Quantized",
   "QuantizedState",
+  "WeightAverageState",
+  "average_weights",
   "dequantize_state",
+  "evaluation_weights",
   "find_master_weights",
   "is_quantized",
   "master_weights",
