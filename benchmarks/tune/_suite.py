@@ -23,10 +23,10 @@ import numpy as np
 
 from benchmarks._record import origin, provenance, write
 from mpjax._render.picture_style import BLUE, GREY, new_figure, picture_style
+from mpjax.cli._subject import open_subject
 from mpjax.cli._tune_proof import prove
 from mpjax.planner import get_target
 from mpjax.train import Config, Planner, load_config, load_plugins
-from mpjax.train.setup._trained_step import open_subject
 from mpjax.tuning import TuneResult, tune
 from mpjax.tuning._gradient_error import Gradients
 from mpjax.tuning._modules import Module, mixed_policy

@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
     pairs = dict(option.partition("=")[::2] for option in options.overrides)
     unknown = pairs.keys() - set(KEYS["export"])
     if unknown:
-      raise ConfigError(f"unknown key {min(unknown)!r}: expected dtype, step or out")
+      raise ConfigError(f"unknown key {min(unknown)!r}: expected dtype, step, weights or out")
     print(export_text(export_run(options.directory, **pairs)))
 
   return guarded(export)

@@ -21,11 +21,11 @@ from mpjax.cli._exit_status import guarded
 from mpjax.cli._parsers import KEYS
 from mpjax.cli._policy_arguments import warn_of_policy
 from mpjax.cli._show import report_console, show
+from mpjax.cli._subject import Subject, find_batch, load_batch, locate, open_subject
 from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
 from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train.config._config_file import find_config, read_tree
-from mpjax.train.setup._trained_step import Subject, find_batch, load_batch, locate, open_subject
 
 _STEPS = 10
 

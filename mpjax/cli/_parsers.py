@@ -17,7 +17,7 @@ KEYS: dict[str, tuple[str, ...]] = {
   "plan": ("target",),
   "numerics": ("checkpoint", "steps", "batches", "keep"),
   "tune": ("target", "checkpoint", "steps", "batches"),
-  "export": ("dtype", "step", "out"),
+  "export": ("dtype", "step", "weights", "out"),
 }
 _SEVERAL = "policy=a,b,c for several policies"
 
@@ -192,7 +192,8 @@ def _export(parser: argparse.ArgumentParser) -> None:
     "overrides",
     nargs="*",
     metavar="key=value",
-    help="dtype=bf16, step=best|latest|N, out=FILE; the default dtype is the policy's compute dtype",
+    help="dtype=bf16, step=best|latest|N, weights=average|last, out=FILE; by default the compute dtype, the "
+    "best step and the average",
   )
   add_plugin(parser)
 

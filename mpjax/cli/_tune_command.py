@@ -26,13 +26,13 @@ from mpjax.cli._exit_status import guarded
 from mpjax.cli._parsers import KEYS
 from mpjax.cli._policy_arguments import split_policies
 from mpjax.cli._show import report_console, show
+from mpjax.cli._subject import Subject, locate, open_subject
 from mpjax.cli._tune_proof import prove
 from mpjax.planner import get_target
 from mpjax.train import Config, ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config import Recompute
 from mpjax.train.config._config_file import find_config, read_tree
 from mpjax.train.setup._meshes import mesh_sizes, on_devices_here
-from mpjax.train.setup._trained_step import Subject, locate, open_subject
 from mpjax.tuning import TuneResult, tune
 from mpjax.tuning._tune import parse_tolerance
 

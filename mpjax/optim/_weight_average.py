@@ -138,3 +138,9 @@ def evaluation_weights(params: PyTree, opt_state: PyTree) -> PyTree:
   for state in reversed(find_states(opt_state, WeightAverageState).values()):
     params = jax.tree.map(lambda p, average: average if is_inexact(average) else p, params, state.average)
   return params
+
+
+def keeps_other_weights(opt_state: PyTree) -> bool:
+  """Returns whether `evaluation_weights` are other weights than those that the optimiser trains."""
+  kinds = (WeightAverageState, optax.contrib.ScheduleFreeState)
+  return any(find_states(opt_state, kind) for kind in kinds)

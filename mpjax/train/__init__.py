@@ -22,8 +22,7 @@ if TYPE_CHECKING:
   from mpjax.train.setup._optimizers import make_optimizer
   from mpjax.train.setup._planner import Planner
   from mpjax.train.setup._setup import make_setup
-  from mpjax.train.setup._task import Task
-  from mpjax.train.setup._tasks import make_task
+  from mpjax.train.setup._task import Task, make_task
 
 __all__ = [
   "CheckpointError",
@@ -64,8 +63,7 @@ _MODULES = {
   "config._plugins": ("load_plugins",),
   "loop._run": ("RunResult", "run"),
   "setup._setup": ("make_setup",),
-  "setup._task": ("Task",),
-  "setup._tasks": ("make_task",),
+  "setup._task": ("Task", "make_task"),
   "data": ("DataInfo", "ModelInfo"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

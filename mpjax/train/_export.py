@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -33,20 +34,20 @@ from mpjax.dtypes import cast_floating
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import BLOCKS
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
+from mpjax.optim._weight_average import keeps_other_weights
 from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState
-from mpjax.step._optimizer import masters_of
 from mpjax.train._files import unfinished
-from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.config._config import Config, ConfigError, MeshConfig, export_dtype, parse_config
-from mpjax.train.config._config_file import load_config
 from mpjax.train.config._registry import MODELS
 from mpjax.train.data import DataInfo
+from mpjax.train.setup._evaluation import apply, weights_of
+from mpjax.train.setup._saved_run import read_checkpoint, run_config
 from mpjax.train.setup._setup import build_step, init_state, make_setup
 from mpjax.train.setup._task import Task
-from mpjax.train.setup._tasks import apply
 
+WIDE = ("float32", "float16")  # dtypes of an export of master weights
 _FP8 = "float8_e4m3fn"
 _SCALE = "_scale"
 
@@ -325,7 +326,11 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
 
 
 def export_run(
-  directory: str | pathlib.Path, dtype: str | None = None, step: str = "best", out: str | None = None
+  directory: str | pathlib.Path,
+  dtype: str | None = None,
+  step: str = "best",
+  out: str | None = None,
+  weights: str | None = None,
 ) -> pathlib.Path:
   """Exports a checkpoint of a run directory as safetensors.
 
@@ -339,46 +344,28 @@ def export_run(
     dtype: as for `save_safetensors`.
     step: `"best"` (lowest evaluation loss), `"latest"`, or a step number as text.
     out: the file; `None`: `model.safetensors` in the run directory.
+    weights: `"average"`, which the run evaluated, or `"last"`, which it trained. `None`: the average if the
+      run keeps one.
 
   Returns:
     The path of the file.
 
   Raises:
-    ConfigError: if the directory does not have that checkpoint, or the file cannot be written.
+    ConfigError: if the directory does not have that checkpoint or average, or the file cannot be written.
   """
   directory = pathlib.Path(directory)
   path = pathlib.Path(out) if out else directory / "model.safetensors"
-  if not (directory / "config.yaml").exists():
-    raise ConfigError(f"{directory}: not a run directory (no config.yaml)")
+  config = run_config(directory)
   dtype = export_dtype(dtype)
   _require_writable(path)
-  config = load_config(directory / "config.yaml")
   # One device is enough, however many the run used.
   setup = make_setup(config.with_any_attention().model_copy(update={"mesh": MeshConfig(data=1)}))
-  checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
-  try:
-    steps = checkpoints.steps()
-    found = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(step)
-    if found is None and step.isdecimal() and int(step) in steps:
-      found = int(step)
-    if found is None:
-      raise ConfigError(
-        f"{directory}: no checkpoint {step!r}; there are best, latest, {', '.join(map(str, steps))}"
-      )
-    state = checkpoints.restore(found, setup.abstract_state()).state
-  finally:
-    checkpoints.close()
-  save_safetensors(path, config, setup.info, params_to_export(state, dtype), state.model_state, dtype)
+  like = setup.abstract_state()
+  if weights not in (None, "average", "last"):
+    raise ConfigError(f"weights={weights}: expected average or last")
+  if weights == "average" and not keeps_other_weights(like.opt_state):
+    raise ConfigError(f"weights=average: {directory} keeps no average (train.average); expected weights=last")
+  state = read_checkpoint(directory, step, like)[1].state
+  chosen = functools.partial(weights_of, setup.policy, which=weights or "average", masters=dtype in WIDE)
+  save_safetensors(path, config, setup.info, jax.jit(chosen)(state), state.model_state, dtype)
   return path
-
-
-def params_to_export(state: TrainState, dtype: str | None) -> PyTree:
-  """Returns the parameters in the policy's dtype; for float32 and float16 the master weights.
-
-  Args:
-    state: the state of a run.
-    dtype: as `save_safetensors` takes it.
-  """
-  if dtype not in ("float32", "float16"):
-    return state.arrays
-  return jax.jit(masters_of)(state.arrays, state.opt_state)

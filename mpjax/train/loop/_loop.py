@@ -20,7 +20,7 @@ from mpjax._average import Average
 from mpjax._types import PyTree
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
-from mpjax.train._export import export_text, params_to_export, save_safetensors
+from mpjax.train._export import WIDE, export_text, save_safetensors
 from mpjax.train._files import GONE
 from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, NonFiniteLeaves, nonfinite_text
 from mpjax.train.config._config import Config, OptimizerConfig
@@ -35,10 +35,10 @@ from mpjax.train.loop._run_directory import RunDirectory, plain, run_mismatch
 from mpjax.train.loop._run_header import fp8_row, header_rows
 from mpjax.train.loop._step_records import Records
 from mpjax.train.processes import Interrupt, Poll, Processes
+from mpjax.train.setup._evaluation import mean_of_batches, weights_of
 from mpjax.train.setup._init_from import start_from
 from mpjax.train.setup._optimizers import describe_end, describe_growth
-from mpjax.train.setup._setup import Setup, for_evaluation
-from mpjax.train.setup._tasks import mean_of_batches
+from mpjax.train.setup._setup import Setup
 
 # Number of newest steps whose metrics the host does not wait for.
 _LAG = 2
@@ -326,7 +326,7 @@ class TrainingRun:
       DataError: if they cannot be read. Saves nothing: a run resumed from here would skip the evaluation.
     """
     totals: dict[str, list[jax.Array | Average]] = collections.defaultdict(list)
-    model = for_evaluation(state)
+    model = self.setup.for_evaluation(state)
     for number, batch in enumerate(self._eval_batches(), 1):
       for name, value in self.setup.evaluate(model, self.setup.place(batch)).items():
         totals[name].append(value)
@@ -455,7 +455,8 @@ class TrainingRun:
     export = self.config.train.export
     if export is not None:  # gathered by all, written by one
       dtype = self.config.train.export_dtype
-      params, model_state = self.processes.fetch((params_to_export(state, dtype), state.model_state))
+      weights = weights_of(self.policy, state, masters=dtype in WIDE)
+      params, model_state = self.processes.fetch((weights, state.model_state))
     if self.processes.first:
       self.processes.doing("what the run leaves to be written")
       if export is not None:

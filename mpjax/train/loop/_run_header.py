@@ -35,6 +35,7 @@ def header_rows(
     "model": f"{setup.config.model.kind}, {parameters:,} parameters",
     "data": setup.info.description,
     "optimizer": describe_optimizer(config.optimizer, config.train.steps),
+    **({} if (decay := config.train.average) is None else {"average": f"of the weights, decay {decay:g}"}),
     "devices": _devices(setup.layout, policy) + (f", in {processes} processes" if processes > 1 else ""),
     "run": f"{directory}" + (f", {begins}" if begins else ""),
   }

@@ -10,14 +10,15 @@ import jax
 
 from mpjax._types import Array, PyTree
 from mpjax.loss_scale import LossScaleState
+from mpjax.optim._weight_average import keeps_other_weights
 from mpjax.patterns import named_leaves
 from mpjax.step import TrainState, TrainStep
-from mpjax.step._optimizer import can_adopt, masters_of, set_masters
+from mpjax.step._optimizer import can_adopt, set_masters
 from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import load_safetensors
-from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.config._config import Config
-from mpjax.train.config._config_file import load_config
+from mpjax.train.setup._evaluation import weights_of
+from mpjax.train.setup._saved_run import read_checkpoint, run_config
 from mpjax.train.setup._setup import Setup, build_step, init_state
 
 
@@ -52,44 +53,46 @@ def start_from(setup: Setup, state: TrainState) -> Start:
 
 
 def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
-  theirs = _like(load_config(path / "config.yaml"), setup.config)
+  theirs = _like(run_config(path), setup.config)
   task, before = build_step(theirs, setup.info, theirs.resolve_policy(), setup.layout.mesh)
   shapes = jax.eval_shape(lambda: init_state(theirs, task, before, setup.batch_shapes()))
-  shardings = setup.layout.device_shardings
-  checkpoints = Checkpoints(path / "checkpoints", read_only=True)
+  like = jax.tree.map(lambda x, at: x.update(sharding=at), shapes, setup.layout.device_shardings(shapes))
   try:
-    step = checkpoints.latest()
-    if step is None:
-      raise ConfigError(f"train.init_from={path}: there is no checkpoint in it")
-    like = jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, shardings(shapes))
-    old = checkpoints.restore(step, like).state
-  except CheckpointError as error:
+    step, (old, *_) = read_checkpoint(path, "latest", like)
+  except (CheckpointError, ConfigError) as error:
     raise ConfigError(f"train.init_from={path}: {error}") from error
-  finally:
-    checkpoints.close()
   source = f"parameters of step {step} of {path}"
   if not setup.config.train.init_optimizer:
-    return Start(_with_params(setup, state, old), source)
+    masters = jax.jit(functools.partial(weights_of, before.policy, masters=True))(old)
+    average = "the average of the " if keeps_other_weights(old.opt_state) else ""
+    return Start(_with_masters(setup, state, masters, old.model_state), f"{average}{source}")
   return Start(_with_optimizer(path, setup.step, state, old, before), f"{source}, and its optimizer")
 
 
-def _with_params(setup: Setup, state: TrainState, old: TrainState) -> TrainState:
-  """Returns a run's first state with the master weights of another run."""
-  places = setup.layout.shardings(state)
+def _with_masters(setup: Setup, state: TrainState, masters: PyTree, model_state: PyTree) -> TrainState:
+  """Returns a run's first state with other master weights, from which its optimiser starts, too."""
+  tx, trained, places = setup.step.tx, setup.step.trained, setup.layout.shardings(state)
 
-  def taken(old: TrainState, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-    return set_masters(setup.policy, masters_of(old.arrays, old.opt_state), opt_state)
+  def taken(state: TrainState, masters: PyTree) -> tuple[PyTree, PyTree]:
+    params = setup.policy.cast_to_param(masters)
+    # An optimiser may keep first weights, and an average of weights starts with them.
+    opt_state = tx.init(trained.parameters(state.replace(arrays=params)))
+    return set_masters(setup.policy, masters, opt_state)
 
   out = (places.arrays, places.opt_state)
-  params, opt_state = jax.jit(taken, out_shardings=out)(old, state.opt_state)
-  return state.replace(arrays=params, opt_state=opt_state, model_state=old.model_state)
+  params, opt_state = jax.jit(taken, out_shardings=out)(state, masters)
+  return state.replace(arrays=params, opt_state=opt_state, model_state=model_state)
 
 
 def _like(theirs: Config, ours: Config) -> Config:
-  """Returns our config with the policy and optimiser of another run, which decide the shape of its state."""
-  train = ours.train.model_copy(update={"skip_nonfinite": theirs.train.skip_nonfinite})
+  """Returns our config with what decides the shape of another run's state: its policy and optimiser."""
+  kept = {name: getattr(theirs.train, name) for name in ("skip_nonfinite", "average")}
   return ours.with_any_attention().model_copy(
-    update={"policy": theirs.policy, "optimizer": theirs.optimizer, "train": train}
+    update={
+      "policy": theirs.policy,
+      "optimizer": theirs.optimizer,
+      "train": ours.train.model_copy(update=kept),
+    }
   )
 
 
@@ -100,7 +103,7 @@ def _with_optimizer(
   if not can_adopt(state.opt_state, old.opt_state):
     raise ConfigError(
       f"train.init_optimizer=true: the state in {path} is of another optimizer; use that run's optimizer "
-      "section, or train.init_optimizer=false"
+      "section and train.average, or train.init_optimizer=false"
     )
 
   def adopt(old: TrainState) -> tuple[PyTree, PyTree]:
@@ -115,28 +118,17 @@ def _with_optimizer(
 def _without_skips(opt_state: PyTree) -> PyTree:
   """Returns an optimiser's state with the counts of skipped steps at zero."""
   is_scale = lambda x: isinstance(x, LossScaleState)
-  reset = lambda x: (
-    x._replace(skipped_steps=0 * x.skipped_steps, consecutive_skips=0 * x.consecutive_skips)
-    if is_scale(x)
-    else x
-  )
-  return jax.tree.map(reset, opt_state, is_leaf=is_scale)
+  reset = lambda x: x._replace(skipped_steps=0 * x.skipped_steps, consecutive_skips=0 * x.consecutive_skips)
+  return jax.tree.map(lambda x: reset(x) if is_scale(x) else x, opt_state, is_leaf=is_scale)
 
 
 def _from_export(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
   model = load_safetensors(path)
   places = setup.layout.shardings(state)
-  masters = masters_of(state.arrays, state.opt_state)
+  masters = jax.eval_shape(functools.partial(weights_of, setup.policy, which="last", masters=True), state)
   theirs = _taken(path, "params", model.params, masters, places.arrays)
-  params, opt_state = jax.jit(
-    functools.partial(set_masters, setup.policy), out_shardings=(places.arrays, places.opt_state)
-  )(theirs, state.opt_state)
-  taken = state.replace(
-    arrays=params,
-    opt_state=opt_state,
-    model_state=_taken(path, "model_state", model.model_state, state.model_state, places.model_state),
-  )
-  return Start(taken, f"parameters of {path}")
+  model_state = _taken(path, "model_state", model.model_state, state.model_state, places.model_state)
+  return Start(_with_masters(setup, state, theirs, model_state), f"parameters of {path}")
 
 
 def _taken(path: pathlib.Path, name: str, theirs: PyTree, ours: PyTree, places: PyTree) -> PyTree:

@@ -12,15 +12,16 @@ import optax
 from mpjax._average import Average
 from mpjax._types import Array, Mesh, PyTree
 from mpjax.casting import Explanation
+from mpjax.optim import average_weights
 from mpjax.policy import Policy
 from mpjax.sharding import ShardingRules
 from mpjax.step import Layout, TrainState, TrainStep, make_train_step
 from mpjax.train.config._config import Config, ConfigError, step_recompute
 from mpjax.train.data import Data, DataInfo, Rows, load_data
+from mpjax.train.setup._evaluation import evaluate, for_evaluation
 from mpjax.train.setup._meshes import make_mesh, place_rows, rows_of_process
 from mpjax.train.setup._optimizers import make_optimizer, make_schedule
-from mpjax.train.setup._task import Task
-from mpjax.train.setup._tasks import evaluate, make_task, model_errors
+from mpjax.train.setup._task import Task, make_task, model_errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Setup:
     state, batch = self._step_shapes()
     with model_errors(self.config, self.info):
       jax.eval_shape(self.step.jitted, state, batch)
-      jax.eval_shape(self.evaluate, for_evaluation(state), batch)
+      jax.eval_shape(self.evaluate, jax.eval_shape(self.for_evaluation, state), batch)
 
   def program(self) -> str:
     """Returns the StableHLO of a step. It depends only on the code and on versions."""
@@ -95,8 +96,13 @@ class Setup:
     return text
 
   @functools.cached_property
+  def for_evaluation(self) -> Callable[[TrainState], TrainState]:
+    """Jitted: a state -> the state that `evaluate` takes, with the average of the weights if there is one."""
+    return jax.jit(functools.partial(for_evaluation, self.policy))
+
+  @functools.cached_property
   def evaluate(self) -> Callable[[TrainState, PyTree], dict[str, Array | Average]]:
-    """The jitted evaluation: (state as `for_evaluation` returns it, batch) -> means over the batch."""
+    """Jitted: (state of `for_evaluation`, batch) -> means over the batch."""
 
     def run(state: TrainState, batch: PyTree) -> dict[str, Array | Average]:
       with self.layout.in_mesh():
@@ -180,6 +186,8 @@ def build_step(
     ConfigError: if parts of the config do not fit together.
   """
   optimizer = make_optimizer(config.optimizer, config.train.steps)
+  if config.train.average is not None:
+    optimizer = average_weights(optimizer, config.train.average)
   task = make_task(config, info, policy, backend=backend)
   step = make_train_step(
     task.loss_fn,
@@ -196,11 +204,6 @@ def build_step(
     grad_norm=True,
   )
   return task, step
-
-
-def for_evaluation(state: TrainState) -> TrainState:
-  """Returns a state without the parts that no evaluation reads."""
-  return state.replace(opt_state={}, rng=None)
 
 
 def init_state(config: Config, task: Task, step: TrainStep, batch: PyTree) -> TrainState:

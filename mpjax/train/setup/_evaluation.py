@@ -1,12 +1,10 @@
-"""Makes the task of a config, and runs a task's evaluation and logits under a policy."""
+"""Evaluates a run's state: the weights to evaluate, metrics of a batch, and their means over batches."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,73 +14,38 @@ from jaxtyping import Float32
 from mpjax._average import Average
 from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.casting import autocast
-from mpjax.dtypes import platform
+from mpjax.optim import evaluation_weights
+from mpjax.optim._weight_average import keeps_other_weights
 from mpjax.policy import Policy, matmul_precision
+from mpjax.sharding import on_device
 from mpjax.step import TrainState
 from mpjax.step._loss import row_count, row_keys
-from mpjax.train._errors import ConfigError
-from mpjax.train.config._config import Config
-from mpjax.train.config._plugins import place
-from mpjax.train.config._registry import MODELS
-from mpjax.train.data import DataInfo, MissingFact, ModelInfo
+from mpjax.step._optimizer import on_masters
 from mpjax.train.setup._task import Task
 
 
-def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | None = None) -> Task:
-  """Makes the task of a config.
+def for_evaluation(policy: Policy, state: TrainState) -> TrainState:
+  """Returns a state with the weights to evaluate, without the parts that no evaluation reads."""
+  return state.replace(arrays=weights_of(policy, state), opt_state={}, rng=None)
 
-  ```python
-  config = mpjax.train.load_config("vit_digits")
-  setup = mpjax.train.make_setup(config)
-  task = mpjax.train.make_task(config, setup.info, setup.policy)
-  params, model_state = task.init(jax.random.key(0))
-  ```
+
+def weights_of(policy: Policy, state: TrainState, which: str = "average", *, masters: bool = False) -> PyTree:
+  """Returns the weights of a run's state, on the devices.
 
   Args:
-    config: the config; `model` is the section that is used.
-    info: facts about the data.
-    policy: the policy, which the model's function is told.
-    backend: the platform, `"cpu"`, `"gpu"` or `"tpu"`; by default this machine's.
-
-  Raises:
-    ConfigError: if the model does not take such data, or its sizes do not fit together.
+    policy: the policy of the run.
+    state: the state.
+    which: `"last"`, those that the run trains; `"average"`, those of `mpjax.optim.evaluation_weights`, which
+      are the last if the optimiser keeps no others.
+    masters: in float32, in place of the policy's `param_dtype`.
   """
-  kind = MODELS.find(config.model.kind)
-  facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(DataInfo)}
-  told = ModelInfo(**facts, policy=policy, backend=platform(backend), recompute=config.train.recompute)
-  with model_errors(config, info):
-    task = kind.fun(told, **config.model.options)
-    if not isinstance(task, Task):
-      raise ValueError(f"{kind.fun.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
-    jax.eval_shape(lambda: (task.init(jax.random.key(0)), None)[1])  # a module cannot be a result
-  return task
-
-
-@contextlib.contextmanager
-def model_errors(config: Config, info: DataInfo) -> Iterator[None]:
-  """Turns a ValueError of a model, or of its training step, into a `ConfigError` that names the line.
-
-  Also turns a fact that the model asks for and the data does not give into a `ConfigError`.
-
-  Other errors, such as the TypeError of a product of unequal shapes, are faults of the model's code: their
-  traceback is needed to fix them.
-  """
-  try:
-    yield
-  except ConfigError:
-    raise
-  except MissingFact as error:
-    raise ConfigError(
-      f"model.kind={config.model.kind} does not take the data of data.kind={config.data.kind}, rows of "
-      f"{', '.join(info.row) or 'nothing'}: {error}"
-    ) from error
-  except (
-    ValueError,
-    MemoryError,
-    OverflowError,
-  ) as error:  # the config's sizes do not fit into memory
-    text = " ".join(str(error).split()) or type(error).__name__
-    raise ConfigError(f"model: {text}{place(error)}") from error
+  is_other = which == "average" and keeps_other_weights(state.opt_state)
+  if not (is_other or masters):
+    return state.arrays
+  weights, opt_state = on_masters(state.arrays, on_device(state.opt_state))
+  if is_other:
+    weights = evaluation_weights(weights, opt_state)
+  return weights if masters else policy.cast_to_param(weights)
 
 
 def evaluate(

@@ -12,10 +12,9 @@ import numpy as np
 from mpjax._types import PyTree
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep
-from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.config._config import Config, ConfigError
-from mpjax.train.config._config_file import load_config
 from mpjax.train.setup._meshes import on_devices_here
+from mpjax.train.setup._saved_run import read_checkpoint, run_config
 from mpjax.train.setup._setup import Setup, build_step, make_setup
 
 _REFERENCE = {"base": "fp32", "matmul_precision": "highest"}
@@ -73,7 +72,7 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
     return Subject(setup, setup.first_state(), batches)
   run, step = locate(checkpoint)
   # The run's own policy and optimiser decide the shape of the saved state.
-  theirs = load_config(run / "config.yaml")
+  theirs = run_config(run)
   models = [(each.with_any_attention().model.model_dump(), each.data.kind) for each in (theirs, config)]
   if models[0] != models[1]:
     raise ConfigError(
@@ -82,19 +81,11 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
     )
   # On the devices of this machine, whatever the run used.
   original = make_setup(theirs.with_any_attention().model_copy(update={"mesh": config.mesh}))
-  checkpoints = Checkpoints(run / "checkpoints", read_only=True)
-  try:
-    steps = checkpoints.steps()
-    found = checkpoints.latest() if step is None else step
-    if found is None or found not in steps:
-      there = ", ".join(map(str, steps)) or "none"
-      raise ConfigError(f"checkpoint={checkpoint}: no such checkpoint; there are {there} in {run}")
-    restored = checkpoints.restore(found, original.abstract_state())
-  finally:
-    checkpoints.close()
+  _, restored = read_checkpoint(run, "latest" if step is None else str(step), original.abstract_state())
   if restored.loop["fingerprint"] == setup.data.info.fingerprint and config.data == theirs.data:
     batches.set_state(restored.data)
-  if config.resolve_policy() == original.policy and config.optimizer == theirs.optimizer:
+  same_optimizer = (config.optimizer, config.train.average) == (theirs.optimizer, theirs.train.average)
+  if config.resolve_policy() == original.policy and same_optimizer:
     return Subject(setup, restored.state, batches)
   # A run under another policy has no amax histories for delayed scaling.
   policy = setup.policy.without_histories()

@@ -1,0 +1,48 @@
+"""Reads the config and a checkpoint of a run directory, and changes nothing there."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+
+from mpjax.step import TrainState
+from mpjax.train._errors import ConfigError
+from mpjax.train.checkpoints import Checkpoints
+from mpjax.train.checkpoints._checkpoints import Restored
+from mpjax.train.config._config import Config
+from mpjax.train.config._config_file import load_config
+
+
+def run_config(directory: pathlib.Path) -> Config:
+  """Returns the config of a run directory.
+
+  Raises:
+    ConfigError: if there is none, or it is damaged.
+  """
+  file = directory / "config.yaml"
+  if not file.is_file():
+    raise ConfigError(f"{directory} is not a run directory (no config.yaml)")
+  return load_config(file)
+
+
+def read_checkpoint(directory: pathlib.Path, which: str, like: TrainState) -> tuple[int, Restored]:
+  """Returns the step and the contents of a checkpoint of a run, which may be in progress.
+
+  Args:
+    directory: the run directory.
+    which: `"best"` (lowest evaluation loss), `"latest"`, or a step number as text.
+    like: the shapes, dtypes and shardings of the state.
+
+  Raises:
+    CheckpointError: if it is damaged, not finite, or not like `like`.
+    ConfigError: if there is no such checkpoint.
+  """
+  with contextlib.closing(Checkpoints(directory / "checkpoints", read_only=True)) as checkpoints:
+    steps = checkpoints.steps()
+    step = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(which)
+    if step is None and which.isdecimal() and int(which) in steps:
+      step = int(which)
+    if step is None:
+      there = f"best, latest, {', '.join(map(str, steps))}" if steps else "none"
+      raise ConfigError(f"{directory} has no checkpoint {which!r}: expected one of {there}")
+    return step, checkpoints.restore(step, like)
