@@ -262,20 +262,16 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     config = parse_config(json.loads(metadata["config"]))
     info = pydantic.TypeAdapter(DataInfo).validate_json(metadata["data"])
     policy = config.resolve_policy()
-  except ConfigError as error:
+    options = config.model.options
+    layers = options.get("layers") or sum(options.get("stages", ()))
+    # Tracing takes as long as the file's config says, which may be for ever.
+    if MODELS.find(config.model.kind).is_own and layers > len(tensors):
+      raise ConfigError(f"{len(tensors)} tensors are too few for a model of {layers} layers")
+    task, step = build_step(config.with_any_attention(), info, policy.without_histories(), mesh=None)
+  except (ConfigError, TypeError) as error:  # the latter for such as tokens without a vocabulary
     raise ConfigError(f"{path}: {error}") from error
   except (KeyError, ValueError, RecursionError) as error:
     raise ConfigError(f"{path}: damaged metadata ({' '.join(str(error).split())})") from error
-  options = config.model.options
-  layers = options.get("layers") or sum(options.get("stages", ()))
-  if MODELS.find(config.model.kind).is_own and layers > len(
-    tensors
-  ):  # tracing takes as long as the file's config says, which may be for ever
-    raise ConfigError(f"{path}: {len(tensors)} tensors are too few for a model of {layers} layers")
-  try:
-    task, step = build_step(config.with_any_attention(), info, policy.without_histories(), mesh=None)
-  except (ConfigError, TypeError) as error:  # such as tokens without a vocabulary
-    raise ConfigError(f"{path}: {error}") from error
   like = jax.eval_shape(lambda: init_state(config, task, step, batch=None))
 
   def read(key: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:

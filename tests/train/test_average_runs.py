@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import optax.contrib
 import pytest
@@ -10,6 +11,9 @@ import mpjax
 from mpjax.cli import main
 from mpjax.optim import evaluation_weights
 from mpjax.train import load_config, load_safetensors, make_setup
+
+# The logits of an evaluation.
+from mpjax.train.setup._evaluation import apply
 from tests.train._runs import OVERFLOWING, assert_same_bits, curve, refused, state_of, train, write_line
 from tests.train._tiny_gpt import records
 
@@ -64,8 +68,13 @@ def test_an_export_has_the_average_or_the_last_weights(line, run, tmp_path, caps
     assert export(*keys) == 0
     for name, found in load_safetensors(file).params.items():
       np.testing.assert_array_equal(found, expected[name])
-  narrow = load_safetensors(run / "model.safetensors").params["w"]  # by train.export
-  np.testing.assert_array_equal(narrow, np.asarray(average["w"]).astype(narrow.dtype))
+  assert export() == 0
+  exact, rounded = (load_safetensors(path) for path in (file, run / "model.safetensors"))  # by train.export
+  setup = make_setup(exact.config)
+  x, state = next(setup.data.eval())["x"], setup.for_evaluation(state_of(run))
+  logits = jax.jit(apply, static_argnums=(0, 1))(setup.task.logits, setup.policy, state, x)
+  np.testing.assert_array_equal(exact.logits(x), logits)
+  np.testing.assert_allclose(rounded.logits(x), logits, atol=2e-3)
   refused(["export", str(run), "weights=mean"], ["weights=mean", "average or last"], capsys)
   plain = tmp_path / "plain"
   train(line, plain, "train.steps=1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 import pathlib
 import signal
@@ -455,8 +456,8 @@ class TrainingRun:
     export = self.config.train.export
     if export is not None:  # gathered by all, written by one
       dtype = self.config.train.export_dtype
-      weights = weights_of(self.policy, state, masters=dtype in WIDE)
-      params, model_state = self.processes.fetch((weights, state.model_state))
+      weights = jax.jit(functools.partial(weights_of, self.policy, masters=dtype in WIDE))
+      params, model_state = self.processes.fetch((weights(state), state.model_state))
     if self.processes.first:
       self.processes.doing("what the run leaves to be written")
       if export is not None:

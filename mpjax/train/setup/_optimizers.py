@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -99,7 +98,9 @@ def _of_optax(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
       options.setdefault(mask, _matrices)
   try:
     optimizer: optax.GradientTransformation = build(make_schedule(config, steps), **options)
-    jax.eval_shape(_trial_step(optimizer), {"w": jnp.ones((2, 2))})
+    # An update of small parameters finds options of a wrong type before training.
+    tx, small = optax.with_extra_args_support(optimizer), {"w": jnp.ones((2, 2))}
+    jax.eval_shape(lambda x: tx.update(x, tx.init(x), x, value=jnp.ones(())), small)
   except (TypeError, ValueError) as error:
     raise ConfigError(f"optimizer.options={config.options}: {' '.join(str(error).split())}") from error
   return optimizer
@@ -181,12 +182,6 @@ def describe_growth(
     f"{line}: the {config.schedule} schedule ends at step {ends}, no longer at {ended}; the learning rate is "
     f"{new:.3g} instead of {old:.3g} (optimizer.schedule_steps={ended} keeps it as it was)"
   )
-
-
-def _trial_step(optimizer: optax.GradientTransformation) -> Callable[[Any], Any]:
-  """Returns an update of small parameters, to find options of a wrong type before training."""
-  tx = optax.with_extra_args_support(optimizer)
-  return lambda params: tx.update(params, tx.init(params), params, value=jnp.ones(()))
 
 
 def _matrices(params: PyTree) -> PyTree:

@@ -13,7 +13,7 @@ from mpjax._types import Mesh, PolicyLike
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding import AXES, BATCH_AXES
-from mpjax.step import GATHERS, Layout, TrainState, TrainStep
+from mpjax.step import GATHERS, Layout, TrainStep
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config, ConfigError
 from mpjax.train.data import Data, load_data
 from mpjax.train.setup._meshes import mesh_sizes
@@ -81,8 +81,9 @@ class Planner:
       asked = get_policy(spec, backend=self.target.kind)
       resolved, fp8 = policy_on_target(asked, self.target)
       gather = self.config.mesh.gather if gather is None else gather
-      step, state = self._step_and_state(resolved, recompute, gather, batch)
+      config, task, step = self._build(resolved, recompute, gather)
       shapes = self._data.info.batch_shapes(batch)
+      state = jax.eval_shape(lambda: init_state(config, task, step, shapes))
       made = plan(
         step,
         *((state, shapes) if step.layout is None else step.layout.shapes(state, shapes)),
@@ -95,8 +96,8 @@ class Planner:
     except ValueError as error:
       raise ConfigError(str(error)) from error
     subject = f"{self.config.model.kind} of {made.parameters:,} parameters, batch of {batch}"
-    items, item = self._items(shapes, batch)
-    return dataclasses.replace(made, fp8=fp8, subject=subject, items=items, item=item)
+    item, per_row = task.units
+    return dataclasses.replace(made, fp8=fp8, subject=subject, items=batch * per_row, item=item)
 
   @property
   def gathers(self) -> tuple[str, ...]:
@@ -111,14 +112,8 @@ class Planner:
       ConfigError: if the batch cannot be divided over the devices.
     """
     self._check_rows(self.config.data.batch_size)
-    _, step, _ = self._step(get_policy("fp32"), self.config.train.recompute, self.config.mesh.gather)
-    return step.layout
-
-  def _items(self, shapes: dict[str, jax.ShapeDtypeStruct], batch: int) -> tuple[int, str]:
-    """Returns how many tokens, images or rows a batch has, and which of them."""
-    if "tokens" in shapes:
-      return batch * (shapes["tokens"].shape[-1] - 1), "tokens"  # the last one is only predicted
-    return batch, "images" if "images" in shapes else "rows"
+    config = self.config
+    return self._build(get_policy("fp32"), config.train.recompute, config.mesh.gather)[2].layout
 
   def _check_rows(self, batch: int) -> None:
     if batch % self.multiple:
@@ -127,20 +122,13 @@ class Planner:
         f"{self.config.train.accumulate} times {self.multiple // self.config.train.accumulate} devices"
       )
 
-  def _step_and_state(
-    self, policy: Policy, recompute: str, gather: str, batch: int
-  ) -> tuple[TrainStep, TrainState]:
-    config, step, task = self._step(policy, recompute, gather)
-    shapes = self._data.info.batch_shapes(batch)
-    return step, jax.eval_shape(lambda: init_state(config, task, step, shapes))
-
-  def _step(self, policy: Policy, recompute: str, gather: str) -> tuple[Config, TrainStep, Task]:
+  def _build(self, policy: Policy, recompute: str, gather: str) -> tuple[Config, Task, TrainStep]:
+    """Returns the config with these values, its task and its step on the target."""
     train = self.config.train.model_copy(update={"recompute": recompute})
     layout = self.config.mesh.model_copy(update={"gather": gather})
     config = self.config.model_copy(update={"train": train, "mesh": layout})
     mesh = _mesh(self.sizes, self.target, on_one=config.mesh.offload is not None)
-    task, step = build_step(config, self._data.info, policy, mesh, backend=self.target.kind)
-    return config, step, task
+    return config, *build_step(config, self._data.info, policy, mesh, backend=self.target.kind)
 
 
 def _mesh(sizes: dict[str, int], target: Target, on_one: bool) -> Mesh | None:
