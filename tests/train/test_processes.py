@@ -20,8 +20,8 @@ from mpjax.cli import main
 from mpjax.train import ConfigError
 from mpjax.train._errors import Agreed
 from mpjax.train.config._config import DistributedConfig
+from mpjax.train.config._differences import config_mismatch
 from mpjax.train.data import data_mismatch
-from mpjax.train.loop._run_directory import config_mismatch
 
 # What only several processes do, here with stand-ins for the others.
 from mpjax.train.processes import _processes, _start, code_mismatch

@@ -25,14 +25,15 @@ from mpjax.train._export import WIDE, export_text, save_safetensors
 from mpjax.train._files import GONE
 from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, NonFiniteLeaves, nonfinite_text
 from mpjax.train.config._config import Config, OptimizerConfig
+from mpjax.train.config._differences import run_mismatch
 from mpjax.train.data import Batch, describe
 from mpjax.train.loop._diagnose import first_nonfinite, nonfinite_report, state_report
 from mpjax.train.loop._display import Display, header, summary_table
 from mpjax.train.loop._events import Events
 from mpjax.train.loop._histograms import Watcher
-from mpjax.train.loop._metrics_file import MetricsFile
+from mpjax.train.loop._metrics_file import MetricsFile, plain
 from mpjax.train.loop._peak_memory import peak_memory
-from mpjax.train.loop._run_directory import RunDirectory, plain, run_mismatch
+from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._run_header import fp8_row, header_rows
 from mpjax.train.loop._step_records import Records
 from mpjax.train.processes import Interrupt, Poll, Processes

@@ -7,6 +7,9 @@ import os
 import pathlib
 from typing import IO, Any, NamedTuple
 
+import numpy as np
+
+from mpjax._types import ArrayLike
 from mpjax.train._files import set_aside, write_atomically
 
 
@@ -66,6 +69,14 @@ class MetricsFile:
     """Closes the file."""
     if self._file is not None:
       self._file.close()
+
+
+def plain(value: ArrayLike) -> Any:
+  """Returns a JSON value for an array scalar, exact for float32; non-finite floats become strings."""
+  item = np.asarray(value).item()
+  if isinstance(item, float) and not np.isfinite(item):
+    return str(item)  # "nan", "inf", "-inf": JSON has no such numbers
+  return item
 
 
 class _Found(NamedTuple):

@@ -8,14 +8,13 @@ import os
 import pathlib
 from typing import IO, Any
 
-import numpy as np
 import yaml
 
-from mpjax._types import ArrayLike
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import GONE, set_aside, unfinished, unused, write_atomically
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import read_tree
+from mpjax.train.config._differences import run_mismatch
 
 
 class RunDirectory:
@@ -142,79 +141,6 @@ def _json(content: bytes) -> Any:
     return None
 
 
-def plain(value: ArrayLike) -> Any:
-  """Returns a JSON value for an array scalar, exact for float32; non-finite floats become strings."""
-  item = np.asarray(value).item()
-  if isinstance(item, float) and not np.isfinite(item):
-    return str(item)  # "nan", "inf", "-inf": JSON has no such numbers
-  return item
-
-
-# Keys that may differ between processes.
-_OWN = frozenset({"distributed", "train.checkpoint_wait"})
-# Keys that may change when a run resumes. Only a mesh changes what a step computes: its rounding.
-_FREE = _OWN | {
-  "out",
-  "numerics",
-  "mesh",
-  "data.workers",
-  "train.log_every",
-  "train.eval_every",
-  "train.checkpoint_every",
-  "train.keep_checkpoints",
-  "train.max_skips",
-  "train.profile_steps",
-  "train.trackers",
-}
-
-
-def differences(
-  theirs: object, ours: object, there: str, here: str, free: frozenset[str], key: str = ""
-) -> list[str]:
-  """Returns a line for each difference between two configs.
-
-  Args:
-    theirs: a config, or a part of one, as plain data.
-    ours: another config.
-    there: says where the first one is, for a person.
-    here: says where the other one is.
-    free: keys that may differ.
-    key: the key of both parts; empty for whole configs.
-  """
-  if not (isinstance(theirs, dict) and isinstance(ours, dict)):
-    return [] if theirs == ours else [f"{key}: {_short(theirs)} {there}, {_short(ours)} {here}"]
-  found = []
-  for name in sorted(theirs.keys() | ours.keys()):
-    path = f"{key}.{name}" if key else name
-    if path not in free:
-      found += differences(theirs.get(name), ours.get(name), there, here, free, path)
-  return found
-
-
-def _short(value: object) -> str:
-  """Returns a value as text; only the beginning of a long mapping."""
-  if not isinstance(value, dict) or len(value) < 3:
-    return repr(value)
-  first = next(iter(value))
-  return f"{{{first!r}: {value[first]!r}, ...}}"
-
-
-def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
-  """Returns an error text if the configs of process 0 and another one differ; `None` if they match."""
-  there, here = "in process 0", f"in process {process}"
-  found = differences(first, other, there, here, _OWN)
-  if not found:
-    return None
-  return f"the processes have different configs ({'; '.join(found[:3])}): start all with the same one"
-
-
-def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
-  """Says how the configs of two runs differ in the keys that a run keeps; `None` if they do not."""
-  found = differences(theirs, ours, "there", "here", _FREE)
-  found = [line for line in found if not line.startswith(_GROWING)]
-  return "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "") if found else None
-
-
 def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
   """Returns the config in a run directory if only its number of steps is smaller; `None` if it is the same.
 
@@ -246,15 +172,12 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
     raise ConfigError(f"{error}; choose another out=") from error
   ours = yaml.safe_load(text)
   grows = _steps(ours) > _steps(theirs) > 0
-  found = differences(theirs, ours, "there", "here", _FREE)
-  if grows:
-    found = [line for line in found if not line.startswith(_GROWING)]
-  if found and _never_began(path):
+  differ = run_mismatch(theirs, ours, may_grow=grows)
+  if differ and _never_began(path):
     return None
-  if found:
-    shown = "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "")
+  if differ:
     raise ConfigError(
-      f"out={path} holds a run of another config ({shown}): nothing was changed; choose another out=, "
+      f"out={path} holds a run of another config ({differ}): nothing was changed; choose another out=, "
       f"with train.init_from={path} to start from its parameters, or delete the directory to start over"
     )
   return theirs if grows else None
@@ -272,8 +195,6 @@ _FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log")
 _KINDS = dict.fromkeys(_FILES, pathlib.Path.is_file) | dict.fromkeys(
   ("checkpoints", "tensorboard", "damaged"), pathlib.Path.is_dir
 )
-# Keys that may change when a run resumes with more steps.
-_GROWING = ("train.steps: ", "optimizer.schedule_steps: ")
 
 
 def _steps(config: dict[str, Any]) -> int:

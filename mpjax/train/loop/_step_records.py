@@ -13,7 +13,7 @@ import optax
 from mpjax._types import Metrics
 from mpjax.loss_scale._state_access import find_scaler, find_states
 from mpjax.step import TrainState
-from mpjax.train.loop._run_directory import plain
+from mpjax.train.loop._metrics_file import plain
 from mpjax.train.setup._setup import Setup
 
 _SHOWN = 20  # steps over which time and speed are averaged

@@ -11,12 +11,13 @@ import rich.console
 import yaml
 
 from mpjax.train.config._config import Config
+from mpjax.train.config._differences import config_mismatch
 from mpjax.train.config._plugins import plugin_digests
 from mpjax.train.data import data_mismatch
 from mpjax.train.loop._display import finished_already
 from mpjax.train.loop._loop import TrainingRun
 from mpjax.train.loop._output import Output
-from mpjax.train.loop._run_directory import RunDirectory, config_mismatch
+from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.processes import Processes, code_mismatch, digest, versions
 from mpjax.train.setup._setup import Setup, make_setup
 
