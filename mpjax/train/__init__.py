@@ -6,6 +6,7 @@ Needs packages such as grain and orbax, which come with the extra `train` and ar
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from mpjax._render.install_text import pip_install
@@ -51,6 +52,12 @@ __all__ = [
   "run",
   "save_safetensors",
 ]
+
+# The lines of a run. The root logger does not get them: absl, under orbax, gives it a handler on stderr.
+_LOGGER = logging.getLogger(__name__)
+_LOGGER.propagate = False
+if _LOGGER.level == logging.NOTSET:
+  _LOGGER.setLevel(logging.INFO)
 
 _MODULES = {
   "config._config": ("Config", "parse_config"),

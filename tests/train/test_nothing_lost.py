@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -11,15 +12,17 @@ import subprocess
 import sys
 
 import pytest
+import rich.console
+import rich.table
 
 from mpjax.train import ConfigError, DataError, parse_config, register_data
 from mpjax.train.data import Data
-
-# The streams of a command, and what a run shows of a step, to disturb it there.
-from mpjax.train.loop._display import Display
 from mpjax.train.loop._events import Events
 from mpjax.train.loop._metrics_file import MetricsFile
+
+# The lines of a command, and what a run shows of a step, to disturb it there.
 from mpjax.train.loop._output import Output
+from mpjax.train.loop._progress import Progress
 from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.processes import Interrupt
 from tests._quick_compile import environment as quick_environment
@@ -29,6 +32,7 @@ from tests.train._tiny_gpt import records
 ROOT = pathlib.Path(__file__).parents[2]
 # Orbax drops what was under way where its folder is gone: Python says so whenever it collects that.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+LINES = logging.getLogger("mpjax.train")
 SHORT = ["train.steps=12", "train.eval_every=12", "train.checkpoint_every=4"]
 
 
@@ -87,35 +91,37 @@ class Broken(io.StringIO):
     return super().write(text)
 
 
-def test_output_goes_to_the_log_once_nobody_reads(tmp_path, monkeypatch):
+def test_lines_go_to_the_log_once_nobody_reads(tmp_path, monkeypatch):
   out, err = Broken(), io.StringIO()
   monkeypatch.setattr(sys, "stdout", out)
   monkeypatch.setattr(sys, "stderr", err)
   with Output() as output:
+    output.show_on(None, quiet=False)
     output.log_to(tmp_path)
-    print("first")
+    LINES.info("first")
     assert not (tmp_path / "train.log").exists()
-    print("second")
-    print("\x1b[1mthird\x1b[0m")
-    sys.stdout.write("\x1b[2K a frame of a progress bar")
-    assert not sys.stdout.isatty()
-  assert sys.stdout is out
+    LINES.info("second")
+    LINES.info("third", extra={"shown": rich.table.Table()})
+    LINES.error("error: fourth")
+    assert sys.stdout is out
   assert out.getvalue() == "first\n"
   told, *rest = (tmp_path / "train.log").read_text().splitlines()
   assert told == "stdout cannot be written (Broken pipe): the run goes on, and writes the rest to this file"
   assert rest == ["second", "third"]
   assert err.getvalue().count(f"writes the rest to {tmp_path / 'train.log'}") == 1
+  assert err.getvalue().endswith("\nerror: fourth\n")
 
 
 def test_closed_streams_and_a_directory_that_is_known_late(tmp_path, monkeypatch):
   monkeypatch.setattr(sys, "stdout", None)
   monkeypatch.setattr(sys, "stderr", None)
   with Output() as output:
-    print("early")
-    print("error", file=sys.stderr)
+    LINES.info("early")
+    LINES.error("error")
     output.log_to(tmp_path)
   log = (tmp_path / "train.log").read_text()
-  assert all(text in log for text in ("stdout cannot be written (closed)", "early\n", "error\n"))
+  assert log.startswith("stdout cannot be written (closed)")
+  assert all(text in log for text in ("early\n", "stderr cannot be written (closed)", "error\n"))
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1251"])
@@ -124,9 +130,39 @@ def test_a_character_that_a_terminal_has_not_is_shown_as_its_code(encoding, tmp_
   monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
   with Output() as output:
     output.log_to(tmp_path)
-    print("runs/é")
+    LINES.info("runs/é")
   assert raw.getvalue() == rb"runs/\xe9" + os.linesep.encode()
   assert not (tmp_path / "train.log").exists()
+
+
+def test_a_console_of_the_caller_may_break_and_stays_as_it_was(tmp_path):
+  file = Broken()
+  console = rich.console.Console(file=file, force_terminal=True)
+  with Output() as output:
+    output.log_to(tmp_path)
+    with Progress(output.show_on(console, quiet=True), 10, 0, "rows", has_scale=False) as bar:
+      bar.step(1, {"loss": 0.5, "skipped_steps": 0, "rows_per_s": None}, logged=True)
+      LINES.info("above the bar")
+  assert console.file is file
+  told, *rest = (tmp_path / "train.log").read_text().splitlines()
+  assert told.startswith("the console cannot be written (Broken pipe)")
+  assert rest == ["above the bar"]  # frames of the bar are not lines
+
+
+def test_the_logger_takes_handlers_and_levels_of_the_user(tmp_path, capsys, caplog):
+  arguments = [*write_line(tmp_path), "train.steps=2"]
+  LINES.addHandler(caplog.handler)
+  try:
+    train(arguments, tmp_path / "a")
+    shown = capsys.readouterr().out
+    assert {"compiling the training step", f"run directory: {tmp_path / 'a'}"} <= set(caplog.messages)
+    assert all(line in shown for line in caplog.messages if not line.startswith("run finished"))
+    LINES.setLevel(logging.WARNING)
+    train(arguments, tmp_path / "b")
+  finally:
+    LINES.setLevel(logging.INFO)
+    LINES.removeHandler(caplog.handler)
+  assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.slow
@@ -156,14 +192,14 @@ def alone(tmp_path_factory):
 @pytest.fixture
 def happens(monkeypatch):
   """A list of functions, each of which is called once after step 6."""
-  waiting, shown = [], Display.step
+  waiting, shown = [], Progress.step
 
   def step(self, number, record, logged):
     shown(self, number, record, logged)
     if number == 6 and waiting:
       waiting.pop()()
 
-  monkeypatch.setattr(Display, "step", step)
+  monkeypatch.setattr(Progress, "step", step)
   return waiting
 
 

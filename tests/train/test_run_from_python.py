@@ -15,7 +15,8 @@ from mpjax.cli import main
 from mpjax.train import ConfigError, load_config, load_plugins
 
 # A bar by itself, without a run.
-from mpjax.train.loop._display import Display, summary_table
+from mpjax.train.loop._output import Output
+from mpjax.train.loop._progress import Progress, show_summary
 from tests.train._own_config import PLUGIN
 from tests.train._tiny_gpt import records
 
@@ -76,9 +77,9 @@ def test_a_notebook_has_a_bar_that_moves(monkeypatch):
     return Cell()
 
   monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
-  monkeypatch.setattr("mpjax.train.loop._display._SECONDS", 0.0)
+  monkeypatch.setattr("mpjax.train.loop._progress._SECONDS", 0.0)
   console = rich.console.Console(file=io.StringIO(), force_jupyter=True)
-  with Display(console, 10, 0, "rows", has_scale=False) as bar:
+  with Progress(console, 10, 0, "rows", has_scale=False) as bar:
     for step in (1, 2):
       record = {"loss": 0.5, "loss_scale": 1.0, "skipped_steps": 0, "rows_per_s": 3.0, "step": step}
       bar.step(step, record, logged=True)
@@ -89,14 +90,19 @@ def test_a_notebook_has_a_bar_that_moves(monkeypatch):
 
 def test_without_a_terminal_a_line_says_that_the_step_is_compiled():
   stream = io.StringIO()
-  with Display(rich.console.Console(file=stream), steps=10, start=0, units="tokens", has_scale=True):
-    assert stream.getvalue() == "compiling the training step\n"
+  with Output() as output:
+    console = output.show_on(rich.console.Console(file=stream), quiet=False)
+    with Progress(console, steps=10, start=0, units="tokens", has_scale=True):
+      pass
+  assert stream.getvalue() == "compiling the training step\n"
 
 
 def test_the_final_table_cuts_no_policy():
   policy = str(mpjax.get_policy({"base": "fp16", "loss_scaling": {"init_scale": 1024, "growth_interval": 7}}))
   console = rich.console.Console(width=60, file=io.StringIO())
-  summary_table(console, {"policy": policy, "steps": 3}, pathlib.Path("runs/x"))
+  with Output() as output:
+    output.show_on(console, quiet=False)
+    show_summary({"policy": policy, "steps": 3}, pathlib.Path("runs/x"))
   lines = [line.strip("│ ").removeprefix("policy") for line in console.file.getvalue().splitlines()]
   assert "growth_interval" in "".join(line.strip("│ ") for line in lines)
   assert "…" not in "".join(lines)

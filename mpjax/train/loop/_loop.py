@@ -28,13 +28,13 @@ from mpjax.train.config._config import Config, OptimizerConfig
 from mpjax.train.config._differences import run_mismatch
 from mpjax.train.data import Batch, describe
 from mpjax.train.loop._diagnose import first_nonfinite, nonfinite_report, state_report
-from mpjax.train.loop._display import Display, header, summary_table
 from mpjax.train.loop._events import Events
 from mpjax.train.loop._histograms import Watcher
 from mpjax.train.loop._metrics_file import MetricsFile, plain
+from mpjax.train.loop._output import LOGGER
 from mpjax.train.loop._peak_memory import peak_memory
+from mpjax.train.loop._progress import Progress, fp8_row, show_header, show_summary
 from mpjax.train.loop._run_directory import RunDirectory
-from mpjax.train.loop._run_header import fp8_row, header_rows
 from mpjax.train.loop._step_records import Records
 from mpjax.train.processes import Interrupt, Poll, Processes
 from mpjax.train.setup._evaluation import mean_of_batches, weights_of
@@ -101,18 +101,18 @@ class TrainingRun:
     self._records.begin(state, start)
     self._grow(self._records.next_update)
     run = f"resumed after step {start}" if start else self._source
-    header(self.console, header_rows(self.setup, state, self.directory.path, run, self.processes.count))
+    show_header(self.setup, state, self.directory.path, run, self.processes.count)
     first = self.processes.first
     metrics = self.directory.path / "metrics.jsonl"
     self._metrics_file = MetricsFile(metrics, start, self._logged, owner=first)
     for line in (*self.directory.said, *self._metrics_file.said):
-      self._print(line)
+      LOGGER.info(line)
     self._events = Events(self.directory.path / "tensorboard", start, owner=first)
     self._poll = Poll(self.processes.count > 1)
     has_scale = self.policy.loss_scaling is not None
-    self._display = Display(self.console, self.config.train.steps, start, self.task.units[0], has_scale)
+    self._progress = Progress(self.console, self.config.train.steps, start, self.task.units[0], has_scale)
     try:
-      with self._display, Interrupt() as interrupt:
+      with self._progress, Interrupt() as interrupt:
         for step in range(start + 1, self.config.train.steps + 1):
           self._poll.ask(interrupt.signum)
           batch = self._next_batch(step, state, iterator, start)
@@ -135,12 +135,12 @@ class TrainingRun:
     before = self.directory.before
     ended = describe_end(self.config.optimizer, self.config.train.steps, update) if self._source else None
     if ended is not None:
-      self._print(ended)
+      LOGGER.info(ended)
     if before is None:
       return
     old = OptimizerConfig.model_validate(before["optimizer"])
     steps = self.config.train.steps, before["train"]["steps"]
-    self._print(describe_growth(self.config.optimizer, steps[0], old, steps[1], update))
+    LOGGER.info(describe_growth(self.config.optimizer, steps[0], old, steps[1], update))
     self.directory.grow(self.config)
 
   @contextlib.contextmanager
@@ -214,7 +214,7 @@ class TrainingRun:
       self.processes.doing(f"the evaluation after step {step}")
       extra = self.evaluate(state)
       eval_loss = extra["eval_loss"]
-      self._display.evaluation(step, extra)
+      self._progress.evaluation(step, extra)
     for record in records:
       self._write(record, extra if record["step"] == step else {})
     if eval_loss is not None:
@@ -259,8 +259,8 @@ class TrainingRun:
         self._events.add_scalar(name, value, record["step"])
       if self._events.problem is not None and not self._has_told_events:
         self._has_told_events = True
-        self._display.line(f"the run goes on without TensorBoard's file: {self._events.problem}")
-    self._display.step(record["step"], record, logged)
+        LOGGER.info(f"the run goes on without TensorBoard's file: {self._events.problem}")
+    self._progress.step(record["step"], record, logged)
 
   def _cannot_recover(self, record: dict[str, Any]) -> bool:
     """Returns whether the last `max_skips` steps were skipped at the lowest loss scale."""
@@ -358,7 +358,7 @@ class TrainingRun:
           )
       return state, 0
     for damage in resumed.damaged:
-      self._print(damage)
+      LOGGER.info(damage)
     restored = resumed.restored
     if restored.loop["fingerprint"] != self.data.info.fingerprint:
       raise ConfigError(
@@ -432,9 +432,6 @@ class TrainingRun:
       "from it"
     )
 
-  def _print(self, line: str) -> None:
-    self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
   def _finish(self, state: TrainState) -> dict[str, Any]:
     self.processes.doing(f"the checkpoint of step {self.config.train.steps} to be written")
     self.checkpoints.wait()
@@ -464,7 +461,7 @@ class TrainingRun:
       if export is not None:
         file = self.directory.path / "model.safetensors"
         save_safetensors(file, self.config, self.data.info, params, model_state, dtype)
-        self._print(export_text(file))
+        LOGGER.info(export_text(file))
       self.directory.write_summary(summary)
-      summary_table(self.console, summary, self.directory.path)
+      show_summary(summary, self.directory.path)
     return summary

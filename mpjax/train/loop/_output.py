@@ -1,132 +1,149 @@
-"""Standard output and error of a run; the run goes on if they are lost."""
+"""The output of a run: the records of the logger `mpjax.train`, on the console or in `train.log`."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
+import logging
 import os
 import pathlib
-import re
 import sys
-from collections.abc import Iterable
 from typing import Any, TextIO, cast
 
+import rich.console
+import rich.table
+
 LOG = "train.log"
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+LOGGER = logging.getLogger("mpjax.train")
 
 
-class Output:
-  """Keeps `sys.stdout` and `sys.stderr` from raising inside its `with` block.
+class Output(logging.Handler):
+  """Shows what is logged within its `with` block: warnings and errors on stderr, the rest on a console.
 
-  A reader that goes away, a full disk or a closed stream does not end a run: further output goes to
-  `train.log` in the run directory, whose first line says so. A character that the terminal cannot show
-  appears as its code.
+  A reader that goes away, a full disk or a closed stream does not end a run: further lines go to `train.log`
+  in the run directory, whose first line says so. A character that the terminal cannot show appears as its
+  code. A record may bring something else for the console, as `extra={"shown": renderable}`.
   """
 
   def __init__(self) -> None:
+    super().__init__()
+    _fill_descriptors()
+    self._out, self._err = _Steady(sys.stdout, "stdout"), _Steady(sys.stderr, "stderr")
+    self._console = rich.console.Console(file=cast(TextIO, self._out))
     self._file: pathlib.Path | None = None
-    self._early: list[str] = []
+    self._unwritten: list[str] = []
 
   def __enter__(self) -> Output:
-    _fill_descriptors()
-    self._before = sys.stdout, sys.stderr
-    sys.stdout = cast(TextIO, _Steady(sys.stdout, "stdout", self))
-    sys.stderr = cast(TextIO, _Steady(sys.stderr, "stderr", self))
+    LOGGER.addHandler(self)
     return self
 
   def __exit__(self, *_: object) -> None:
-    for stream in (sys.stdout, sys.stderr):
-      stream.flush()
-    sys.stdout, sys.stderr = self._before
+    LOGGER.removeHandler(self)
+    self._out.flush()
+    self._err.flush()
+    self.close()
+
+  def show_on(self, console: rich.console.Console | None, *, quiet: bool) -> rich.console.Console:
+    """Sets the console, which is standard output by default; returns one like it that does not raise.
+
+    Args:
+      console: the console, or `None`.
+      quiet: whether the default console shows nothing.
+    """
+    if console is None:
+      self._console.quiet = quiet
+    else:
+      self._out, self._console = _Steady(console.file, "the console"), copy.copy(console)
+      self._console.file = cast(TextIO, self._out)
+    return self._console
 
   def log_to(self, directory: pathlib.Path) -> None:
     """Sets the run directory. `train.log` is made there when there is something to write."""
     self._file = directory / LOG
-    early, self._early = self._early, []
-    for text in early:
-      self.log(text)
+    self._log()
 
-  def lose(self, name: str, error: BaseException | None) -> None:
-    """Reports a lost stream in the log and on the other stream."""
-    why = "closed" if error is None else (getattr(error, "strerror", None) or str(error))
-    line = f"{name} cannot be written ({why}): the run goes on, and writes the rest to "
-    self.log(f"{line}this file\n")
-    if name == "stdout":
-      sys.stderr.write(f"{line}{self._file or LOG}\n")
-
-  def log(self, text: str) -> None:
-    """Appends to the log, without frames of a progress bar."""
-    text = _COLOURS.sub("", text)
-    if "\x1b" in text or "\r" in text:
+  def emit(self, record: logging.LogRecord) -> None:
+    """Shows a record."""
+    line = self.format(record)
+    stream = self._err if record.levelno >= logging.WARNING else self._out
+    if stream is self._err:
+      stream.write(f"{line}\n")
+    elif self._console.quiet:
       return
-    if self._file is None:
-      self._early.append(text)
-      return
-    with (
-      contextlib.suppress(OSError),
-      self._file.open("a", encoding="utf-8") as file,
-    ):
-      file.write(text)
+    else:
+      shown = getattr(record, "shown", line)
+      is_table = isinstance(shown, rich.table.Table)
+      self._console.print(shown, highlight=False, markup=False, soft_wrap=not is_table)
+    if stream.lost:
+      self._log(*self._told(stream), line)
+
+  def _told(self, stream: _Steady) -> list[str]:
+    """Tells once that a stream is lost, on the other one; returns the line for the log."""
+    if stream.is_told:
+      return []
+    stream.is_told = True
+    line = f"{stream.name} cannot be written ({stream.lost}): the run goes on, and writes the rest to "
+    if stream is self._out:
+      self._err.write(f"{line}{self._file or LOG}\n")
+    return [f"{line}this file"]
+
+  def _log(self, *lines: str) -> None:
+    self._unwritten += lines
+    if self._file is not None and self._unwritten:
+      with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in self._unwritten)
+      self._unwritten.clear()
 
 
-class _Steady:
-  """A text stream that passes its text on to another stream until that one fails."""
+class _Steady(io.TextIOBase):
+  """Passes text on to another stream until that one fails; does not raise.
 
-  def __init__(self, stream: TextIO | None, name: str, output: Output):
-    self._stream, self._name, self._output = stream, name, output
-    self._lost = False
-    self._unsaid: list[str] = []  # written, but perhaps not delivered
+  Attributes:
+    name: what a message calls it.
+    lost: why it failed; empty while it works.
+    is_told: whether the user was told.
+  """
 
-  def write(self, text: str) -> int:
-    """Writes text, line by line."""
-    if self._lost or self._stream is None:
-      self._lose(None)
-      self._output.log(text)
-      return len(text)
-    self._unsaid.append(text)
-    try:
-      try:
-        self._stream.write(text)
-      except UnicodeEncodeError:  # its own `encoding` may be only "charmap"
-        encoding = self._stream.encoding
-        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    except (OSError, ValueError) as error:
-      self._lose(error)
-    if "\n" in text:
-      self.flush()
-    return len(text)
+  def __init__(self, stream: TextIO | Any | None, name: str):
+    self._stream, self.name = stream, name
+    self.lost, self.is_told = "closed" if stream is None else "", False
 
-  def writelines(self, lines: Iterable[str]) -> None:
-    """Writes a list of texts."""
-    self.write("".join(lines))
-
-  def flush(self) -> None:
-    """Passes the written text to the operating system."""
-    if self._lost or self._stream is None:
-      return
-    try:
-      self._stream.flush()
-      self._unsaid.clear()
-    except (OSError, ValueError) as error:
-      self._lose(error)
+  @property
+  def encoding(self) -> str:  # type: ignore[override]
+    """Returns the encoding, by which rich chooses the lines of a table."""
+    return getattr(self._stream, "encoding", None) or "utf-8"
 
   def isatty(self) -> bool:
     """Returns whether the stream is a terminal that still works."""
-    return not self._lost and self._stream is not None and self._stream.isatty()
+    return not self.lost and self._stream.isatty()
 
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._stream, name)
+  def write(self, text: str) -> int:
+    """Writes text, and passes it to the operating system."""
+    if not self.lost:
+      try:
+        try:
+          self._stream.write(text)
+        except UnicodeEncodeError:  # its own `encoding` may be only "charmap"
+          self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+      except (OSError, ValueError) as error:
+        self._lose(error)
+    self.flush()
+    return len(text)
 
-  def _lose(self, error: BaseException | None) -> None:
-    if self._lost:
-      return
-    self._lost = True
-    self._output.lose(self._name, error)
-    unsaid, self._unsaid = self._unsaid, []
-    for text in unsaid:
-      self._output.log(text)
-    if self._stream is not None:
-      with contextlib.suppress(OSError, ValueError):  # other writers, and Python when it ends, would raise
-        _to_nowhere(self._stream.fileno())
+  def flush(self) -> None:
+    """Passes all text to the operating system, also what others wrote to the same stream."""
+    if not self.lost:
+      try:
+        self._stream.flush()
+      except (OSError, ValueError) as error:
+        self._lose(error)
+
+  def _lose(self, error: OSError | ValueError) -> None:
+    self.lost = getattr(error, "strerror", None) or str(error)
+    with contextlib.suppress(OSError, ValueError):  # other writers, and Python when it ends, would raise
+      if (descriptor := self._stream.fileno()) in (1, 2):
+        _to_nowhere(descriptor)
 
 
 def _fill_descriptors() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,9 @@ from mpjax.train.config._config import Config
 from mpjax.train.config._differences import config_mismatch
 from mpjax.train.config._plugins import plugin_digests
 from mpjax.train.data import data_mismatch
-from mpjax.train.loop._display import finished_already
 from mpjax.train.loop._loop import TrainingRun
-from mpjax.train.loop._output import Output
+from mpjax.train.loop._output import LOGGER, Output
+from mpjax.train.loop._progress import show_summary
 from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.processes import Processes, code_mismatch, digest, versions
 from mpjax.train.setup._setup import Setup, make_setup
@@ -29,7 +28,7 @@ def train_together(
   console: rich.console.Console | None = None,
 ) -> dict[str, Any]:
   """Does `mpjax.train.run` in one of several processes. Each process loads the config itself."""
-  console = console or rich.console.Console(file=sys.stdout, quiet=not processes.first)
+  console = output.show_on(console, quiet=not processes.first)
   config, _ = processes.agree(load, _tell_config, _config_mismatch)
   processes.directory = pathlib.Path(str(config.out))
 
@@ -48,7 +47,8 @@ def train_together(
     if processes.first:
       output.log_to(directory.path)
     if summary is not None:
-      finished_already(console, summary, directory.path)
+      LOGGER.info("this run has finished already; choose another out= for a new one")
+      show_summary(summary, directory.path)
       return summary
     return _train(TrainingRun(config, setup, directory, processes, console))
   finally:

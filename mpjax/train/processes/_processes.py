@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import re
@@ -174,7 +175,7 @@ class Processes:
     if alone:
       self._tell_and_exit(status, line)
     if line and self.first:
-      print(line, file=sys.stderr)
+      logging.getLogger("mpjax.train").error(line)
     if self.count > 1:
       self._leave()
     return status

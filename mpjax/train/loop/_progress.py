@@ -1,0 +1,185 @@
+"""What a run shows: its header, its progress (a bar on a terminal, lines elsewhere), its summary."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import rich.box
+import rich.console
+import rich.progress
+import rich.table
+import rich.text
+
+from mpjax.fp8._hardware import in_force
+from mpjax.policy import Policy
+from mpjax.step import Layout, TrainState
+from mpjax.train.loop._output import LOGGER
+from mpjax.train.setup._optimizers import describe_optimizer
+from mpjax.train.setup._setup import Setup
+
+# Least time between two updates of a bar in a notebook.
+_SECONDS = 0.25
+
+
+class Progress:
+  """Shows progress as a bar on a terminal or in a notebook; elsewhere as one line per logged step.
+
+  Beside a bar, the lines of steps have the level `DEBUG`.
+
+  Args:
+    console: where to show the bar.
+    steps: total number of steps.
+    start: the step that the run resumes from; 0 for a new run.
+    units: the unit of the speed: tokens or images.
+    has_scale: whether to show a loss scale.
+  """
+
+  def __init__(self, console: rich.console.Console, steps: int, start: int, units: str, has_scale: bool):
+    self._console = console
+    self._steps = steps
+    self._units = units
+    self._has_scale = has_scale
+    self._cell: Any = None  # the notebook cell that shows the bar
+    self._shown = 0.0
+    self._bar = rich.progress.Progress(
+      rich.progress.TextColumn("[bold]{task.description}"),
+      rich.progress.BarColumn(bar_width=None),
+      rich.progress.MofNCompleteColumn(),
+      rich.progress.TextColumn("{task.fields[status]}"),
+      rich.progress.TimeRemainingColumn(),
+      console=console,
+      disable=not console.is_terminal,
+    )
+    self._task = self._bar.add_task("train", total=steps, completed=start, status="compiling")
+
+  def __enter__(self) -> Progress:
+    self._bar.start()
+    if self._console.is_jupyter:  # IPython is enough; rich would need ipywidgets
+      display = importlib.import_module("IPython.display").display
+      self._cell = display(self._bar, display_id=True)
+    LOGGER.log(self._level, "compiling the training step")
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._bar.stop()
+    self._update_cell(at_once=True)
+
+  @property
+  def _level(self) -> int:
+    """Returns the level of lines that repeat what a bar shows."""
+    return logging.DEBUG if self._console.is_terminal or self._console.is_jupyter else logging.INFO
+
+  def _update_cell(self, at_once: bool = False) -> None:
+    now = time.monotonic()
+    if self._cell is not None and (at_once or now - self._shown > _SECONDS):
+      self._cell.update(self._bar)
+      self._shown = now
+
+  def step(self, step: int, record: Mapping[str, Any], logged: bool) -> None:
+    """Shows the metrics of a finished step."""
+    shown = [f"loss {_number(record['loss'])}"]
+    if self._has_scale:
+      shown.append(f"scale {_power(record['loss_scale'])}")
+    if self._has_scale or record["skipped_steps"]:
+      shown.append(f"skipped {record['skipped_steps']}")
+    speed = record[f"{self._units}_per_s"]
+    if speed is not None:
+      shown.append(f"{speed:,.0f} {self._units}/s")
+    status = "  ".join(shown)
+    self._bar.update(self._task, completed=step, status=status)
+    self._update_cell()
+    if logged:
+      LOGGER.log(self._level, f"step {step}/{self._steps}  {status}")
+
+  def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Shows an evaluation."""
+    shown = "  ".join(f"{name.removeprefix('eval_')} {_number(value)}" for name, value in metrics.items())
+    LOGGER.info(f"step {step}/{self._steps}  eval: {shown}")
+
+
+def show_header(
+  setup: Setup, state: TrainState, directory: pathlib.Path, begins: str, processes: int
+) -> None:
+  """Shows what the run is about to do.
+
+  Args:
+    setup: the run's setup.
+    state: the run's first state.
+    directory: the run directory.
+    begins: says where the first state comes from; empty for a new state.
+    processes: number of processes.
+  """
+  policy = setup.policy
+  parameters = sum(leaf.size for leaf in jax.tree.leaves(state.arrays))
+  scaling, config = policy.loss_scaling, setup.config
+  rows = {
+    "policy": policy.reason or policy.full_label,
+    **fp8_row(policy),
+    **({} if scaling is None else {"loss scale": f"{scaling.kind}, from {scaling.init_scale:g}"}),
+    "model": f"{setup.config.model.kind}, {parameters:,} parameters",
+    "data": setup.info.description,
+    "optimizer": describe_optimizer(config.optimizer, config.train.steps),
+    **({} if (decay := config.train.average) is None else {"average": f"of the weights, decay {decay:g}"}),
+    "devices": _devices(setup.layout, policy) + (f", in {processes} processes" if processes > 1 else ""),
+    "run": f"{directory}" + (f", {begins}" if begins else ""),
+  }
+  for name, value in rows.items():
+    row = rich.text.Text.assemble((f"{name:>10}", "bold"), f"  {value}")
+    LOGGER.info(row.plain, extra={"shown": row})
+
+
+def _devices(layout: Layout, policy: Policy) -> str:
+  text = f"{layout.mesh.size} x {jax.devices()[0].device_kind}"
+  if layout.mesh.size == 1:
+    return text
+  axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
+  dtype = "float32" if policy.reduce_dtype is None else policy.reduce_dtype.name
+  return f"{text} ({axes})" + (f", gradients cross in {dtype}" if layout.shards > 1 else "")
+
+
+def fp8_row(policy: Policy) -> dict[str, str]:
+  """Returns a row with the recipe and the formats in force on this machine, or none without a recipe."""
+  return {} if policy.fp8 is None else {"fp8": in_force(policy.fp8)}
+
+
+def show_summary(summary: Mapping[str, Any], directory: pathlib.Path) -> None:
+  """Shows the figures of a finished run, and its directory."""
+  rows = {}
+  for name, value in summary.items():
+    hidden = name == "skipped_steps" and not value and "loss_scale" not in summary
+    if not (hidden or isinstance(value, dict)):
+      show = _size if name.endswith("_bytes") else _power if name == "loss_scale" else _number
+      rows[name.removesuffix("_bytes").replace("_", " ")] = show(value)
+  table = rich.table.Table(title="run finished", box=rich.box.ROUNDED, show_header=False)
+  table.add_column(style="bold")
+  table.add_column(justify="right", overflow="fold")  # a policy is written out, however long
+  for title, figure in rows.items():
+    table.add_row(rich.text.Text(title), rich.text.Text(figure))
+  lines = "\n".join(f"{title}: {figure}" for title, figure in rows.items())
+  LOGGER.info(f"run finished\n{lines}", extra={"shown": table})
+  LOGGER.info(f"run directory: {directory}")
+
+
+def _number(value: float | str | None) -> str:
+  if value is None:
+    return "unknown"
+  return (
+    f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+  )
+
+
+def _power(scale: float) -> str:
+  """Returns a power of two as `2^16`, and other numbers as they are."""
+  mantissa, exponent = math.frexp(scale)
+  return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def _size(value: float | None) -> str:
+  return "unknown" if value is None else f"{value / 1e6:,.1f} MB"
