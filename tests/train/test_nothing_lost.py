@@ -51,7 +51,7 @@ METRICS = [  # content, the steps up to 4 that are kept, what is said
   (line(1) + line(2) + b"\xff" + line(3) + line(4), [1, 2, 4], ["line 3 is no", "1 of 4 records"]),
   (line(1) + b'{"step": true}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is not a record"]),
   (line(1) + b'{"step": {}}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is not a record"]),
-  (line(1) + line(2) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 3 repeats a step"]),
+  (line(1) + line(2) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 3 is not a record of a new step"]),
   (b"[" * 100_000 + b"\n" + line(1) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 1 is not a record"]),
   (line(1) + line(2) + line(3) + line(4)[:-1], [1, 2, 3, 4], []),
   (line(1) + line(2) + line(3) + line(4) + line(5)[:9], [1, 2, 3, 4], []),

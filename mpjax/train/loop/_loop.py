@@ -73,7 +73,7 @@ class TrainingRun:
     self.config, self.setup, self.directory, self.processes = config, setup, directory, processes
     self.console = console
     self.policy, self.task, self.data = setup.policy, setup.task, setup.data
-    self.checkpoints, _ = processes.agree(lambda: self._open_checkpoints(directory.checkpoints))
+    self.checkpoints, _ = processes.agree(lambda: self._open_checkpoints(directory.path / "checkpoints"))
     self._watcher = Watcher(self.setup.step, config.numerics.every)
     self._pending: collections.deque[_Pending] = collections.deque()
     self._records = Records(setup)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
@@ -37,21 +37,23 @@ class MetricsFile:
     self.count = 0
     if not owner:
       return
-    found = _read(path.read_bytes() if path.exists() else b"", resume_step)
-    wrong = [*_lines(found.bad, "is not a record", "are not records")]
-    wrong += _lines(found.repeated, "repeats a step", "repeat a step")
+    content = path.read_bytes() if path.exists() else b""
+    records, wrong = _read(content, resume_step)
     if wrong:
       copy = set_aside(path, keep=True)
-      said = f"{path.name}: {' and '.join(wrong)}, and all others are kept"
-      self.said.append(f"{said}; the file as it was is {copy}")
-    self.count = len(found.records)
+      lines = ", ".join(map(str, wrong[:3])) + (", ..." if len(wrong) > 3 else "")
+      what = f"line {lines} is not a record" if len(wrong) == 1 else f"lines {lines} are not records"
+      self.said.append(
+        f"{path.name}: {what} of a new step, and all others are kept; the file as it was is {copy}"
+      )
+    self.count = len(records)
     if expected is not None and self.count < expected:
-      last = f", of which step {found.last} is the last one" if found.last is not None else ""
+      last = f", of which step {max(records)} is the last one" if records else ""
       self.said.append(
         f"{path.name}: {expected - self.count} of {expected} records up to step {resume_step} are missing: "
         f"the checkpoint knows of {expected}, the file has {self.count}{last}"
       )
-    write_atomically(path, b"".join(found.records))
+    write_atomically(path, b"".join(records.values()))
     self._file = path.open("a", buffering=1, encoding="utf-8")
 
   def write(self, record: dict[str, Any]) -> None:
@@ -79,37 +81,18 @@ def plain(value: ArrayLike) -> Any:
   return item
 
 
-class _Found(NamedTuple):
-  """The records to keep, the last step, and the numbers of lines that are not records or repeat a step."""
-
-  records: list[bytes]
-  last: int | None
-  bad: list[int]
-  repeated: list[int]
-
-
-def _read(content: bytes, resume_step: int) -> _Found:
+def _read(content: bytes, resume_step: int) -> tuple[dict[int, bytes], list[int]]:
+  """Returns the lines to keep, by step, and the numbers of lines that are not records or repeat a step."""
   *lines, cut = content.split(b"\n")
   records: dict[int, bytes] = {}
-  bad, repeated = [], []
-  for number, line in enumerate(lines, 1):
+  wrong = []
+  for number, line in enumerate([*lines, cut], 1):
     step = _step(line)
-    if step is None:
-      bad.append(number)
-    elif step in records:
-      repeated.append(number)
+    if step is None or step in records:
+      wrong.append(number)
     elif step <= resume_step:
       records[step] = line + b"\n"
-  step = _step(cut)
-  if step is not None and step <= resume_step and step not in records:
-    records[step] = cut + b"\n"
-  return _Found(list(records.values()), max(records, default=None), bad, repeated)
-
-
-def _lines(numbers: list[int], one: str, several: str) -> list[str]:
-  """Describes wrong lines in one text; returns an empty list without wrong lines."""
-  shown = ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
-  return [f"line {shown} {one}" if len(numbers) == 1 else f"lines {shown} {several}"] if numbers else []
+  return records, [number for number in wrong if number <= len(lines)]  # a kill may have cut the last
 
 
 def _step(line: bytes) -> int | None:

@@ -83,6 +83,7 @@ def run(
     plugins: files `FILE.py` and modules `package.module` that register models, data and optimisers. Not
       needed for those that this process has registered already.
     console: where progress goes, by default standard output. `rich.console.Console(quiet=True)` shows none.
+      Handlers of the logger `mpjax.train` get the lines, too.
 
   Returns:
     The run directory and the summary of the run.

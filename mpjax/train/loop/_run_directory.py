@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -57,11 +58,6 @@ class RunDirectory:
     except OSError as error:
       raise ConfigError(f"out={self.path}: cannot be written ({error.strerror})") from error
 
-  @property
-  def checkpoints(self) -> pathlib.Path:
-    """Returns the folder of the checkpoints."""
-    return self.path / "checkpoints"
-
   def summary(self) -> dict[str, Any] | None:
     """Returns the `summary.json` of a finished run.
 
@@ -71,9 +67,10 @@ class RunDirectory:
     if self._lock is None or self.before is not None or not file.exists():
       return None
     try:
-      summary = _json(file.read_bytes())
-      if isinstance(summary, dict) and "final_loss" in summary and isinstance(summary.get("steps"), int):
-        return summary
+      with contextlib.suppress(ValueError, RecursionError):  # no JSON
+        summary = json.loads(file.read_bytes())
+        if isinstance(summary, dict) and "final_loss" in summary and isinstance(summary.get("steps"), int):
+          return summary
       moved = set_aside(file)
     except OSError as error:
       raise ConfigError(f"{file}: cannot be read or moved ({error.strerror})") from error
@@ -98,21 +95,15 @@ class RunDirectory:
     Returns the directory's new path if it was moved. Otherwise makes a directory that holds only the config,
     at the old path or, if that is taken, next to it.
     """
-    now = self._moved_to()
-    if now is not None:
-      return now
+    assert self._held is not None
+    with contextlib.suppress(OSError):  # only Linux knows the path of an open directory
+      now = pathlib.Path(os.readlink(f"/proc/self/fd/{self._held}"))
+      if os.path.samestat(os.stat(now), os.fstat(self._held)):
+        return now
     path = unused(self.path)
     path.mkdir(parents=True)
     write_atomically(path / "config.yaml", self._config.to_yaml().encode())
     return path
-
-  def _moved_to(self) -> pathlib.Path | None:
-    assert self._held is not None
-    try:  # only Linux knows the path of an open directory
-      now = pathlib.Path(os.readlink(f"/proc/self/fd/{self._held}"))
-      return now if os.path.samestat(os.stat(now), os.fstat(self._held)) else None
-    except OSError:
-      return None
 
   def grow(self, config: Config) -> None:
     """Writes the config with more steps; the run no longer counts as finished."""
@@ -131,14 +122,6 @@ class RunDirectory:
     if self._held is not None:
       os.close(self._held)
       self._held = None
-
-
-def _json(content: bytes) -> Any:
-  """Returns the value of a JSON text; `None` for text that is not JSON."""
-  try:
-    return json.loads(content)
-  except (ValueError, RecursionError):
-    return None
 
 
 def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
