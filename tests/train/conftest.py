@@ -2,6 +2,8 @@
 
 import pytest
 
+import mpjax.zoo  # noqa: F401 - kinds that it registers later would be forgotten, too
+
 # A test's kinds are to be forgotten, for which there is no public function.
 from mpjax.train.config._registry import DATASETS, MODELS, TARGETS
 from tests.train._runs import register_line
