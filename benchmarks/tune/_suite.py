@@ -193,7 +193,7 @@ def _proof(options: argparse.Namespace) -> dict[str, Any]:
       seeds=range(3),
       say=lambda line: print(f"  {line}", flush=True),
     )
-    rows.append({"config": name, **proof.to_dict()})
+    rows.append({"config": name, **proof})
     jax.clear_caches()
   return {"rows": rows}
 

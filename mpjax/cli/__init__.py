@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from mpjax._render.install_text import pip_install
 from mpjax._version import __version__
+from mpjax.cli._exit_status import outcome_of
 from mpjax.cli._parsers import parse
 from mpjax.train.config._names import nearest
 
@@ -81,12 +82,11 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
   """
   try:
     if name == "bench":  # it parses its own arguments
-      status: int = importlib.import_module("mpjax.cli._bench_command").run(arguments, prog)
-      return status
+      return importlib.import_module("mpjax.cli._bench_command").run(arguments, prog)
     options = parse(name, arguments, prog)
     command = importlib.import_module(f"mpjax.cli._{name}_command")
     _silence()
-    status = command.run(options)
+    return command.run(options) or 0
   except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package in ("", "mpjax"):
@@ -94,10 +94,13 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
     extras = COMMANDS[name][1]
     print(f"error: {prog} needs {package}: {pip_install(extras)}", file=sys.stderr)
     return 2
-  except KeyboardInterrupt:  # while packages are imported; commands handle it themselves
-    print("interrupted", file=sys.stderr)
-    return 130
-  return status
+  except BaseException as error:
+    outcome = outcome_of(error)
+    if outcome is None:
+      raise
+    status, line = outcome
+    print(line, file=sys.stderr)
+    return status
 
 
 def _silence() -> None:

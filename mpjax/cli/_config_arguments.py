@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpjax._render.install_text import pip_install
 from mpjax.train import ConfigError
 
 DEFAULT = "gpt_stdlib"
@@ -32,6 +34,33 @@ def require_file(flag: str, name: str, *, is_new: bool = False) -> None:
     file.open("ab").close()
     if not there:
       file.unlink()
+  except OSError as error:
+    raise ConfigError(f"{flag} {name}: cannot be written ({error.strerror})") from error
+
+
+def require_files(options: argparse.Namespace, *flags: str, new: str = "") -> None:
+  """Raises `ConfigError` if files that flags name cannot be written, or a `--picture` cannot be drawn.
+
+  Args:
+    options: the command's options.
+    flags: names of flags, without the dashes.
+    new: the flag whose file must not exist.
+  """
+  for flag in flags:
+    if (name := getattr(options, flag)) is not None:
+      require_file(f"--{flag}", name, is_new=flag == new)
+  if "picture" not in flags or options.picture is None:
+    return
+  if pathlib.Path(options.picture).suffix.lower() not in (".png", ".svg"):
+    raise ConfigError(f"--picture {options.picture}: expected a file that ends in .png or .svg")
+  if importlib.util.find_spec("matplotlib") is None:
+    raise ConfigError(f"--picture needs matplotlib: {pip_install('plan')}")
+
+
+def write_file(flag: str, name: str, text: str) -> None:
+  """Writes a file that a flag names; raises `ConfigError` if it cannot be written."""
+  try:
+    pathlib.Path(name).write_text(text)
   except OSError as error:
     raise ConfigError(f"{flag} {name}: cannot be written ({error.strerror})") from error
 

@@ -25,11 +25,10 @@ _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,.-]+)\])?")
 _EXTRA = re.compile(r"extra == ['\"]([\w-]+)['\"]")
 
 
-def run(options: argparse.Namespace) -> int:
-  """Runs the command and returns its exit status."""
+def run(options: argparse.Namespace) -> None:
+  """Runs the command."""
   found = environment()
   print(json.dumps(found, indent=1) if options.json else _text(found))
-  return 0
 
 
 def environment() -> dict[str, Any]:

@@ -13,25 +13,11 @@ that cannot watch the coordinator when the coordinator is lost (134 in a shell).
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 
-from mpjax.train import Interrupted
+from mpjax.train import ConfigError, Interrupted
 from mpjax.train._errors import exit_status
-
-
-def guarded(run: Callable[[], object]) -> int:
-  """Runs a command; its errors become one line on stderr and an exit status."""
-  try:
-    run()
-  except BaseException as error:
-    outcome = outcome_of(error)
-    if outcome is None:
-      raise
-    status, line = outcome
-    print(line, file=sys.stderr)
-    return status
-  return 0
 
 
 def outcome_of(error: BaseException) -> tuple[int, str] | None:
@@ -42,3 +28,14 @@ def outcome_of(error: BaseException) -> tuple[int, str] | None:
   if status is None:
     return None
   return status, str(error) if isinstance(error, Interrupted) else f"error: {error}"
+
+
+@contextlib.contextmanager
+def config_errors() -> Iterator[None]:
+  """Turns a `ValueError` of its block into a `ConfigError`: what the user asked for cannot be done."""
+  try:
+    yield
+  except ValueError as error:
+    if exit_status(error) is not None:
+      raise
+    raise ConfigError(str(error)) from error

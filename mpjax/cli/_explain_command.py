@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from mpjax.casting import side_by_side
-from mpjax.cli._exit_status import guarded
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
 from mpjax.cli._show import report_console, show
 from mpjax.train import load_config, load_plugins, make_setup
@@ -13,22 +12,18 @@ from mpjax.train.setup._meshes import on_devices_here
 from mpjax.train.setup._setup import Setup
 
 
-def run(options: argparse.Namespace) -> int:
-  """Runs the command and returns its exit status."""
-
-  def explain() -> None:
-    load_plugins(options.plugin)
-    policies, overrides = split_policies(options.overrides)
-    setups: list[Setup] = []
-    for override in [[f"policy={name}"] for name in policies] or [[]]:
-      config = load_config(options.config, [*override, *overrides])
-      warn_of_policy(config.policy)
-      setup = make_setup(on_devices_here(config))
-      if all(setup.policy != other.policy for other in setups):
-        setups.append(setup)
-    show(side_by_side([setup.explain() for setup in setups]), report_console(), options.table)
-    for setup in setups:
-      if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
-        print(f"\n{setup.policy.label} has autocast: false: a run casts parameters and batch instead")
-
-  return guarded(explain)
+def run(options: argparse.Namespace) -> None:
+  """Runs the command."""
+  load_plugins(options.plugin)
+  policies, overrides = split_policies(options.overrides)
+  setups: list[Setup] = []
+  for override in [[f"policy={name}"] for name in policies] or [[]]:
+    config = load_config(options.config, [*override, *overrides])
+    warn_of_policy(config.policy)
+    setup = make_setup(on_devices_here(config))
+    if all(setup.policy != other.policy for other in setups):
+      setups.append(setup)
+  show(side_by_side([setup.explain() for setup in setups]), report_console(), options.table)
+  for setup in setups:
+    if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
+      print(f"\n{setup.policy.label} has autocast: false: a run casts parameters and batch instead")

@@ -7,20 +7,21 @@ import pathlib
 from collections.abc import Sequence
 
 import rich.console
-import rich.progress
 import yaml
 
 from mpjax import formats
 from mpjax.cli._config_arguments import (
   command_options,
   require_file,
+  require_files,
   run_or_config,
   whole_number,
+  write_file,
 )
-from mpjax.cli._exit_status import guarded
+from mpjax.cli._exit_status import config_errors
 from mpjax.cli._parsers import KEYS
 from mpjax.cli._policy_arguments import warn_of_policy
-from mpjax.cli._show import report_console, show
+from mpjax.cli._show import progress, report_console, say, show
 from mpjax.cli._subject import Subject, find_batch, load_batch, locate, open_subject
 from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
@@ -30,19 +31,17 @@ from mpjax.train.config._config_file import find_config, read_tree
 _STEPS = 10
 
 
-def run(options: argparse.Namespace) -> int:
-  """Runs the command and returns its exit status."""
+def run(options: argparse.Namespace) -> None:
+  """Runs the command."""
   if options.formats:
     formats.print_formats(rich.console.Console())
-    return 0
-  return guarded(lambda: _numerics(options))
-
-
-def _numerics(options: argparse.Namespace) -> None:
+    return
   load_plugins(options.plugin)
   own, overrides = command_options(options.overrides, KEYS["numerics"])
   path, checkpoint = run_or_config(options.config, own.get("checkpoint"))
-  _check_outputs(options)
+  require_files(options, "html", "json", "apply", new="apply")
+  if options.pictures is not None and pathlib.Path(options.pictures).is_file():
+    raise ConfigError(f"--pictures {options.pictures}: expected a directory, and it is a file")
   path = find_config(path)
   config = load_config(path, overrides)
   warn_of_policy(config.policy)
@@ -57,12 +56,12 @@ def _numerics(options: argparse.Namespace) -> None:
   steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
   if not console.is_terminal:
     training = f"compiling the training step, and training {steps} steps"
-    _say(console, training if steps else "building the model and reading its state")
+    say(console, training if steps else "building the model and reading its state")
   with console.status("building the model"):
     subject = open_subject(config, checkpoint)
   recipe, used = config.resolve_policy().fp8, subject.step.policy.fp8
   if recipe and used and recipe.recipe != used.recipe:
-    _say(
+    say(
       console,
       f"fp8: the checkpoint has no amax histories, so tensors are scaled by their own amax ({used.recipe})",
     )
@@ -72,8 +71,8 @@ def _numerics(options: argparse.Namespace) -> None:
   show(report, console, options.table, alarm="^problem")
   _write(report, page, options, console)
   if options.apply:
-    _apply(path, overrides, report, pathlib.Path(options.apply))
-    _say(console, f"the config with this policy: {options.apply}")
+    write_file("--apply", options.apply, _advised_config(path, overrides, report))
+    say(console, f"the config with this policy: {options.apply}")
 
 
 def _inspect(
@@ -86,43 +85,30 @@ def _inspect(
   console: rich.console.Console,
 ) -> NumericsReport:
   """Trains `steps` steps, then inspects `batches` batches; shows a progress bar, or lines in a file."""
-  columns = (
-    rich.progress.TextColumn("{task.description}"),
-    rich.progress.BarColumn(),
-    rich.progress.MofNCompleteColumn(),
-    rich.progress.TimeElapsedColumn(),
-  )
-  lines = not console.is_terminal
-  with rich.progress.Progress(*columns, console=console, transient=True, disable=lines) as progress:
-    if steps:
-      task = progress.add_task("training", total=steps)
-      for _ in range(steps):
-        subject.train()
-        progress.advance(task)
-    total = batches * subject.step.accumulate
-    task = progress.add_task("compiling", total=total)
+  with progress(console, steps) as advance:
+    for _ in range(steps):
+      advance("training")
+      subject.train()
+  total = batches * subject.step.accumulate
+  said = {"compiling": "compiling the inspection: the step under the policy, and in float32"}
+  with progress(console, total) as advance, config_errors():
 
-    said = {"compiling": "compiling the inspection: the step under the policy, and in float32"}
+    def tell(line: str) -> None:
+      if not console.is_terminal:
+        is_batch = line.startswith("batch ")
+        say(console, f"inspected {line} of {total}" if is_batch else said.get(line, line))
+      advance(line)
 
-    def say(line: str) -> None:
-      batch = line.startswith("batch ")
-      if lines:
-        _say(console, f"inspected {line} of {total}" if batch else said.get(line, line))
-      progress.update(task, advance=batch, description="inspecting" if batch else line)
-
-    try:
-      return inspect_numerics(
-        subject.step,
-        subject.state,
-        (subject.next_batch() for _ in range(batches)),
-        reference=subject.reference,
-        keep=keep,
-        advise=advise,
-        title=title,
-        progress=say,
-      )
-    except ValueError as error:
-      raise ConfigError(str(error)) from error
+    return inspect_numerics(
+      subject.step,
+      subject.state,
+      (subject.next_batch() for _ in range(batches)),
+      reference=subject.reference,
+      keep=keep,
+      advise=advise,
+      title=title,
+      progress=tell,
+    )
 
 
 def _page(path: pathlib.Path, config: Config, checkpoint: str | None) -> pathlib.Path:
@@ -142,13 +128,13 @@ def _write(
   try:
     page.parent.mkdir(parents=True, exist_ok=True)
     report.save_html(page)
-    _say(console, f"page: {page}")
+    say(console, f"page: {page}")
     if options.json:
       report.save_json(options.json)
-      _say(console, f"data: {options.json}")
+      say(console, f"data: {options.json}")
     if options.pictures:
       report.save_pictures(options.pictures)
-      _say(console, f"pictures: {options.pictures}")
+      say(console, f"pictures: {options.pictures}")
   except OSError as error:
     raise ConfigError(f"{error.filename or page}: cannot be written ({error.strerror})") from error
   except ImportError as error:
@@ -163,7 +149,7 @@ def _hunt(
   found = pathlib.Path(file) if file else find_batch(checkpoint)
   subject = open_subject(config, checkpoint)
   batch = load_batch(found, subject.next_batch())
-  _say(
+  say(
     console,
     f"batch {found}, checkpoint of step {int(subject.state.step)}, policy {subject.step.policy.label}",
   )
@@ -172,8 +158,8 @@ def _hunt(
   show(report, console, table)
 
 
-def _apply(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport, out: pathlib.Path) -> None:
-  """Writes the config with the advised policy as a new file."""
+def _advised_config(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport) -> str:
+  """Returns the config with the advised policy as YAML."""
   assert report.advice is not None
   policy = dict(report.advice.policy)
   if get_policy(policy).fp8 is not None:  # delayed scaling was inspected without its histories
@@ -183,21 +169,7 @@ def _apply(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport,
   tree.pop("out", None)  # a run of another policy is another run
   lines = [f"# {path} with the policy that `mpjax numerics` advises."]
   lines += [f"# {key}: {buys}" for key, buys in report.advice.lines]
-  try:
-    out.write_text("\n".join(lines) + "\n" + yaml.safe_dump(tree, sort_keys=False))
-  except OSError as error:
-    raise ConfigError(f"--apply {out}: cannot be written ({error.strerror})") from error
-
-
-def _check_outputs(options: argparse.Namespace) -> None:
-  """Raises for files that cannot be written, before anything is computed."""
-  for flag in ("html", "json", "apply"):
-    name = getattr(options, flag)
-    if name is None:
-      continue
-    require_file(f"--{flag}", name, is_new=flag == "apply")
-  if options.pictures is not None and pathlib.Path(options.pictures).is_file():
-    raise ConfigError(f"--pictures {options.pictures}: expected a directory, and it is a file")
+  return "\n".join(lines) + "\n" + yaml.safe_dump(tree, sort_keys=False)
 
 
 def _share(text: str) -> float:
@@ -208,8 +180,3 @@ def _share(text: str) -> float:
   if not 0 < value < 1:
     raise ConfigError(f"keep={text}: expected a share between 0 and 1, such as 0.999")
   return value
-
-
-def _say(console: rich.console.Console, text: str) -> None:
-  """Prints a line as it is."""
-  console.print(text, highlight=False, markup=False, soft_wrap=True)

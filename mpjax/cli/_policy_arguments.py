@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Sequence
 
 from mpjax._types import PolicyLike
@@ -39,4 +39,4 @@ def warn_of_policy(policy: PolicyLike, backend: str | None = None) -> None:
   """Warns on stderr about a bare dtype, which is probably not the policy that the user meant."""
   advice = bare_dtype_advice(policy, backend)
   if advice is not None:
-    logging.getLogger("mpjax.train").warning(f"warning: {advice}")
+    print(f"warning: {advice}", file=sys.stderr)

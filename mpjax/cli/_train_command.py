@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from mpjax.cli._exit_status import outcome_of
-from mpjax.cli._policy_arguments import warn_of_policy
+from mpjax.policy._precision_warning import bare_dtype_advice
 from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train.config._config_file import read_waits
-from mpjax.train.loop._output import Output
+from mpjax.train.loop._output import LOGGER, Output
 from mpjax.train.loop._together import train_together
 from mpjax.train.processes import Flags, start
 
@@ -25,14 +24,15 @@ def _train(options: argparse.Namespace, flags: Flags, output: Output) -> int:
   try:
     processes = start(flags, read_waits(options.config, options.overrides))
   except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
+    LOGGER.error(f"error: {error}")
     return 2
 
   def load() -> Config:
     load_plugins(options.plugin)
     config = load_config(options.config, options.overrides)
-    if processes.process == 0:
-      warn_of_policy(config.policy)
+    advice = bare_dtype_advice(config.policy)
+    if processes.first and advice is not None:
+      LOGGER.warning(f"warning: {advice}")
     return config
 
   return processes.end(lambda: train_together(load, processes, output), outcome_of)
