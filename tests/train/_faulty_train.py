@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 from mpjax.cli import main
-from mpjax.train.checkpoints import _checkpoints
+from mpjax.train.checkpoints import _integrity
 from mpjax.train.data import Data
 from mpjax.train.setup import _setup
 
@@ -46,9 +46,9 @@ def full_disk_soon(directory):
 
 
 good, Data.train = Data.train, faulty
-write_a_little = _checkpoints._write_a_little
+write_a_little = _integrity.write_a_little
 if str(FAULTS.get("disk")) == sys.argv[sys.argv.index("--process-id") + 1]:
-  _checkpoints._write_a_little = full_disk_soon
+  _integrity.write_a_little = full_disk_soon
 make_train_step = _setup.make_train_step
 if str(FAULTS.get("code")) == sys.argv[sys.argv.index("--process-id") + 1]:
   _setup.make_train_step = other_step

@@ -21,10 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax.cli import main
 from mpjax.step import TrainState
-from mpjax.train.checkpoints import CheckpointError, Checkpoints, _checkpoints
+from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity
 
 # Checksums are written nowhere by themselves.
-from mpjax.train.checkpoints._checksums import tree_checksums
+from mpjax.train.checkpoints._checksums import examine
 from tests._quick_compile import environment as quick_environment
 from tests.train._runs import interrupt, raises_one_line, refused, write_line
 
@@ -82,10 +82,9 @@ def resume(folder):
     resumed = checkpoints.restore_latest(abstract(make_state(0)))
   finally:
     checkpoints.close()
-  step, restored = resumed.step, resumed.restored
-  assert bits(restored.state) == bits_of_step(step)
-  assert restored.data == {"row": step, "seen": [1, 2]}
-  assert restored.loop == {"fingerprint": "f", "last": {"loss": 1 / step}}
+  assert bits(resumed.state) == bits_of_step(resumed.step)
+  assert resumed.data == {"row": resumed.step, "seen": [1, 2]}
+  assert resumed.loop == {"fingerprint": "f", "last": {"loss": 1 / resumed.step}}
   return resumed
 
 
@@ -151,7 +150,7 @@ def check_damage_to_every_file(saved, folder, damage):
       assert not (run / "checkpoints" / "4").exists()
     else:
       assert (resumed.step, resumed.damaged) == (4, [])
-  assert noticed >= {"data", "loop", "metrics", "integrity", "_METADATA", "ocdbt.process_0"}
+  assert noticed >= {"record", "_METADATA", "ocdbt.process_0"}
 
 
 def test_a_flipped_bit_in_any_file_is_noticed_or_does_no_harm(saved, tmp_path):
@@ -165,7 +164,7 @@ def test_damage_to_any_file_is_noticed_or_does_no_harm(saved, tmp_path, damage):
 
 
 def test_a_missing_part_is_noticed_and_a_flipped_bit_of_a_parameter_named_by_its_path(saved, tmp_path):
-  for part in ("state", "data", "loop", "metrics", "integrity"):
+  for part in ("state", "record"):
     folder = shutil.copytree(saved, tmp_path / part / "checkpoints")
     shutil.rmtree(folder / "4" / part)
     assert resume(folder).step == 2, part
@@ -176,7 +175,7 @@ def test_a_missing_part_is_noticed_and_a_flipped_bit_of_a_parameter_named_by_its
 
 def test_a_step_whose_checkpoint_was_damaged_is_saved_again(folder):
   for aside in ("4", "4.1"):
-    truncate(folder / "4" / "data" / "metadata")
+    truncate(folder / "4" / "record" / "metadata")
     assert resume(folder).step == 2
     assert (folder.parent / "damaged" / aside).exists()
     save(folder, 4)
@@ -184,10 +183,10 @@ def test_a_step_whose_checkpoint_was_damaged_is_saved_again(folder):
 
 
 def test_without_a_good_checkpoint_nothing_is_changed(folder):
-  truncate(folder / "2" / "loop" / "metadata")
-  truncate(folder / "4" / "data" / "metadata")
+  truncate(folder / "2" / "record" / "metadata")
+  flip(folder / "4" / "record" / "metadata")
   before = {file: (folder / file).read_bytes() for file in files_of(folder)}
-  words = ["no checkpoint in ", "of step 4 is damaged: data: ", "of step 2 is damaged: loop: ", "copy"]
+  words = ["no checkpoint in ", "of step 4 is damaged: record: ", "of step 2 is damaged: record: ", "copy"]
   raises_one_line(CheckpointError, words, resume, folder)
   assert {file: (folder / file).read_bytes() for file in files_of(folder)} == before
   assert [path.name for path in folder.parent.iterdir()] == ["checkpoints"]
@@ -204,15 +203,14 @@ def test_a_checkpoint_of_another_state_is_no_damage(folder):
 
 
 def test_a_checkpoint_without_checksums_is_damaged(folder):
-  shutil.rmtree(folder / "4" / "integrity")
-  loop = folder / "4" / "loop" / "metadata"
-  loop.write_text(json.dumps({k: v for k, v in json.loads(loop.read_text()).items() if k != "integrity"}))
+  record = folder / "4" / "record" / "metadata"
+  record.write_text(json.dumps({k: v for k, v in json.loads(record.read_text()).items() if k != "checksum"}))
   assert resume(folder).step == 2
 
 
 def test_looking_at_a_run_changes_nothing(folder):
   (folder / "6.orbax-checkpoint-tmp").mkdir()
-  truncate(folder / "4" / "data" / "metadata")
+  truncate(folder / "4" / "record" / "metadata")
   checkpoints = Checkpoints(folder, read_only=True)
   assert checkpoints.restore_latest(abstract(make_state(0))).step == 2
   checkpoints.close()
@@ -228,17 +226,17 @@ def test_checksums_are_those_of_bits_and_places_under_every_sharding():
   for dtype in DTYPES:
     rng = np.random.default_rng(0)
     array = (rng.normal(size=(16, 8)) * 9 * rng.integers(0, 2, (16, 8))).astype(jnp.dtype(dtype))
-    found = set(tree_checksums([array, *(jax.device_put(array, place) for place in places)]).values())
+    found = set(examine([array, *(jax.device_put(array, place) for place in places)]).leaves.values())
     assert len(found) == 1, dtype
     moved, changed = array.copy(), array.copy()
     moved[3], moved[4] = array[4], array[3]
     changed.reshape(-1).view(np.uint8)[77] ^= 1
-    assert len(found | set(tree_checksums([moved, changed]).values())) == 3, dtype
-  tree = {"key": jax.random.key(1), "count": 3, "rate": 0.5, "none": None, "empty": np.zeros((0, 4))}
-  checksums = tree_checksums(tree)
-  assert checksums.keys() == {"key", "count", "rate", "empty"}
-  changed = tree_checksums({**tree, "key": jax.random.key(2), "count": 4, "rate": np.nextafter(0.5, 1)})
-  assert [name for name in checksums if checksums[name] != changed[name]] == ["count", "key", "rate"]
+    assert len(found | set(examine([moved, changed]).leaves.values())) == 3, dtype
+  tree = {"key": jax.random.key(1), "count": jnp.int32(3), "none": None, "empty": jnp.zeros((0, 4))}
+  leaves = examine(tree).leaves
+  assert leaves.keys() == {"key", "count", "empty"}
+  changed = examine({**tree, "key": jax.random.key(2), "count": jnp.uint32(3)}).leaves
+  assert [name for name in leaves if leaves[name] != changed[name]] == ["count", "key"]
 
 
 def test_a_state_comes_back_bitwise_on_other_meshes(tmp_path):
@@ -303,7 +301,7 @@ def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path, noticed, mo
   # The weights alone are larger than what is left on the disk.
   arguments = [*write_line(tmp_path), "model.columns=30000", "train.steps=8", f"out={run}"]
   if noticed == "while it writes":
-    monkeypatch.setattr(_checkpoints, "_A_LITTLE", 0)
+    monkeypatch.setattr(_integrity, "_A_LITTLE", 0)
   with full_disk() as fill, monkeypatch.context() as patch:
 
     def full_at_the_end(self, step, *rest):
@@ -336,7 +334,6 @@ rank, address = int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, rank)
 from tests.train.test_checkpoint_faults import *
-from mpjax.train.checkpoints import _integrity
 
 folder, mesh = pathlib.Path(sys.argv[1]), jax.make_mesh((2,), ("fsdp",))
 like = abstract(make_state(0), mesh, "fsdp")
@@ -347,15 +344,15 @@ for step in (2, 4, 6):
 checkpoints.close()
 if rank == 0:
   flip(largest_file(folder / "6"))
-read = _integrity._read
+read = _integrity.read
 def read_badly(path, *rest):
   if rank == 1 and path.name == "4":
-    raise _integrity.Damaged("met by one process")
+    raise _integrity.Unusable("is damaged", "met by one process")
   return read(path, *rest)
-_integrity._read = read_badly
+_integrity.read = read_badly
 checkpoints = Checkpoints(folder, keep=5, timeout_s=60)
 resumed = checkpoints.restore_latest(like)
-same = jax.tree.map(lambda x, y: bool((x == y).all()), resumed.restored.state, place(2))
+same = jax.tree.map(lambda x, y: bool((x == y).all()), resumed.state, place(2))
 print(resumed.step, all(jax.tree.leaves(same)), *resumed.damaged, sep="\\n")
 checkpoints.save(4, place(4), {"row": 4, "seen": [1, 2]}, {"fingerprint": "f", "last": {"loss": 1 / 4}}, None)
 checkpoints.close()

@@ -1,17 +1,19 @@
-"""Checkpoints of a run: asynchronous, atomic (orbax), checked, finite; the newest k and the best are kept."""
+"""The folder of a run's checkpoints: asynchronous, atomic, checked, finite; the newest and the best are kept.
+
+orbax writes each checkpoint. Which ones to keep is decided here: its `CheckpointManager`, which is inside of
+`experimental.v1.training.Checkpointer` too, does not open a folder in which the metrics of one checkpoint are
+damaged, and a process that cannot write waits in it for the others, which wait for this one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
 import pathlib
 import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,41 +22,40 @@ import orbax.checkpoint as ocp
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError
 from mpjax.train._files import unused
-from mpjax.train.checkpoints import _integrity as reading
+from mpjax.train.checkpoints import _integrity
 from mpjax.train.checkpoints._checksums import NonFiniteLeaves, examine
-from mpjax.train.checkpoints._orbax_errors import reason
-from mpjax.train.checkpoints._preservation import SKIPS, preservation
+from mpjax.train.checkpoints._integrity import OTHER_STATE, Unusable, reason
 from mpjax.train.processes import everyone
-
-# Bytes written as a test before orbax begins: more than it writes in addition to the arrays.
-_A_LITTLE = 2**20
-# How often a process of several checks whether a write has failed, in seconds.
-_TICK_S = 0.02
 
 
 class Restored(NamedTuple):
-  """The contents of a checkpoint: the training state, the data iterator's state and the loop's numbers."""
+  """A checkpoint: its step, the training state, the data iterator's state and the loop's numbers.
 
+  `damaged` has a line about each newer checkpoint that was passed over.
+  """
+
+  step: int
   state: TrainState
   data: Any
   loop: dict[str, Any]
+  damaged: Sequence[str] = ()
 
 
-class Resumed(NamedTuple):
-  """The newest good checkpoint, and a line about each damaged checkpoint after it."""
+class _Rank(NamedTuple):
+  """What decides whether a checkpoint is kept: its evaluation loss, and how many steps in a row were skipped."""
 
-  step: int
-  restored: Restored
-  damaged: list[str]
+  eval_loss: float = math.inf
+  skips: int = 0
 
 
 class Checkpoints:
   """The `checkpoints/` folder of a run directory.
 
   A checkpoint is written under a temporary name and renamed when complete, so a kill at any moment leaves
-  the last good one. Each holds checksums of its arrays, computed on the devices before any copy, and of its
-  other parts; `restore` compares them with what it reads. A state with NaN or infinity is not saved; a saved
-  one counts as damaged. In a run of several processes, each process calls every method, at the same steps.
+  the last good one. It has two parts: `state`, the arrays, and `record`, everything else, with checksums of
+  the arrays, computed on the devices before any copy, and its own. What is read is compared with them. A
+  state with NaN or infinity is not saved; a saved one counts as damaged. In a run of several processes, each
+  process calls every method, at the same steps.
 
   Attributes:
     begun_with: the NaN and infinity of the run's first state, which later states may hold, too.
@@ -62,7 +63,7 @@ class Checkpoints:
   Args:
     directory: the folder; made if missing.
     keep: how many of the newest checkpoints to keep, in addition to the best one and the newest whose step
-      was not skipped.
+      was not skipped. Older ones are deleted after a write, by the next save, `wait` or `close`.
     timeout_s: limit for a write, and for one process's wait for the others, in seconds.
     read_only: change nothing in the folder: for a run that may be in progress.
     run: what identifies this run, in plain data; saved with each checkpoint.
@@ -85,39 +86,21 @@ class Checkpoints:
     mismatch: Callable[[dict[str, Any], dict[str, Any]], str | None] = lambda theirs, ours: None,
     write_timeout_s: int | None = None,
   ):
-    self._run, self._mismatch = run, mismatch
-    self._directory, self._timeout_s, self._read_only = directory.absolute(), timeout_s, read_only
+    self._directory, self._keep, self._timeout_s = directory.absolute(), keep, timeout_s
+    self._read_only, self._run, self._mismatch = read_only, run, mismatch
     self.begun_with: NonFiniteLeaves = {}
     self._writing: int | None = None
-    self._has_failed = False
-    processes = set(range(jax.process_count()))
-    # Barriers of named processes go through the coordinator and have time-outs; others are collectives.
-    self._multiprocessing = ocp.options.MultiprocessingOptions(
-      primary_host=0, active_processes=processes if len(processes) > 1 else None
-    )
-    eval_loss = lambda metrics: metrics["eval_loss"]
-    options = ocp.CheckpointManagerOptions(
-      preservation_policy=preservation(keep, eval_loss),
-      best_fn=eval_loss,
-      best_mode="min",
-      read_only=read_only,
-      create=False,
-      async_options=ocp.AsyncOptions(timeout_secs=write_timeout_s or timeout_s),
-      multiprocessing_options=self._multiprocessing,
-    )
-    self._prepare()
-    try:
-      self._manager = _Manager(self._directory, options=options, handler_registry=self._handlers())
-    except Exception as error:  # orbax documents no errors
-      raise CheckpointError(_not_opened(self._directory, reason(error))) from error
+    failed = f"{self._directory} cannot be opened for checkpoints", "no checkpoint was changed"
+    self._ranks = {step: _Rank(*rank) for step, rank in self._by_first(self._open, *failed)}
+    self._writer = _integrity.writer(write_timeout_s or timeout_s)
 
   def begin(self, state: TrainState) -> None:
     """Records what is not finite in the first state of a run."""
-    self.begun_with = reading.nonfinite(examine(_to_tree(state)), {})
+    self.begun_with = self.nonfinite(state)
 
   def nonfinite(self, state: TrainState) -> NonFiniteLeaves:
     """Returns the leaves of a state that hold NaN or infinity and did not when the run began."""
-    return reading.nonfinite(examine(_to_tree(state)), self.begun_with)
+    return _integrity.nonfinite(examine(_to_tree(state)), self.begun_with)
 
   def save(
     self,
@@ -135,7 +118,7 @@ class Checkpoints:
       state: the state to save.
       data: the data iterator's state, a JSON value.
       loop: the loop's own numbers, a JSON value.
-      eval_loss: the state's evaluation loss, if it was evaluated.
+      eval_loss: the state's evaluation loss, if it was evaluated. If it is not finite, it does not count.
       skips: how many steps in a row, up to this one, were skipped.
 
     Returns:
@@ -145,45 +128,34 @@ class Checkpoints:
       CheckpointError: if this checkpoint, or the one before, cannot be written.
     """
     self.wait()
-    if step in self.steps():
+    if step in self._ranks:
       return {}
     tree = _to_tree(state)
-    examined = examine(tree)
-    if held := reading.nonfinite(examined, self.begun_with):
+    examined, begun_with = examine(tree), self.begun_with
+    if held := _integrity.nonfinite(examined, begun_with):
       return held
-    # Without a finite evaluation loss, a checkpoint is never the best.
-    ranked = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf
-    metrics: dict[str, Any] = {"eval_loss": ranked, SKIPS: skips}
-    origin = {"step": step} | ({} if self._run is None else {"run": self._run})
-    parts = reading.sealed(tree, data, loop, metrics, origin, examined, self.begun_with)
+    rank = _Rank(eval_loss if eval_loss is not None and math.isfinite(eval_loss) else math.inf, skips)
+    record = _integrity.sealed(
+      step=step, run=self._run, data=data, loop=loop, rank=rank, begun_with=begun_with, leaves=examined.leaves
+    )
+    parts = ocp.args.Composite(state=ocp.args.StandardSave(tree), record=ocp.args.JsonSave(record))
     with self._explained(step):
-      _write_a_little(self._directory)
-      self._manager.save(
-        step,
-        args=ocp.args.Composite(
-          state=ocp.args.StandardSave(parts.state),
-          data=ocp.args.JsonSave(parts.data),
-          loop=ocp.args.JsonSave(parts.loop),
-          integrity=ocp.args.JsonSave(parts.integrity),
-        ),
-        metrics=metrics,
-        force=True,
-      )
-    self._writing = step
+      _integrity.write_a_little(self._directory)
+      self._writer.save(self._path(step), args=parts, force=True)
+    self._ranks[step], self._writing = rank, step
     return {}
 
   def steps(self) -> list[int]:
-    """Returns the steps of the complete checkpoints, in order."""
-    return sorted(self._manager.all_steps())
+    """Returns the steps of the checkpoints, in order."""
+    return sorted(self._ranks)
 
   def latest(self) -> int | None:
-    """Returns the step of the newest complete checkpoint."""
-    return self._manager.latest_step()
+    """Returns the step of the newest checkpoint."""
+    return max(self._ranks, default=None)
 
   def best(self) -> int | None:
     """Returns the step with the lowest evaluation loss, or the newest step if none was evaluated."""
-    best = self._manager.best_step()
-    return self.latest() if best is None else best
+    return min(self._ranks, key=lambda step: (self._ranks[step].eval_loss, -step), default=None)
 
   def restore(self, step: int, like: TrainState) -> Restored:
     """Returns the checkpoint of a step, with the structure, dtypes and shardings of `like` (abstract arrays).
@@ -196,12 +168,12 @@ class Checkpoints:
     self.wait()
     try:
       return self._read(step, like)
-    except reading.Damaged as damage:
+    except Unusable as fault:
       raise CheckpointError(
-        f"the checkpoint of step {step} in {self._directory} {damage.what}: {damage}; nothing was changed"
+        f"the checkpoint of step {step} in {self._directory} {fault.what}: {fault}; nothing was changed"
       ) from None
 
-  def restore_latest(self, like: TrainState) -> Resumed | None:
+  def restore_latest(self, like: TrainState) -> Restored | None:
     """Returns the newest good checkpoint, as `restore` does; `None` if there are no checkpoints.
 
     Newer checkpoints that are damaged or not finite are moved to `damaged/` next to the folder, unless
@@ -213,15 +185,20 @@ class Checkpoints:
     """
     self.wait()
     damaged: dict[int, str] = {}
-    for step in reversed(self._told_by_first(self.steps())):
+    for step in reversed(self.steps()):
       try:
         restored = self._read(step, like)
-      except reading.Damaged as damage:
-        damaged[step] = f"the checkpoint of step {step} {damage.what}: {damage}"
-        continue
-      moved = self._move_aside([] if self._read_only else list(damaged))
-      lines = [f"{damage}; moved to {to}" for damage, to in zip(damaged.values(), moved, strict=False)]
-      return Resumed(step, restored, lines or list(damaged.values()))
+      except Unusable as fault:
+        damaged[step] = f"the checkpoint of step {step} {fault.what}: {fault}"
+        if fault.what != OTHER_STATE:
+          continue
+        raise CheckpointError(
+          f"{damaged[step]}; {self._directory} was not changed: restore it with the model, policy and optimizer "
+          "that it was saved with"
+        ) from None
+      if damaged and not self._read_only:
+        damaged = self._moved_aside(damaged)
+      return restored._replace(damaged=list(damaged.values()))
     if not damaged:
       return None
     raise CheckpointError(
@@ -230,7 +207,7 @@ class Checkpoints:
     )
 
   def wait(self) -> None:
-    """Blocks until the saved checkpoint is on disk.
+    """Blocks until the saved checkpoint is on disk, and deletes those that are not to be kept.
 
     Raises:
       CheckpointError: if it could not be written; raised once.
@@ -238,9 +215,8 @@ class Checkpoints:
     step, self._writing = self._writing, None
     if step is not None:
       with self._explained(step):
-        if jax.process_count() > 1:
-          self._manager.wait_unless_failed()
-        self._manager.wait_until_finished()
+        self._writer.wait_until_finished()
+        self._delete_old()
 
   def close(self) -> None:
     """Waits, then releases the threads.
@@ -252,10 +228,7 @@ class Checkpoints:
       self.wait()
     finally:
       with contextlib.suppress(Exception):  # every error was reported already
-        self._manager.close()
-      # Other processes may still be writing; a later start makes room.
-      if self._has_failed and jax.process_count() == 1:
-        self._remove_unfinished(ignore_errors=True)
+        self._writer.close()
 
   @contextlib.contextmanager
   def _explained(self, step: int) -> Iterator[None]:
@@ -263,140 +236,113 @@ class Checkpoints:
     try:
       yield
     except Exception as error:  # from the file system, tensorstore or orbax
-      self._has_failed = True
-      whole = [int(path.name) for path in self._directory.glob("*") if path.name.isdecimal()]
-      left = f"that of step {max(whole)} is whole" if whole else "there is no earlier one"
-      then = f"resumes from step {max(whole)}" if whole else "starts over"
+      self._ranks.pop(step, None)
+      # Other processes may still be writing; a later start makes room.
+      if jax.process_count() == 1:
+        self._delete_unfinished(ignore_errors=True)
+      whole = [step for step in self.steps() if self._path(step).exists()]
+      left = f"that of step {whole[-1]} is whole" if whole else "there is no earlier one"
+      then = f"resumes from step {whole[-1]}" if whole else "starts over"
       raise CheckpointError(
         f"the checkpoint of step {step} cannot be written in {self._directory}: {reason(error)}; {left}, "
         f"and once there is room and permission to write, the same command {then}"
       ) from error
 
   def _read(self, step: int, like: TrainState) -> Restored:
-    """Returns the checkpoint of a step in every process, or raises in every process (`Damaged`)."""
-    metrics = self._manager.metrics(step)
+    """Returns the checkpoint of a step in every process, or raises in every process (`Unusable`)."""
+    record, tree, fault = {}, {}, None
     try:
-      foreign = functools.partial(self._foreign, step)
-      parts = reading.read(self._path(step), _to_tree(like), metrics, self._timeout_s, foreign)
-    except reading.OtherState as error:
-      raise CheckpointError(
-        f"the checkpoint of step {step} in {self._directory} is of another state: {error}; nothing was "
-        "changed: restore it with the model, policy and optimizer that it was saved with"
-      ) from None
-    except TimeoutError as error:
-      raise CheckpointError(f"{self._path(step)} cannot be read: {error}") from error
-    self.begun_with = parts.begun_with
-    return Restored(like.replace(**parts.state), parts.data, parts.loop)
+      record, tree = _integrity.read(
+        self._path(step), _to_tree(like), lambda found: self._foreign(step, found)
+      )
+    except Unusable as error:
+      fault = error.what, str(error)
+    faults = [fault for fault in self._everyone(fault) if fault]
+    if faults:
+      raise Unusable(*faults[0])
+    _integrity.compare(record, examine(tree))
+    self.begun_with = record["begun_with"]
+    return Restored(step, like.replace(**tree), record["data"], record["loop"])
 
-  def _foreign(self, step: int, origin: dict[str, Any]) -> str | None:
-    """Returns why a checkpoint is not the one of `step` of this run, or `None` if it is."""
-    if origin["step"] != step:
-      return f"it is of step {origin['step']}"
-    theirs = origin.get("run")
+  def _foreign(self, step: int, record: dict[str, Any]) -> str | None:
+    """Returns why a record is not the one of `step` of this run, or `None` if it is."""
+    if record["step"] != step:
+      return f"it is of step {record['step']}"
+    theirs = record["run"]
     differ = None if theirs is None or self._run is None else self._mismatch(theirs, self._run)
     return None if differ is None else f"it is of another run ({differ}), for which there is train.init_from"
-
-  def _handlers(self) -> ocp.handlers.CheckpointHandlerRegistry:
-    """Returns handlers that write arrays in one transaction, so that a full disk fails only one write."""
-    state = ocp.StandardCheckpointHandler(
-      save_concurrent_gb=None, multiprocessing_options=self._multiprocessing
-    )
-    handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    handlers.add("state", ocp.args.StandardSave, state)
-    handlers.add("state", ocp.args.StandardRestore, state)
-    return handlers
 
   def _path(self, step: int) -> pathlib.Path:
     return self._directory / str(step)
 
-  def _prepare(self) -> None:
-    """Makes the folder, and removes what incomplete writes have left in it."""
-    problem = ""
-    if jax.process_index() == 0 and not self._read_only:
-      try:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._remove_unfinished()
-      except OSError as error:
-        problem = reason(error)
-    problem = self._told_by_first(problem)
-    if problem:
-      raise CheckpointError(_not_opened(self._directory, problem))
+  def _open(self) -> list[tuple[int, _Rank]]:
+    """Makes the folder, deletes what incomplete writes have left, and returns its steps with their ranks."""
+    if not self._read_only:
+      self._directory.mkdir(parents=True, exist_ok=True)
+      self._delete_unfinished()
+    names = os.listdir(self._directory) if self._directory.exists() else []
+    return [
+      (int(name), self._rank(int(name))) for name in names if name.isdecimal() and str(int(name)) == name
+    ]
 
-  def _remove_unfinished(self, ignore_errors: bool = False) -> None:
+  def _rank(self, step: int) -> _Rank:
+    try:
+      return _Rank(*_integrity.read_record(self._path(step))["rank"])
+    except Unusable:  # which is told if it is the newest
+      return _Rank()
+
+  def _delete_old(self) -> None:
+    """Deletes all but the newest `keep`, the best, and the newest whose step was not skipped."""
+    steps = self.steps()
+    # Otherwise a run that is stuck would delete its last good state.
+    taken = [step for step in steps if not self._ranks[step].skips]
+    for step in {*steps} - {*steps[-self._keep :], *taken[-1:], self.best()}:
+      del self._ranks[step]
+      if jax.process_index() == 0:
+        shutil.rmtree(self._path(step))
+
+  def _delete_unfinished(self, ignore_errors: bool = False) -> None:
     for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
       shutil.rmtree(path, ignore_errors)
 
-  def _move_aside(self, steps: list[int]) -> list[str]:
-    """Moves checkpoints to `damaged/`, because their steps will be saved again; returns their new paths."""
-    if not steps:
-      return []
-    folder, targets, problem = self._directory.parent / "damaged", [], ""
+  def _moved_aside(self, damaged: dict[int, str]) -> dict[int, str]:
+    """Moves checkpoints to `damaged/`, because their steps will be saved again; returns the lines with where to."""
+    folder = self._directory.parent / "damaged"
+
+    def move() -> list[str]:
+      folder.mkdir(exist_ok=True)
+      targets = [str(unused(folder / str(step))) for step in damaged]
+      for step, target in zip(damaged, targets, strict=True):
+        os.rename(self._path(step), target)
+      return targets
+
+    failed = f"the damaged checkpoint of step {max(damaged)} in {self._directory} cannot be moved to {folder}"
+    targets = self._by_first(move, failed, "move it away, and the same command resumes from an earlier one")
+    for step in damaged:
+      del self._ranks[step]
+    return {
+      step: f"{damage}; moved to {to}" for (step, damage), to in zip(damaged.items(), targets, strict=True)
+    }
+
+  def _by_first(self, work: Callable[[], object], failed: str, then: str) -> Any:
+    """Does work on files in the first process; returns its JSON value, or raises, in every process."""
+    value, problem = None, ""
     if jax.process_index() == 0:
       try:
-        folder.mkdir(exist_ok=True)
-        for step in steps:
-          targets.append(str(unused(folder / str(step))))
-          os.rename(self._path(step), targets[-1])
+        value = work()
       except OSError as error:
         problem = reason(error)
-    targets, problem = self._told_by_first((targets, problem))
+    value, problem = self._everyone((value, problem))[0]
     if problem:
-      raise CheckpointError(
-        f"the damaged checkpoint of step {steps[0]} in {self._directory} cannot be moved to {folder}: "
-        f"{problem}; move it away, and the same command resumes from an earlier one"
-      )
-    self._manager.reload()
-    return targets
+      raise CheckpointError(f"{failed}: {problem}; {then}")
+    return value
 
-  def _told_by_first(self, value: object) -> Any:
-    """Returns the first process's JSON value."""
+  def _everyone(self, value: object) -> list[Any]:
+    """Returns the JSON values of all processes, in their order."""
     try:
-      return json.loads(everyone(json.dumps(value), self._timeout_s)[0])
+      return [json.loads(text) for text in everyone(json.dumps(value), self._timeout_s)]
     except TimeoutError as error:
       raise CheckpointError(f"{self._directory} cannot be read: {error}") from error
-
-
-class _Manager(ocp.CheckpointManager):
-  """Opens folders with damaged metrics, too; reports a failed write without waiting for other processes."""
-
-  _failure: Exception | None = None
-
-  def wait_unless_failed(self) -> None:
-    """Blocks until the checkpoint is on disk; raises as soon as this process cannot write its part.
-
-    orbax's own wait would not end: its thread waits for the other processes, and they wait for this part.
-    """
-    while self.is_saving_in_progress():
-      if self._failure is not None:
-        raise self._failure
-      time.sleep(_TICK_S)
-
-  def _wait_for_checkpointers(self) -> None:  # orbax's; without it, the run's own time-out ends the wait
-    try:
-      super()._wait_for_checkpointers()
-    except Exception as error:
-      self._failure = error
-      raise
-
-  def metrics(self, step: int) -> dict[str, float] | None:
-    """Returns the metrics of a step; `None` if they cannot be ranked."""
-    try:
-      metrics = super().metrics(step)
-      return metrics if isinstance(metrics["eval_loss"], float) else None
-    except (OSError, ValueError, LookupError, TypeError):  # missing, not JSON, or other keys and values
-      return None
-
-
-def _not_opened(directory: pathlib.Path, problem: str) -> str:
-  return f"{directory} cannot be opened for checkpoints: {problem}; no checkpoint was changed"
-
-
-def _write_a_little(directory: pathlib.Path) -> None:
-  """Raises `OSError` if a directory cannot be written; orbax would drop a write that it has begun."""
-  with tempfile.TemporaryFile(dir=directory) as file:
-    file.write(bytes(_A_LITTLE))
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:

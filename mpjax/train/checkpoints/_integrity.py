@@ -1,92 +1,121 @@
-"""The parts of a checkpoint and their checksums, which a save makes and a restore compares."""
+"""What orbax lacks, so that a checkpoint is bit for bit what this run saved at this step, or is told apart.
+
+orbax 0.12.8 writes checkpoints, in the background and atomically. It reads arrays with a flipped bit, PRNG keys
+as numbers if their description is lost, and JSON of other contents. These rows of the fault table need this:
+
+- `sealed`, `read`, `compare`: files of a checkpoint damaged or exchanged, another step's, run's or model's.
+- `writer`: a full disk, which ends tensorstore's transactions one by one with a traceback each; a process
+  that is killed or paused, for which only barriers of named processes have a time-out.
+- `write_a_little`: a full disk, on which orbax drops writes that it has begun.
+- `reason`: all of these end in one line, and orbax documents no errors.
+"""
 
 from __future__ import annotations
 
-import copy
+import errno
+import hashlib
 import json
+import os
 import pathlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
-from mpjax.train.checkpoints._checksums import (
-  Examined,
-  NonFiniteLeaves,
-  beyond,
-  examine,
-  json_checksum,
-  tree_kinds,
-)
-from mpjax.train.checkpoints._orbax_errors import reason
-from mpjax.train.processes import everyone
+from mpjax.train.checkpoints._checksums import Examined, NonFiniteLeaves, kinds
 
-# The key in the loop's part for the checksum of the checksums.
-_SEAL = "integrity"
-# The key in `integrity` for the leaves that held NaN or infinity in the run's first state.
-_BEGUN = "begun_with"
+# The operating system's errors for files that cannot be written or read.
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+DAMAGED, NOT_FINITE, OTHER_STATE = "is damaged", "is not finite", "is of another state"
+_NOT_SAVED = "not what was saved"
+
 # Fields that must be finite. Counters and keys are integers, and FP8 histories forget NaN.
 _FINITE_FIELDS = ("params", "model_state", "opt_state")
+# More bytes than orbax writes in addition to the arrays.
+_A_LITTLE = 2**20
 
 
-class Damaged(Exception):
-  """A checkpoint differs from what was saved; the message names the part."""
+class Unusable(Exception):
+  """A checkpoint cannot be used: it is `DAMAGED`, `NOT_FINITE` or of an `OTHER_STATE`, and why."""
 
-  what = "is damaged"
-
-
-class NotFinite(Damaged):
-  """A checkpoint holds NaN or infinity, so no run can resume from it; the message says where."""
-
-  what = "is not finite"
+  def __init__(self, what: str, why: str):
+    super().__init__(why)
+    self.what = what
 
 
-class OtherState(Exception):
-  """A checkpoint is good, but its state has another structure than the one requested."""
+def writer(timeout_s: int) -> ocp.AsyncCheckpointer:
+  """Returns what writes checkpoints of two parts: `state`, arrays, and `record`, a JSON object."""
+  named = set(range(jax.process_count())) if jax.process_count() > 1 else None
+  processes = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=named)
+  handler = ocp.CompositeCheckpointHandler(
+    composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
+    state=ocp.StandardCheckpointHandler(save_concurrent_gb=None, multiprocessing_options=processes),
+    record=ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+  )
+  options = ocp.AsyncOptions(timeout_secs=timeout_s)
+  return ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=processes)
 
 
-class Parts(NamedTuple):
-  """The parts of a checkpoint; `integrity` has the checksums of the others.
+def sealed(**record: Any) -> dict[str, Any]:
+  """Returns a copy of a record, as JSON will give it back, with its checksum."""
+  copy = json.loads(json.dumps(record))
+  return copy | {"checksum": _digest(copy)}
 
-  `begun_with` has the NaN and infinity of the run's first state, such as an infinite "best loss so far".
+
+def read_record(folder: pathlib.Path) -> dict[str, Any]:
+  """Returns the record of a checkpoint, without its checksum.
+
+  Raises:
+    Unusable: if it is missing or not what was saved.
   """
+  try:
+    record: dict[str, Any] = ocp.JsonCheckpointHandler().restore(folder / "record")
+    is_whole = record.pop("checksum") == _digest(record)
+  except Exception as error:  # from files or contents of any kind
+    raise Unusable(DAMAGED, f"record: {reason(error)}") from error
+  if not is_whole:
+    raise Unusable(DAMAGED, f"record: {_NOT_SAVED}")
+  return record
 
-  state: dict[str, Any]
-  data: Any
-  loop: dict[str, Any]
-  integrity: dict[str, Any]
 
-  @property
-  def begun_with(self) -> NonFiniteLeaves:
-    return self.integrity.get(_BEGUN, {})
-
-
-def sealed(
-  state: dict[str, Any],
-  data: object,
-  loop: dict[str, Any],
-  metrics: dict[str, Any],
-  origin: dict[str, Any],
-  examined: Examined,
-  begun_with: NonFiniteLeaves,
-) -> Parts:
-  """Returns the parts of a checkpoint to save, with their checksums. Copies everything but arrays.
+def read(
+  folder: pathlib.Path, like: dict[str, Any], foreign: Callable[[dict[str, Any]], str | None]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns the record and the state of a checkpoint; `compare` has to follow.
 
   Args:
-    state, data, loop, metrics: what to save.
-    origin: the step and the run of the checkpoint.
-    examined: what `examine` returns for the state.
-    begun_with: the NaN and infinity of the run's first state.
+    folder: the checkpoint.
+    like: abstract arrays with the structure, dtypes and shardings to restore the state with.
+    foreign: takes the record; returns why it does not belong here, or `None` if it does.
+
+  Raises:
+    Unusable: if it cannot be read, or belongs elsewhere.
   """
-  # A thread writes them, and the caller may change its own meanwhile.
-  data, loop = copy.deepcopy((data, loop))
-  integrity: dict[str, Any] = {"kinds": tree_kinds(state), "state": examined.checksums} | {
-    name: json_checksum(part) for name, part in {"data": data, "loop": loop, "metrics": metrics}.items()
-  }
-  integrity["origin"] = origin
-  if begun_with:
-    integrity[_BEGUN] = begun_with
-  return Parts(state, data, loop | {_SEAL: json_checksum(integrity)}, integrity)
+  record = read_record(folder)
+  if (problem := foreign(record)) is not None:
+    raise Unusable(DAMAGED, problem)
+  there, here = {path: text.split()[0] for path, text in record["leaves"].items()}, kinds(like)
+  if differ := sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path)):
+    saved, now = (found.get(differ[0], "not there") for found in (there, here))
+    raise Unusable(OTHER_STATE, f"{differ[0]} is {saved} in the checkpoint and {now} in this run")
+  try:
+    # A checkpointer's barriers would wait for a process that found damage and left.
+    state = ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(like))
+  except Exception as error:  # every layer that reads may fail on damage
+    raise Unusable(DAMAGED, f"state: {reason(error)}") from error
+  return record, state
+
+
+def compare(record: Mapping[str, Any], found: Examined) -> None:
+  """Raises `Unusable` if a state that was read is not the one of its record, or is not finite."""
+  # A PRNG key whose description is lost comes back as numbers with the same bits.
+  if differ := [path for path, leaf in record["leaves"].items() if found.leaves.get(path) != leaf]:
+    more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+    raise Unusable(DAMAGED, f"state/{differ[0]}{more}: {_NOT_SAVED}")
+  if held := nonfinite(found, record["begun_with"]):
+    raise Unusable(NOT_FINITE, nonfinite_text(held))
 
 
 def nonfinite(examined: Examined, begun_with: NonFiniteLeaves) -> NonFiniteLeaves:
@@ -94,98 +123,39 @@ def nonfinite(examined: Examined, begun_with: NonFiniteLeaves) -> NonFiniteLeave
 
   Some leaves may start with infinity: the best loss so far (`optax.contrib.reduce_on_plateau`), a mask.
   """
-  held = {path: kinds for path, kinds in examined.nonfinite.items() if path.split("/")[0] in _FINITE_FIELDS}
-  return beyond(held, begun_with)
+  fields = {path: x for path, x in examined.nonfinite.items() if path.split("/")[0] in _FINITE_FIELDS}
+  new = {path: [x for x in held if x not in begun_with.get(path, ())] for path, held in fields.items()}
+  return {path: held for path, held in new.items() if held}
 
 
 def nonfinite_text(nonfinite: NonFiniteLeaves) -> str:
   """Describes the first three leaves that are not finite, and says how many more there are."""
-  shown = [f"{path} holds {' and '.join(kinds)}" for path, kinds in list(nonfinite.items())[:3]]
+  shown = [f"{path} holds {' and '.join(held)}" for path, held in list(nonfinite.items())[:3]]
   return ", ".join(shown) + (f", and {len(nonfinite) - 3} more" if len(nonfinite) > 3 else "")
 
 
-def read(
-  folder: pathlib.Path,
-  like: dict[str, Any],
-  metrics: object,
-  timeout_s: int,
-  foreign: Callable[[dict[str, Any]], str | None],
-) -> Parts:
-  """Reads the parts of a checkpoint, as `sealed` got them. Either all processes succeed or all raise.
-
-  Args:
-    folder: the checkpoint.
-    like: abstract arrays with the structure, dtypes and shardings to restore the state with.
-    metrics: the checkpoint's metrics, which were read already.
-    timeout_s: how long one process waits for the others, in seconds.
-    foreign: takes the checkpoint's origin; returns why it does not belong here, or `None` if it does.
-
-  Raises:
-    Damaged: if a process cannot read a part, or a part is not what was saved or belongs elsewhere.
-    NotFinite: if the state holds NaN or infinity.
-    OtherState: if the state has other leaves, dtypes or shapes than `like`.
-    TimeoutError: if another process did not answer.
-  """
-  parts, outcome = None, ("", "")
-  try:
-    parts = _read(folder, like, metrics, foreign)
-  except OtherState as error:
-    outcome = ("other", str(error))
-  except Damaged as error:
-    outcome = ("damaged", str(error))
-  except Exception as error:  # the other processes must know of every error
-    outcome = ("damaged", reason(error))
-  outcomes = [json.loads(text) for text in everyone(json.dumps(outcome), timeout_s)]
-  kind, text = next((outcome for outcome in outcomes if outcome[0]), ("", ""))
-  if parts is None or kind:
-    raise (OtherState if kind == "other" else Damaged)(text)
-  examined = examine(parts.state)
-  # A PRNG key whose description is lost comes back as numbers with the same bits.
-  _compare(parts.integrity["kinds"], tree_kinds(parts.state))
-  _compare(parts.integrity["state"], examined.checksums)
-  if held := nonfinite(examined, parts.begun_with):
-    raise NotFinite(nonfinite_text(held))
-  return parts
+def write_a_little(directory: pathlib.Path) -> None:
+  """Raises `OSError` if a directory cannot be written."""
+  with tempfile.TemporaryFile(dir=directory) as file:
+    file.write(bytes(_A_LITTLE))
+    file.flush()
+    os.fsync(file.fileno())
 
 
-def _read(
-  folder: pathlib.Path,
-  like: dict[str, Any],
-  metrics: object,
-  foreign: Callable[[dict[str, Any]], str | None],
-) -> Parts:
-  """Reads the parts in this process. Does not compare checksums of arrays, which needs all processes."""
-  data, loop = _read_json(folder, "data"), _read_json(folder, "loop")
-  seal, integrity = loop.pop(_SEAL, None), _read_json(folder, "integrity")
-  if json_checksum(integrity) != seal:
-    raise Damaged("integrity or loop: not what was saved")
-  for name, part in {"data": data, "loop": loop, "metrics": metrics}.items():
-    if json_checksum(part) != integrity[name]:
-      raise Damaged(f"{name}: not what was saved")
-  if (problem := foreign(integrity["origin"])) is not None:
-    raise Damaged(problem)
-  kinds, saved = tree_kinds(like), integrity["kinds"]
-  differ = sorted(path for path in kinds.keys() | saved.keys() if kinds.get(path) != saved.get(path))
-  if differ:
-    there, here = (found.get(differ[0], "not there") for found in (saved, kinds))
-    raise OtherState(f"{differ[0]} is {there} in the checkpoint and {here} in this run")
-  try:
-    # The manager's barriers would wait for a process that found damage and left.
-    state = ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(like))
-  except Exception as error:  # every layer that reads may fail on damage
-    raise Damaged(f"state: {reason(error)}") from error
-  return Parts(state, data, loop, integrity)
+def reason(error: BaseException) -> str:
+  """Returns one line on what went wrong: the operating system's words if it caused the error."""
+  chain = [error]
+  while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
+    chain.append(link)
+  told = " ".join(map(str, chain))
+  if known := [text for text in map(os.strerror, STORAGE_ERRORS) if text in told]:
+    return known[0]
+  if "DEADLINE_EXCEEDED" in told:
+    return "another process did not do its part in time"
+  text = " ".join(str(error).split()).partition(" [tensorstore_spec")[0]
+  text = text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
+  return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def _compare(saved: dict[str, str], found: dict[str, str]) -> None:
-  differ = [f"state/{path}" for path in saved if found.get(path) != saved[path]]
-  if differ:
-    more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
-    raise Damaged(f"{differ[0]}{more}: not what was saved")
-
-
-def _read_json(folder: pathlib.Path, name: str) -> Any:
-  try:
-    return ocp.JsonCheckpointHandler().restore(folder / name)
-  except (OSError, ValueError) as error:
-    raise Damaged(f"{name}: {reason(error)}") from error
+def _digest(record: Mapping[str, Any]) -> str:
+  return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

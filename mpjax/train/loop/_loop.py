@@ -359,16 +359,15 @@ class TrainingRun:
       return state, 0
     for damage in resumed.damaged:
       LOGGER.info(damage)
-    restored = resumed.restored
-    if restored.loop["fingerprint"] != self.data.info.fingerprint:
+    if resumed.loop["fingerprint"] != self.data.info.fingerprint:
       raise ConfigError(
         f"out={self.directory.path}: the data is not what this run began with "
         f"({self.data.info.description}): nothing was changed; bring the data back, or choose another out="
       )
-    iterator.set_state(restored.data)
-    self._records.last = restored.loop["last"]
-    self._logged = restored.loop.get("records")
-    return restored.state, resumed.step
+    iterator.set_state(resumed.data)
+    self._records.last = resumed.loop["last"]
+    self._logged = resumed.loop.get("records")
+    return resumed.state, resumed.step
 
   def _save(
     self, step: int, state: TrainState, iterator: DatasetIterator, eval_loss: float | None
