@@ -46,9 +46,9 @@ def full_disk_soon(directory):
 
 
 good, Data.train = Data.train, faulty
-write_a_little = _integrity.write_a_little
+write_a_little = _integrity._write_a_little
 if str(FAULTS.get("disk")) == sys.argv[sys.argv.index("--process-id") + 1]:
-  _integrity.write_a_little = full_disk_soon
+  _integrity._write_a_little = full_disk_soon
 make_train_step = _setup.make_train_step
 if str(FAULTS.get("code")) == sys.argv[sys.argv.index("--process-id") + 1]:
   _setup.make_train_step = other_step

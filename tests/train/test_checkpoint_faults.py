@@ -226,12 +226,14 @@ def test_checksums_are_those_of_bits_and_places_under_every_sharding():
   for dtype in DTYPES:
     rng = np.random.default_rng(0)
     array = (rng.normal(size=(16, 8)) * 9 * rng.integers(0, 2, (16, 8))).astype(jnp.dtype(dtype))
-    found = set(examine([array, *(jax.device_put(array, place) for place in places)]).leaves.values())
+    found = set(
+      examine([jnp.asarray(array), *(jax.device_put(array, place) for place in places)]).leaves.values()
+    )
     assert len(found) == 1, dtype
     moved, changed = array.copy(), array.copy()
     moved[3], moved[4] = array[4], array[3]
     changed.reshape(-1).view(np.uint8)[77] ^= 1
-    assert len(found | set(examine([moved, changed]).leaves.values())) == 3, dtype
+    assert len(found | set(examine([jnp.asarray(moved), jnp.asarray(changed)]).leaves.values())) == 3, dtype
   tree = {"key": jax.random.key(1), "count": jnp.int32(3), "none": None, "empty": jnp.zeros((0, 4))}
   leaves = examine(tree).leaves
   assert leaves.keys() == {"key", "count", "empty"}
@@ -333,6 +335,7 @@ import sys, pathlib, jax
 rank, address = int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, rank)
+from mpjax.train.checkpoints import _integrity
 from tests.train.test_checkpoint_faults import *
 
 folder, mesh = pathlib.Path(sys.argv[1]), jax.make_mesh((2,), ("fsdp",))
@@ -344,12 +347,12 @@ for step in (2, 4, 6):
 checkpoints.close()
 if rank == 0:
   flip(largest_file(folder / "6"))
-read = _integrity.read
+read = _integrity.read_state
 def read_badly(path, *rest):
   if rank == 1 and path.name == "4":
-    raise _integrity.Unusable("is damaged", "met by one process")
+    raise _integrity.Damaged("is damaged: met by one process")
   return read(path, *rest)
-_integrity.read = read_badly
+_integrity.read_state = read_badly
 checkpoints = Checkpoints(folder, keep=5, timeout_s=60)
 resumed = checkpoints.restore_latest(like)
 same = jax.tree.map(lambda x, y: bool((x == y).all()), resumed.state, place(2))

@@ -44,7 +44,7 @@ def make_state(step, **bad):
 
 def opened(folder, keep=2):
   checkpoints = Checkpoints(folder, keep=keep)
-  checkpoints.begin(make_state(0))
+  checkpoints.begun_with = checkpoints.nonfinite(make_state(0))
   return checkpoints
 
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_nan_that_is_there_is_moved_away_and_not_resumed_from(tm
       save(before, step, **bad)
     before.close()
   with pytest.raises(
-    CheckpointError, match=r"step 6 in .* is not finite: opt_state/mu holds inf, params/w holds"
+    CheckpointError, match=r"of step 6 is not finite: opt_state/mu holds inf, params/w holds"
   ):
     Checkpoints(folder, read_only=True).restore(6, make_state(0))
   checkpoints = Checkpoints(folder)

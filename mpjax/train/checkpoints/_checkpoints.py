@@ -1,8 +1,8 @@
 """The folder of a run's checkpoints: asynchronous, atomic, checked, finite; the newest and the best are kept.
 
-orbax writes each checkpoint. Which ones to keep is decided here: its `CheckpointManager`, which is inside of
-`experimental.v1.training.Checkpointer` too, does not open a folder in which the metrics of one checkpoint are
-damaged, and a process that cannot write waits in it for the others, which wait for this one.
+An `AsyncCheckpointer` of orbax writes each; which ones to keep is decided here. orbax's `CheckpointManager`
+does not open a folder in which the metrics of one checkpoint are damaged. If a process cannot write, it waits
+there for the others, which wait for it. `experimental.v1.training.Checkpointer` has that manager inside.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError
 from mpjax.train._files import unused
 from mpjax.train.checkpoints import _integrity
 from mpjax.train.checkpoints._checksums import NonFiniteLeaves, examine
-from mpjax.train.checkpoints._integrity import OTHER_STATE, Unusable, reason
+from mpjax.train.checkpoints._integrity import Damaged, reason
 from mpjax.train.processes import everyone
 
 
 class Restored(NamedTuple):
   """A checkpoint: its step, the training state, the data iterator's state and the loop's numbers.
 
-  `damaged` has a line about each newer checkpoint that was passed over.
+  `damaged` has a line about each newer checkpoint that is damaged.
   """
 
   step: int
@@ -39,13 +38,6 @@ class Restored(NamedTuple):
   data: Any
   loop: dict[str, Any]
   damaged: Sequence[str] = ()
-
-
-class _Rank(NamedTuple):
-  """What decides whether a checkpoint is kept: its evaluation loss, and how many steps in a row were skipped."""
-
-  eval_loss: float = math.inf
-  skips: int = 0
 
 
 class Checkpoints:
@@ -63,7 +55,7 @@ class Checkpoints:
   Args:
     directory: the folder; made if missing.
     keep: how many of the newest checkpoints to keep, in addition to the best one and the newest whose step
-      was not skipped. Older ones are deleted after a write, by the next save, `wait` or `close`.
+      was not skipped. The next save, `wait` or `close` deletes the others.
     timeout_s: limit for a write, and for one process's wait for the others, in seconds.
     read_only: change nothing in the folder: for a run that may be in progress.
     run: what identifies this run, in plain data; saved with each checkpoint.
@@ -90,13 +82,11 @@ class Checkpoints:
     self._read_only, self._run, self._mismatch = read_only, run, mismatch
     self.begun_with: NonFiniteLeaves = {}
     self._writing: int | None = None
-    failed = f"{self._directory} cannot be opened for checkpoints", "no checkpoint was changed"
-    self._ranks = {step: _Rank(*rank) for step, rank in self._by_first(self._open, *failed)}
+    failed = f"{self._directory} cannot be opened for checkpoints"
+    found = self._by_first(self._open, failed, "no checkpoint was changed")
+    # The evaluation loss of each, infinity for none, and how many steps in a row were skipped.
+    self._ranks: dict[int, tuple[float, int]] = {step: (loss, skips) for step, loss, skips in found}
     self._writer = _integrity.writer(write_timeout_s or timeout_s)
-
-  def begin(self, state: TrainState) -> None:
-    """Records what is not finite in the first state of a run."""
-    self.begun_with = self.nonfinite(state)
 
   def nonfinite(self, state: TrainState) -> NonFiniteLeaves:
     """Returns the leaves of a state that hold NaN or infinity and did not when the run began."""
@@ -118,7 +108,7 @@ class Checkpoints:
       state: the state to save.
       data: the data iterator's state, a JSON value.
       loop: the loop's own numbers, a JSON value.
-      eval_loss: the state's evaluation loss, if it was evaluated. If it is not finite, it does not count.
+      eval_loss: the state's evaluation loss, if it was evaluated.
       skips: how many steps in a row, up to this one, were skipped.
 
     Returns:
@@ -131,17 +121,15 @@ class Checkpoints:
     if step in self._ranks:
       return {}
     tree = _to_tree(state)
-    examined, begun_with = examine(tree), self.begun_with
-    if held := _integrity.nonfinite(examined, begun_with):
+    examined = examine(tree)
+    if held := _integrity.nonfinite(examined, self.begun_with):
       return held
-    rank = _Rank(eval_loss if eval_loss is not None and math.isfinite(eval_loss) else math.inf, skips)
-    record = _integrity.sealed(
-      step=step, run=self._run, data=data, loop=loop, rank=rank, begun_with=begun_with, leaves=examined.leaves
-    )
-    parts = ocp.args.Composite(state=ocp.args.StandardSave(tree), record=ocp.args.JsonSave(record))
+    # Without a finite evaluation loss, a checkpoint is never the best.
+    rank = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf, skips
+    record = {"step": step, "run": self._run, "data": data, "loop": loop, "rank": rank}
+    record |= {"leaves": examined.leaves, "begun_with": self.begun_with}
     with self._explained(step):
-      _integrity.write_a_little(self._directory)
-      self._writer.save(self._path(step), args=parts, force=True)
+      _integrity.write(self._writer, self._path(step), tree, record)
     self._ranks[step], self._writing = rank, step
     return {}
 
@@ -155,7 +143,7 @@ class Checkpoints:
 
   def best(self) -> int | None:
     """Returns the step with the lowest evaluation loss, or the newest step if none was evaluated."""
-    return min(self._ranks, key=lambda step: (self._ranks[step].eval_loss, -step), default=None)
+    return min(self._ranks, key=lambda step: (self._ranks[step][0], -step), default=None)
 
   def restore(self, step: int, like: TrainState) -> Restored:
     """Returns the checkpoint of a step, with the structure, dtypes and shardings of `like` (abstract arrays).
@@ -166,12 +154,7 @@ class Checkpoints:
       CheckpointError: if it is damaged or not finite, or its state does not match `like`.
     """
     self.wait()
-    try:
-      return self._read(step, like)
-    except Unusable as fault:
-      raise CheckpointError(
-        f"the checkpoint of step {step} in {self._directory} {fault.what}: {fault}; nothing was changed"
-      ) from None
+    return self._read(step, like)
 
   def restore_latest(self, like: TrainState) -> Restored | None:
     """Returns the newest good checkpoint, as `restore` does; `None` if there are no checkpoints.
@@ -188,14 +171,9 @@ class Checkpoints:
     for step in reversed(self.steps()):
       try:
         restored = self._read(step, like)
-      except Unusable as fault:
-        damaged[step] = f"the checkpoint of step {step} {fault.what}: {fault}"
-        if fault.what != OTHER_STATE:
-          continue
-        raise CheckpointError(
-          f"{damaged[step]}; {self._directory} was not changed: restore it with the model, policy and optimizer "
-          "that it was saved with"
-        ) from None
+      except Damaged as damage:
+        damaged[step] = str(damage)
+        continue
       if damaged and not self._read_only:
         damaged = self._moved_aside(damaged)
       return restored._replace(damaged=list(damaged.values()))
@@ -207,7 +185,7 @@ class Checkpoints:
     )
 
   def wait(self) -> None:
-    """Blocks until the saved checkpoint is on disk, and deletes those that are not to be kept.
+    """Blocks until the saved checkpoint is on disk; then deletes those that are not to be kept.
 
     Raises:
       CheckpointError: if it could not be written; raised once.
@@ -249,53 +227,53 @@ class Checkpoints:
       ) from error
 
   def _read(self, step: int, like: TrainState) -> Restored:
-    """Returns the checkpoint of a step in every process, or raises in every process (`Unusable`)."""
-    record, tree, fault = {}, {}, None
+    """Returns the checkpoint of a step in every process, or raises the same in every process."""
+    record: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
+    fault = None
     try:
-      record, tree = _integrity.read(
-        self._path(step), _to_tree(like), lambda found: self._foreign(step, found)
-      )
-    except Unusable as error:
-      fault = error.what, str(error)
-    faults = [fault for fault in self._everyone(fault) if fault]
-    if faults:
-      raise Unusable(*faults[0])
-    _integrity.compare(record, examine(tree))
+      record = _integrity.read_record(self._path(step))
+      self._require_own(step, record)
+      tree = _integrity.read_state(self._path(step), _to_tree(like), record)
+    except CheckpointError as error:
+      fault = isinstance(error, Damaged), str(error)
+    for is_damaged, text in filter(None, self._everyone(fault)):
+      raise (Damaged if is_damaged else CheckpointError)(f"the checkpoint of step {step} {text}")
+    if problem := _integrity.difference(record, examine(tree)):
+      raise Damaged(f"the checkpoint of step {step} {problem}")
     self.begun_with = record["begun_with"]
     return Restored(step, like.replace(**tree), record["data"], record["loop"])
 
-  def _foreign(self, step: int, record: dict[str, Any]) -> str | None:
-    """Returns why a record is not the one of `step` of this run, or `None` if it is."""
+  def _require_own(self, step: int, record: dict[str, Any]) -> None:
+    """Raises `Damaged` if a record is not the one of `step` of this run."""
     if record["step"] != step:
-      return f"it is of step {record['step']}"
-    theirs = record["run"]
-    differ = None if theirs is None or self._run is None else self._mismatch(theirs, self._run)
-    return None if differ is None else f"it is of another run ({differ}), for which there is train.init_from"
+      raise Damaged(f"is damaged: it is of step {record['step']}")
+    if self._run and record["run"] and (differ := self._mismatch(record["run"], self._run)):
+      raise Damaged(f"is damaged: it is of another run ({differ}), for which there is train.init_from")
 
   def _path(self, step: int) -> pathlib.Path:
     return self._directory / str(step)
 
-  def _open(self) -> list[tuple[int, _Rank]]:
-    """Makes the folder, deletes what incomplete writes have left, and returns its steps with their ranks."""
+  def _open(self) -> list[tuple[int, float, int]]:
+    """Makes the folder, deletes what incomplete writes have left, and returns steps with their ranks."""
     if not self._read_only:
       self._directory.mkdir(parents=True, exist_ok=True)
       self._delete_unfinished()
     names = os.listdir(self._directory) if self._directory.exists() else []
-    return [
-      (int(name), self._rank(int(name))) for name in names if name.isdecimal() and str(int(name)) == name
-    ]
+    return [(int(name), *self._rank(name)) for name in names if name.isdecimal() and str(int(name)) == name]
 
-  def _rank(self, step: int) -> _Rank:
+  def _rank(self, name: str) -> tuple[float, int]:
     try:
-      return _Rank(*_integrity.read_record(self._path(step))["rank"])
-    except Unusable:  # which is told if it is the newest
-      return _Rank()
+      loss, skips = _integrity.read_record(self._directory / name)["rank"]
+    except Damaged:  # said if it is to be restored
+      return math.inf, 0
+    return loss, skips
 
   def _delete_old(self) -> None:
     """Deletes all but the newest `keep`, the best, and the newest whose step was not skipped."""
     steps = self.steps()
     # Otherwise a run that is stuck would delete its last good state.
-    taken = [step for step in steps if not self._ranks[step].skips]
+    taken = [step for step in steps if self._ranks[step][1] == 0]
     for step in {*steps} - {*steps[-self._keep :], *taken[-1:], self.best()}:
       del self._ranks[step]
       if jax.process_index() == 0:
@@ -306,7 +284,7 @@ class Checkpoints:
       shutil.rmtree(path, ignore_errors)
 
   def _moved_aside(self, damaged: dict[int, str]) -> dict[int, str]:
-    """Moves checkpoints to `damaged/`, because their steps will be saved again; returns the lines with where to."""
+    """Moves checkpoints to `damaged/`, because their steps will be saved again; adds where to their lines."""
     folder = self._directory.parent / "damaged"
 
     def move() -> list[str]:
@@ -317,12 +295,11 @@ class Checkpoints:
       return targets
 
     failed = f"the damaged checkpoint of step {max(damaged)} in {self._directory} cannot be moved to {folder}"
-    targets = self._by_first(move, failed, "move it away, and the same command resumes from an earlier one")
-    for step in damaged:
+    then = "move it away, and the same command resumes from an earlier one"
+    for step, target in zip(damaged, self._by_first(move, failed, then), strict=True):
       del self._ranks[step]
-    return {
-      step: f"{damage}; moved to {to}" for (step, damage), to in zip(damaged.items(), targets, strict=True)
-    }
+      damaged[step] += f"; moved to {target}"
+    return damaged
 
   def _by_first(self, work: Callable[[], object], failed: str, then: str) -> Any:
     """Does work on files in the first process; returns its JSON value, or raises, in every process."""

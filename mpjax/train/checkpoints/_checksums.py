@@ -46,7 +46,8 @@ def examine(tree: PyTree) -> Examined:
     tree: arrays of any dtype (PRNG keys, too), shape and sharding. For global arrays of several processes
       this is a collective: every process has to call it.
   """
-  looks = jax.device_get([_look(on_device(leaf)) for leaf in jax.tree.leaves(tree)])
+  arrays = jax.tree.leaves(on_device(tree))
+  looks = jax.device_get([_looking(getattr(array.sharding, "mesh", None))(array) for array in arrays])
   leaves, nonfinite = {}, {}
   for (name, kind), (checksum, has_nan, has_inf) in zip(kinds(tree).items(), looks, strict=True):
     leaves[name] = f"{kind} {int(checksum):08x}"
@@ -55,20 +56,14 @@ def examine(tree: PyTree) -> Examined:
   return Examined(leaves, nonfinite)
 
 
-def _look(leaf: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the checksum of an array, u32[], and whether it holds NaN and infinity, bool[]."""
-  sharding = getattr(leaf, "sharding", None)
-  if not isinstance(sharding, jax.sharding.NamedSharding):
-    return _looking(None)(leaf)
-  return _looking(jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec()))(leaf)
-
-
 @functools.cache
-def _looking(
-  result: jax.sharding.NamedSharding | None,
-) -> Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
-  """Returns a program that looks at one array; every process has its results."""
-  return jax.jit(lambda x: (_checksum(x), *_has_nan_and_inf(x)), out_shardings=result)
+def _looking(mesh: jax.sharding.Mesh | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
+  """Returns a program for the checksum of an array, u32[], and whether it has NaN and infinity, bool[].
+
+  Every process has its results.
+  """
+  whole = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  return jax.jit(lambda x: (_checksum(x), *_has_nan_and_inf(x)), out_shardings=whole)
 
 
 def _has_nan_and_inf(x: jax.Array) -> tuple[jax.Array, jax.Array]:

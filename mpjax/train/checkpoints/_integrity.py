@@ -1,12 +1,13 @@
 """What orbax lacks, so that a checkpoint is bit for bit what this run saved at this step, or is told apart.
 
-orbax 0.12.8 writes checkpoints, in the background and atomically. It reads arrays with a flipped bit, PRNG keys
-as numbers if their description is lost, and JSON of other contents. These rows of the fault table need this:
+orbax 0.12.8 writes in the background and atomically. It reads arrays with a flipped bit, PRNG keys whose
+description is lost, as numbers, and JSON of other contents. These rows of the fault table need this:
 
-- `sealed`, `read`, `compare`: files of a checkpoint damaged or exchanged, another step's, run's or model's.
+- `write`, `read_record`, `read_state`, `difference`: each file of a checkpoint damaged or exchanged; a
+  checkpoint of another step, run or model.
 - `writer`: a full disk, which ends tensorstore's transactions one by one with a traceback each; a process
   that is killed or paused, for which only barriers of named processes have a time-out.
-- `write_a_little`: a full disk, on which orbax drops writes that it has begun.
+- `_write_a_little`: a full disk, on which orbax drops writes that it has begun.
 - `reason`: all of these end in one line, and orbax documents no errors.
 """
 
@@ -18,18 +19,18 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from mpjax._types import PyTree
+from mpjax.train._errors import CheckpointError
 from mpjax.train.checkpoints._checksums import Examined, NonFiniteLeaves, kinds
 
 # The operating system's errors for files that cannot be written or read.
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-DAMAGED, NOT_FINITE, OTHER_STATE = "is damaged", "is not finite", "is of another state"
-_NOT_SAVED = "not what was saved"
 
 # Fields that must be finite. Counters and keys are integers, and FP8 histories forget NaN.
 _FINITE_FIELDS = ("params", "model_state", "opt_state")
@@ -37,12 +38,8 @@ _FINITE_FIELDS = ("params", "model_state", "opt_state")
 _A_LITTLE = 2**20
 
 
-class Unusable(Exception):
-  """A checkpoint cannot be used: it is `DAMAGED`, `NOT_FINITE` or of an `OTHER_STATE`, and why."""
-
-  def __init__(self, what: str, why: str):
-    super().__init__(why)
-    self.what = what
+class Damaged(CheckpointError):
+  """A checkpoint is not what was saved, or not finite: an older one may be good."""
 
 
 def writer(timeout_s: int) -> ocp.AsyncCheckpointer:
@@ -58,64 +55,60 @@ def writer(timeout_s: int) -> ocp.AsyncCheckpointer:
   return ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=processes)
 
 
-def sealed(**record: Any) -> dict[str, Any]:
-  """Returns a copy of a record, as JSON will give it back, with its checksum."""
+def write(writer: ocp.AsyncCheckpointer, folder: pathlib.Path, state: PyTree, record: dict[str, Any]) -> None:
+  """Starts writing a checkpoint, of which it takes a copy. Raises anything if it cannot be written."""
   copy = json.loads(json.dumps(record))
-  return copy | {"checksum": _digest(copy)}
+  copy["checksum"] = _digest(copy)
+  _write_a_little(folder.parent)
+  parts = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(copy))
+  writer.save(folder, args=parts, force=True)
 
 
 def read_record(folder: pathlib.Path) -> dict[str, Any]:
   """Returns the record of a checkpoint, without its checksum.
 
   Raises:
-    Unusable: if it is missing or not what was saved.
+    Damaged: if it is missing or not what was saved.
   """
   try:
     record: dict[str, Any] = ocp.JsonCheckpointHandler().restore(folder / "record")
     is_whole = record.pop("checksum") == _digest(record)
   except Exception as error:  # from files or contents of any kind
-    raise Unusable(DAMAGED, f"record: {reason(error)}") from error
+    raise Damaged(f"is damaged: record: {reason(error)}") from error
   if not is_whole:
-    raise Unusable(DAMAGED, f"record: {_NOT_SAVED}")
+    raise Damaged("is damaged: record: not what was saved")
   return record
 
 
-def read(
-  folder: pathlib.Path, like: dict[str, Any], foreign: Callable[[dict[str, Any]], str | None]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns the record and the state of a checkpoint; `compare` has to follow.
-
-  Args:
-    folder: the checkpoint.
-    like: abstract arrays with the structure, dtypes and shardings to restore the state with.
-    foreign: takes the record; returns why it does not belong here, or `None` if it does.
+def read_state(folder: pathlib.Path, like: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the state of a checkpoint, like abstract arrays. `difference` has to follow, in all processes.
 
   Raises:
-    Unusable: if it cannot be read, or belongs elsewhere.
+    Damaged: if it cannot be read.
+    CheckpointError: if it has other leaves, dtypes or shapes.
   """
-  record = read_record(folder)
-  if (problem := foreign(record)) is not None:
-    raise Unusable(DAMAGED, problem)
   there, here = {path: text.split()[0] for path, text in record["leaves"].items()}, kinds(like)
   if differ := sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path)):
     saved, now = (found.get(differ[0], "not there") for found in (there, here))
-    raise Unusable(OTHER_STATE, f"{differ[0]} is {saved} in the checkpoint and {now} in this run")
+    raise CheckpointError(
+      f"is of another state: {differ[0]} is {saved} in the checkpoint and {now} in this run; nothing was "
+      "changed: restore it with the model, policy and optimizer that it was saved with"
+    )
   try:
     # A checkpointer's barriers would wait for a process that found damage and left.
-    state = ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(like))
+    return ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(like))
   except Exception as error:  # every layer that reads may fail on damage
-    raise Unusable(DAMAGED, f"state: {reason(error)}") from error
-  return record, state
+    raise Damaged(f"is damaged: state: {reason(error)}") from error
 
 
-def compare(record: Mapping[str, Any], found: Examined) -> None:
-  """Raises `Unusable` if a state that was read is not the one of its record, or is not finite."""
+def difference(record: Mapping[str, Any], found: Examined) -> str:
+  """Returns how a state that was read is not the one of its record, or not finite; empty if it is both."""
   # A PRNG key whose description is lost comes back as numbers with the same bits.
   if differ := [path for path, leaf in record["leaves"].items() if found.leaves.get(path) != leaf]:
     more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
-    raise Unusable(DAMAGED, f"state/{differ[0]}{more}: {_NOT_SAVED}")
-  if held := nonfinite(found, record["begun_with"]):
-    raise Unusable(NOT_FINITE, nonfinite_text(held))
+    return f"is damaged: state/{differ[0]}{more}: not what was saved"
+  held = nonfinite(found, record["begun_with"])
+  return f"is not finite: {nonfinite_text(held)}" if held else ""
 
 
 def nonfinite(examined: Examined, begun_with: NonFiniteLeaves) -> NonFiniteLeaves:
@@ -134,7 +127,7 @@ def nonfinite_text(nonfinite: NonFiniteLeaves) -> str:
   return ", ".join(shown) + (f", and {len(nonfinite) - 3} more" if len(nonfinite) > 3 else "")
 
 
-def write_a_little(directory: pathlib.Path) -> None:
+def _write_a_little(directory: pathlib.Path) -> None:
   """Raises `OSError` if a directory cannot be written."""
   with tempfile.TemporaryFile(dir=directory) as file:
     file.write(bytes(_A_LITTLE))

@@ -349,7 +349,7 @@ class TrainingRun:
     resumed = self.checkpoints.restore_latest(self.setup.abstract_state())
     if resumed is None:
       state = self.setup.first_state()
-      self.checkpoints.begin(state)
+      self.checkpoints.begun_with = self.checkpoints.nonfinite(state)
       if (source := self.config.train.init_from) is not None:
         state, self._source = start_from(self.setup, state)
         if nonfinite := self.checkpoints.nonfinite(state):
