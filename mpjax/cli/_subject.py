@@ -81,7 +81,7 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
     )
   # On the devices of this machine, whatever the run used.
   original = make_setup(theirs.with_any_attention().model_copy(update={"mesh": config.mesh}))
-  _, restored = read_checkpoint(run, "latest" if step is None else str(step), original.abstract_state())
+  restored = read_checkpoint(run, "latest" if step is None else str(step), original.abstract_state())
   if restored.loop["fingerprint"] == setup.data.info.fingerprint and config.data == theirs.data:
     batches.set_state(restored.data)
   same_optimizer = (config.optimizer, config.train.average) == (theirs.optimizer, theirs.train.average)

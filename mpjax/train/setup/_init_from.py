@@ -58,10 +58,10 @@ def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
   shapes = jax.eval_shape(lambda: init_state(theirs, task, before, setup.batch_shapes()))
   like = jax.tree.map(lambda x, at: x.update(sharding=at), shapes, setup.layout.device_shardings(shapes))
   try:
-    step, (old, *_) = read_checkpoint(path, "latest", like)
+    restored = read_checkpoint(path, "latest", like)
   except (CheckpointError, ConfigError) as error:
     raise ConfigError(f"train.init_from={path}: {error}") from error
-  source = f"parameters of step {step} of {path}"
+  old, source = restored.state, f"parameters of step {restored.step} of {path}"
   if not setup.config.train.init_optimizer:
     masters = jax.jit(functools.partial(weights_of, before.policy, masters=True))(old)
     average = "the average of the " if keeps_other_weights(old.opt_state) else ""

@@ -25,8 +25,8 @@ def run_config(directory: pathlib.Path) -> Config:
   return load_config(file)
 
 
-def read_checkpoint(directory: pathlib.Path, which: str, like: TrainState) -> tuple[int, Restored]:
-  """Returns the step and the contents of a checkpoint of a run, which may be in progress.
+def read_checkpoint(directory: pathlib.Path, which: str, like: TrainState) -> Restored:
+  """Returns a checkpoint of a run, which may be in progress.
 
   Args:
     directory: the run directory.
@@ -45,4 +45,4 @@ def read_checkpoint(directory: pathlib.Path, which: str, like: TrainState) -> tu
     if step is None:
       there = f"best, latest, {', '.join(map(str, steps))}" if steps else "none"
       raise ConfigError(f"{directory} has no checkpoint {which!r}: expected one of {there}")
-    return step, checkpoints.restore(step, like)
+    return checkpoints.restore(step, like)
