@@ -7,6 +7,7 @@ Help, the version, completion and errors about flags do not import JAX, which ta
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -105,8 +106,6 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
 
 def _silence() -> None:
   """Keeps libraries from logging errors that they also raise, since a command reports these in one line."""
-  import logging
-
   for library in ("absl", "asyncio"):  # used by orbax
     logging.getLogger(library).setLevel(logging.CRITICAL)
 

@@ -31,11 +31,11 @@ def outcome_of(error: BaseException) -> tuple[int, str] | None:
 
 
 @contextlib.contextmanager
-def config_errors() -> Iterator[None]:
-  """Turns a `ValueError` of its block into a `ConfigError`: what the user asked for cannot be done."""
+def config_errors(key: str = "") -> Iterator[None]:
+  """Turns a `ValueError` of its block into a `ConfigError` that begins with the key or flag."""
   try:
     yield
   except ValueError as error:
     if exit_status(error) is not None:
       raise
-    raise ConfigError(str(error)) from error
+    raise ConfigError(f"{key}: {error}" if key else str(error)) from error

@@ -29,6 +29,8 @@ from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train.config._config_file import find_config, read_tree
 
 _STEPS = 10
+# What a line says that stays.
+_SAID = {"compiling": "compiling the inspection: the step under the policy, and in float32"}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -67,48 +69,34 @@ def run(options: argparse.Namespace) -> None:
     )
   name = path.parent.name if path.name == "config.yaml" else path.stem
   title = f"{name} ({config.model.kind} of {subject.parameters:,} parameters)"
-  report = _inspect(subject, title, steps, batches, keep, not options.no_advice, console)
-  show(report, console, options.table, alarm="^problem")
-  _write(report, page, options, console)
-  if options.apply:
-    write_file("--apply", options.apply, _advised_config(path, overrides, report))
-    say(console, f"the config with this policy: {options.apply}")
-
-
-def _inspect(
-  subject: Subject,
-  title: str,
-  steps: int,
-  batches: int,
-  keep: float,
-  advise: bool,
-  console: rich.console.Console,
-) -> NumericsReport:
-  """Trains `steps` steps, then inspects `batches` batches; shows a progress bar, or lines in a file."""
   with progress(console, steps) as advance:
     for _ in range(steps):
       advance("training")
       subject.train()
   total = batches * subject.step.accumulate
-  said = {"compiling": "compiling the inspection: the step under the policy, and in float32"}
   with progress(console, total) as advance, config_errors():
 
     def tell(line: str) -> None:
       if not console.is_terminal:
         is_batch = line.startswith("batch ")
-        say(console, f"inspected {line} of {total}" if is_batch else said.get(line, line))
+        say(console, f"inspected {line} of {total}" if is_batch else _SAID.get(line, line))
       advance(line)
 
-    return inspect_numerics(
+    report = inspect_numerics(
       subject.step,
       subject.state,
       (subject.next_batch() for _ in range(batches)),
       reference=subject.reference,
       keep=keep,
-      advise=advise,
+      advise=not options.no_advice,
       title=title,
       progress=tell,
     )
+  show(report, console, options.table, alarm="^problem")
+  _write(report, page, options, console)
+  if options.apply:
+    write_file("--apply", options.apply, _advised_config(path, overrides, report))
+    say(console, f"the config with this policy: {options.apply}")
 
 
 def _page(path: pathlib.Path, config: Config, checkpoint: str | None) -> pathlib.Path:

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from mpjax._types import PolicyLike
+from mpjax.cli._exit_status import config_errors
 from mpjax.policy import get_policy
 from mpjax.policy._precision_warning import bare_dtype_advice
-from mpjax.train import ConfigError
 
 
 def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -27,11 +27,9 @@ def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
       policies = list(dict.fromkeys(name.strip() for name in value.split(",")))
     else:
       rest.append(override)
-  for name in policies:
-    try:
+  with config_errors("policy"):
+    for name in policies:
       get_policy(name)
-    except ValueError as error:
-      raise ConfigError(f"policy: {error}") from error
   return policies, rest
 
 

@@ -12,7 +12,7 @@ import rich.progress
 
 from mpjax._render.html_sections import Shown, print_shown
 from mpjax._render.text_sections import TEXT_WIDTH
-from mpjax.train import ConfigError
+from mpjax.cli._exit_status import config_errors
 
 
 def report_console() -> rich.console.Console:
@@ -29,10 +29,8 @@ def show(shown: Shown, console: rich.console.Console, name: str | None, alarm: s
   Raises:
     ConfigError: if no table has that name.
   """
-  try:
+  with config_errors("--table"):
     print_shown(shown, console, name, alarm)
-  except ValueError as error:
-    raise ConfigError(f"--table: {error}") from error
 
 
 def say(console: rich.console.Console, text: str) -> None:

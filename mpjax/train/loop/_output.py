@@ -9,7 +9,7 @@ import logging
 import os
 import pathlib
 import sys
-from typing import Any, TextIO, cast
+from typing import IO, Any, TextIO, cast
 
 import rich.console
 import rich.table
@@ -105,8 +105,9 @@ class _Steady(io.TextIOBase):
     is_told: whether the user was told.
   """
 
-  def __init__(self, stream: TextIO | Any | None, name: str):
-    self._stream, self.name = stream, name
+  def __init__(self, stream: IO[str] | None, name: str):
+    self._stream: Any = stream
+    self.name = name
     self.lost, self.is_told = "closed" if stream is None else "", False
 
   @property

@@ -31,7 +31,7 @@ _SECONDS = 0.25
 class Progress:
   """Shows progress as a bar on a terminal or in a notebook; elsewhere as one line per logged step.
 
-  Beside a bar, the lines of steps have the level `DEBUG`.
+  Lines of steps that a bar shows have the level `DEBUG`.
 
   Args:
     console: where to show the bar.
