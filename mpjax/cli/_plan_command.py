@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import pathlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import rich.console
 from mpjax._render.html_sections import Report
 from mpjax._render.plain_text import bytes_text
 from mpjax._types import PolicyLike
-from mpjax.cli._config_arguments import command_options, require_files
+from mpjax.cli._config_arguments import command_options, require_files, write_file
 from mpjax.cli._exit_status import config_errors
 from mpjax.cli._parsers import KEYS
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
@@ -90,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     said = [*first, *answer(plans[0], rates=rates)]
   show(Report(said, list(sections_of(plans, console.width))), console, options.table, alarm=NO_FIT)
   if options.json:
-    pathlib.Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    write_file("--json", options.json, json.dumps(report, indent=1) + "\n")
   if options.picture:
     save_picture(plans, options.picture)
     say(console, f"picture: {options.picture}")

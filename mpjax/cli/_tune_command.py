@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
     say(console, f"\n{proof_text(proof)}")
     report["proof"] = proof
   if options.json:
-    pathlib.Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    write_file("--json", options.json, json.dumps(report, indent=1) + "\n")
     say(console, f"data: {options.json}")
 
 
