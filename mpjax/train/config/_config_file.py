@@ -110,10 +110,10 @@ def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str]
 
 def _located(source: ConfigSource) -> pathlib.Path | Mapping[str, Any]:
   """Returns the file of a config, or its keys as plain data."""
-  if isinstance(source, (str, pathlib.Path)):
-    return find_config(source)
   if isinstance(source, Config):
     source = {"policy": source.policy, **source.model_dump(mode="json", exclude={"policy"})}
+  if not isinstance(source, Mapping):
+    return find_config(source)
   policy = source.get("policy")
   return {**source, "policy": get_policy(policy).to_dict()} if isinstance(policy, jmp.Policy) else source
 

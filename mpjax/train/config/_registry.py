@@ -26,7 +26,7 @@ class Registered:
 
   Attributes:
     fun: the function.
-    keys: checks its keyword-only arguments; the alias of a field is the argument's name.
+    keys: checks its keyword-only arguments.
   """
 
   fun: Callable[..., Any]
@@ -111,7 +111,7 @@ class Kinds:
     except pydantic.ValidationError as error:
       owner = f"{self.section}.{self.key}={name}"
       raise ConfigError(describe(error, keys, self.where, owner)) from error
-    return {str(field.alias): getattr(made, key) for key, field in keys.model_fields.items()}
+    return {key.removeprefix(_PREFIX): value for key, value in made}
 
 
 MODELS = Kinds("model", "model", ("info",))
@@ -233,6 +233,16 @@ class KindSection(Section):
     return own | cls.kinds.check(value.get("kind"), rest)
 
 
+# Before a field's name: an argument may be named like an attribute of pydantic's models; a field may not.
+_PREFIX = "key_"
+
+
+class _Keys(Section):
+  """The keyword-only arguments of a function."""
+
+  model_config = pydantic.ConfigDict(alias_generator=lambda key: key.removeprefix(_PREFIX))
+
+
 def _keys(
   fun: Callable[..., Any], title: str, positional: tuple[str, ...], common: tuple[str, ...]
 ) -> type[Section]:
@@ -249,12 +259,12 @@ def _keys(
       raise TypeError(f"{title}: {parameter} in {fun.__name__} takes keys without a name: write {example}")
     elif name in common:
       raise TypeError(f"{title}: mpjax itself uses the key {name!r}: choose another name")
-    else:  # an argument may have the name of an attribute of pydantic's models; a field must not
-      fields[f"key_{name}"] = _field(fun, parameter, title)
+    else:
+      fields[_PREFIX + name] = _field(fun, parameter, title)
   if len(by_position) != len(positional):
     takes = f"takes {', '.join(by_position) or 'nothing'} by position"
     raise TypeError(f"{title}: {fun.__name__} {takes}: the keys of a config come after *: write {example}")
-  return pydantic.create_model(fun.__name__, __base__=Section, **fields)
+  return pydantic.create_model(fun.__name__, __base__=_Keys, **fields)
 
 
 def _field(fun: Callable[..., Any], parameter: inspect.Parameter, title: str) -> tuple[Any, Any]:
@@ -268,10 +278,9 @@ def _field(fun: Callable[..., Any], parameter: inspect.Parameter, title: str) ->
     annotation = _strict(annotation if default is not None else Union[annotation, None])  # noqa: UP007
     adapter = pydantic.TypeAdapter(annotation)
     if default is parameter.empty:
-      return annotation, pydantic.Field(alias=name)
+      return annotation, ...
     # As it will be read from `config.yaml`, which holds every default.
-    default = adapter.validate_python(pydantic_core.to_jsonable_python(default))
-    return annotation, pydantic.Field(default, alias=name)
+    return annotation, adapter.validate_python(pydantic_core.to_jsonable_python(default))
   except Exception as error:  # an undefined name, a type that no config can hold, and others
     reason = " ".join(str(error).split())
     raise TypeError(
