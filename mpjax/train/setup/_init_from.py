@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from mpjax.train._export import load_safetensors
 from mpjax.train.config._config import Config
 from mpjax.train.setup._evaluation import weights_of
 from mpjax.train.setup._saved_run import read_checkpoint, run_config
-from mpjax.train.setup._setup import Setup, build_step, init_state
+from mpjax.train.setup._setup import Setup, build_step
 
 
 class Start(NamedTuple):
@@ -54,16 +55,16 @@ def start_from(setup: Setup, state: TrainState) -> Start:
 
 def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
   theirs = _like(run_config(path), setup.config)
-  task, before = build_step(theirs, setup.info, theirs.resolve_policy(), setup.layout.mesh)
-  shapes = jax.eval_shape(lambda: init_state(theirs, task, before, setup.batch_shapes()))
-  like = jax.tree.map(lambda x, at: x.update(sharding=at), shapes, setup.layout.device_shardings(shapes))
+  policy = theirs.resolve_policy()
+  task, before = build_step(theirs, setup.info, policy, setup.layout.mesh)
+  like = dataclasses.replace(setup, config=theirs, policy=policy, task=task, step=before).abstract_state()
   try:
     restored = read_checkpoint(path, "latest", like)
   except (CheckpointError, ConfigError) as error:
     raise ConfigError(f"train.init_from={path}: {error}") from error
   old, source = restored.state, f"parameters of step {restored.step} of {path}"
   if not setup.config.train.init_optimizer:
-    masters = jax.jit(functools.partial(weights_of, before.policy, masters=True))(old)
+    masters = jax.jit(functools.partial(weights_of, policy, masters=True))(old)
     average = "the average of the " if keeps_other_weights(old.opt_state) else ""
     return Start(_with_masters(setup, state, masters, old.model_state), f"{average}{source}")
   return Start(_with_optimizer(path, setup.step, state, old, before), f"{source}, and its optimizer")
