@@ -16,7 +16,7 @@ from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.train import load_config, make_optimizer, make_task
 from mpjax.train.data import DataInfo
-from mpjax.train.loop._peak_memory import peak_memory
+from mpjax.train.loop._step_records import peak_memory
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 FILES = {"gpt": "gpt_stdlib", "vit": "vit_digits", "resnet": "resnet_digits"}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
   from mpjax.train.config._registry import register_data, register_model, register_optimizer
   from mpjax.train.data import DataInfo, ModelInfo
   from mpjax.train.loop._run import RunResult, run
+  from mpjax.train.loop._trackers import Tracker
   from mpjax.train.setup._optimizers import make_optimizer
   from mpjax.train.setup._planner import Planner
   from mpjax.train.setup._setup import make_setup
@@ -38,6 +39,7 @@ __all__ = [
   "RunResult",
   "Stuck",
   "Task",
+  "Tracker",
   "export_run",
   "load_config",
   "load_plugins",
@@ -69,6 +71,7 @@ _MODULES = {
   "setup._planner": ("Planner",),
   "config._plugins": ("load_plugins",),
   "loop._run": ("RunResult", "run"),
+  "loop._trackers": ("Tracker",),
   "setup._setup": ("make_setup",),
   "setup._task": ("Task", "make_task"),
   "data": ("DataInfo", "ModelInfo"),

@@ -17,13 +17,13 @@ import rich.table
 
 from mpjax.train import ConfigError, DataError, parse_config, register_data
 from mpjax.train.data import Data
-from mpjax.train.loop._events import Events
 from mpjax.train.loop._metrics_file import MetricsFile
 
 # The lines of a command, and what a run shows of a step, to disturb it there.
 from mpjax.train.loop._output import Output
 from mpjax.train.loop._progress import Progress
 from mpjax.train.loop._run_directory import RunDirectory
+from mpjax.train.loop._trackers import Trackers
 from mpjax.train.processes import Interrupt
 from tests._quick_compile import environment as quick_environment
 from tests.train._runs import Points, curve, refused, train, write_line
@@ -302,21 +302,20 @@ def test_a_run_goes_on_without_tensorboard(alone, happens, tmp_path, capsys, mon
 
   happens.append(lambda: monkeypatch.setattr(RecordWriter, "write", broken))
   train(alone[0], tmp_path / "run")
-  assert capsys.readouterr().out.count("the run goes on without TensorBoard's file: OverflowError") == 1
+  assert capsys.readouterr().out.count("the run goes on without TensorBoard: OverflowError") == 1
   assert len(records(tmp_path / "run")) == 12
 
 
-def test_events_that_a_full_disk_refuses_are_an_error(tmp_path, monkeypatch):
+def test_events_that_a_full_disk_refuses_are_an_error(begun, tmp_path, monkeypatch):
   from tensorboard.summary.writer.record_writer import RecordWriter
 
   def full(self, event):
     raise OSError(errno.ENOSPC, "No space left on device")
 
-  events = Events(tmp_path, 0)
+  trackers = Trackers(begun, tmp_path, 0, [])
   monkeypatch.setattr(RecordWriter, "write", full)
   with pytest.raises(OSError, match="No space"):
-    events.add_scalar("loss", 1.0, 1)
-  events.close()
+    trackers.each(lambda tracker: tracker.scalars(1, {"loss": 1.0}))
 
 
 @pytest.fixture

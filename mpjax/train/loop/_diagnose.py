@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from mpjax._types import PyTree
 from mpjax.loss_scale import get_loss_scale, nonfinite_leaves
 from mpjax.numerics import find_nonfinite
+from mpjax.policy import LossScaling
 from mpjax.step import TrainState, TrainStep
 
 # The names of a state's fields in reports.
@@ -84,13 +87,16 @@ def nonfinite_report(
   return "\n".join([*lines, f"try: {_advice(guilty, step, state)}"])
 
 
-def first_nonfinite(step: TrainStep, state: TrainState, batch: PyTree) -> str:
-  """Returns a line on the first operation that made NaN or infinity, or on why it was not found."""
+def step_report(
+  step: TrainStep, state: TrainState, batch: PyTree, metrics: Mapping[str, Any], begun_with: Collection[str]
+) -> str:
+  """Returns `nonfinite_report`, and a line on the first operation that made NaN or infinity."""
+  report = nonfinite_report(step, state, batch, begun_with, bad_update=is_update_bad(metrics))
   try:
-    return find_nonfinite(step, state, batch).verdict
+    return f"{report}\n{find_nonfinite(step, state, batch).verdict}"
   except (RuntimeError, MemoryError) as error:  # JAX raises RuntimeError if a device is out of memory
     first = str(error).strip().partition("\n")[0]
-    return f"the operation that began it was not found: {first}"
+    return f"{report}\nthe operation that began it was not found: {first}"
 
 
 def _listed(rows: list[str], limit: int, separator: str) -> str:
@@ -113,3 +119,43 @@ def _advice(guilty: str, step: TrainStep, state: TrainState) -> str:
     if guilty == "gradients" and scale > 2.0**-20:
       options.append("a smaller policy.loss_scaling.min_scale")
   return ", ".join([*options, "a lower optimizer.learning_rate", "optimizer.clip_norm=1.0"])
+
+
+def is_update_bad(metrics: Mapping[str, Any]) -> bool:
+  """Returns whether a step with finite gradients was skipped because its update is not finite."""
+  return bool(metrics.get("grads_finite", False)) and not bool(metrics.get("updates_finite", True))
+
+
+def cannot_recover(record: Mapping[str, Any], scaling: LossScaling | None, max_skips: int) -> bool:
+  """Returns whether the last `max_skips` steps, up to a record's, were skipped at the lowest loss scale."""
+  if record.get("consecutive_skips", 0) < max_skips:
+    return False
+  if scaling is None or scaling.kind == "static" or is_update_bad(record):  # no scale fixes an update
+    return True
+  return record["loss_scale"] * scaling.backoff_factor < scaling.min_scale
+
+
+def why_skipped(metrics: Mapping[str, Any], scaling: LossScaling | None, scale: float | None) -> str:
+  """Returns why a run's last steps were skipped, as the end of a sentence; `scale` is the last loss scale."""
+  if is_update_bad(metrics):
+    return "had finite gradients, and an update, model state or parameters that are not finite"
+  if scaling is None:
+    return "had non-finite gradients"
+  return f"had non-finite gradients, and the loss scale of {scale:g} cannot fall further"
+
+
+def way_on(step: int | None, directory: pathlib.Path, skips: bool) -> str:
+  """Returns which checkpoint is the last, and how to start from it. Every checkpoint is finite.
+
+  Args:
+    step: its step; `None` without a checkpoint.
+    directory: the run directory.
+    skips: whether the run skips steps that are not finite.
+  """
+  change = "a lower optimizer.learning_rate" if skips else "train.skip_nonfinite=true"
+  if step is None:
+    return f"no finite checkpoint was saved: start over with another out= and, for example, {change}"
+  return (
+    f"the last finite checkpoint is of step {step}: train.init_from={directory} with another out= starts "
+    f"from it, for example with {change}; the same command resumes there and takes the same steps again"
+  )

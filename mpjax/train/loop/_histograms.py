@@ -1,8 +1,7 @@
-"""Histograms of a run's numbers for TensorBoard, every `numerics.every` steps."""
+"""Histograms of a run's numbers for its trackers, every `numerics.every` steps."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
 from mpjax.numerics._update_sums import as_numbers, descent, lost
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._micro_batches import first_of_batch
-from mpjax.train.loop._events import Events
+from mpjax.train.loop._trackers import Trackers
 
 
 class Watcher:
@@ -44,7 +43,7 @@ class Watcher:
     scaler = find_scaler(state.opt_state)
     return self._pass(state, batch), 1.0 if scaler is None else jnp.copy(scaler.scale)
 
-  def write(self, events: Events, step: int, looked: tuple[Seen, jax.Array | float]) -> None:
+  def write(self, trackers: Trackers, step: int, looked: tuple[Seen, jax.Array | float]) -> None:
     """Writes the result: for each tensor a histogram of log2 of the magnitudes, and shares by kind."""
     seen, scale = jax.device_get(looked)
     name = self._step.policy.compute_dtype.name
@@ -52,25 +51,27 @@ class Watcher:
     totals: dict[str, Magnitudes] = {}
     for kind, path, kept in self._tensors(seen):
       magnitudes = Magnitudes.of(self._summary, kept)
-      _histogram(events, f"{kind}s/{path}", magnitudes, step)
+      _histogram(trackers, f"{kind}s/{path}", magnitudes, step)
       totals[kind] = totals[kind] + magnitudes if kind in totals else magnitudes
+    shares: dict[str, float] = {}
     for kind, total in totals.items():
       if kind == "update":
         continue
       # Gradients of activations include the loss scale; gradients of weights do not.
-      factor = float(scale) if kind == "weight gradient" else 1.0
-      there = total.above[0] or 1.0
-      shares = total.shares(half, factor)
-      tag = f"numerics/{kind}s"
-      events.add_scalar(f"{tag} lost in {half}", shares.underflow * total.count / there, step)
-      events.add_scalar(f"{tag} overflown in {half}", shares.overflow, step)
-      events.add_scalar(f"{tag} zero", total.zero / total.count, step)
+      found = total.shares(half, float(scale) if kind == "weight gradient" else 1.0)
+      shares |= {
+        f"{kind}s lost in {half}": found.underflow * total.count / (total.above[0] or 1.0),
+        f"{kind}s overflown in {half}": found.overflow,
+        f"{kind}s zero": total.zero / total.count,
+      }
     sums = np.sum([as_numbers(u) for u in seen.updates.values()], axis=0)
     of_updates = {"updates lost in": lost(sums), "descent made by": descent(sums)[1]}
     for what, by_format in of_updates.items():
       for name, share in by_format.items():
         weights = f"bfloat16 with {name}" if name.startswith("int") else name
-        events.add_scalar(f"numerics/{what} {weights} weights", share, step)
+        shares[f"{what} {weights} weights"] = share
+    values = {f"numerics/{name}": float(share) for name, share in shares.items()}
+    trackers.each(lambda tracker: tracker.scalars(step, values))
 
   def _tensors(self, seen: Seen) -> Iterator[tuple[str, str, Any]]:
     for point, kept in zip(self._points, seen.watched, strict=True):
@@ -87,21 +88,11 @@ class Watcher:
       yield "update", path, sums.ratio
 
 
-def _histogram(events: Events, tag: str, magnitudes: Magnitudes, step: int) -> None:
+def _histogram(trackers: Trackers, name: str, magnitudes: Magnitudes, step: int) -> None:
   """Writes one histogram over log2 of the finite, nonzero magnitudes."""
   _, counts = magnitudes.histogram
   there = [i for i, count in enumerate(counts) if count]
-  if not there:
-    return
-  first, last = there[0], there[-1]
-  values = np.asarray(counts[first : last + 1])
-  centres = np.asarray(BINS[first : last + 1]) + 0.5
-  events.add_histogram(
-    tag,
-    # With an empty bucket on each side; TensorBoard draws what is between them.
-    limits=[float(b) for b in range(BINS[first], BINS[last] + 2)] + [math.inf],
-    counts=[0.0, *values.tolist(), 0.0],
-    total=float(values @ centres),
-    squares=float(values @ centres**2),
-    step=step,
-  )
+  if there:
+    first, last = there[0], there[-1]
+    edges = [float(b) for b in range(BINS[first], BINS[last] + 2)]
+    trackers.each(lambda tracker: tracker.histogram(step, name, edges, counts[first : last + 1]))

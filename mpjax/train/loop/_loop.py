@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import math
 import pathlib
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,35 +16,27 @@ import rich.console
 import yaml
 from grain import DatasetIterator
 
-from mpjax._average import Average
 from mpjax._types import PyTree
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
-from mpjax.train._export import WIDE, export_text, save_safetensors
 from mpjax.train._files import GONE
 from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, NonFiniteLeaves, nonfinite_text
 from mpjax.train.config._config import Config, OptimizerConfig
 from mpjax.train.config._differences import run_mismatch
 from mpjax.train.data import Batch, describe
-from mpjax.train.loop._diagnose import first_nonfinite, nonfinite_report, state_report
-from mpjax.train.loop._events import Events
+from mpjax.train.loop._diagnose import cannot_recover, state_report, step_report, way_on, why_skipped
 from mpjax.train.loop._histograms import Watcher
 from mpjax.train.loop._metrics_file import MetricsFile, plain
 from mpjax.train.loop._output import LOGGER
-from mpjax.train.loop._peak_memory import peak_memory
-from mpjax.train.loop._progress import Progress, fp8_row, show_header, show_summary
+from mpjax.train.loop._progress import Progress, show_header
+from mpjax.train.loop._result import leave_result
 from mpjax.train.loop._run_directory import RunDirectory
-from mpjax.train.loop._step_records import Records
+from mpjax.train.loop._step_records import LAG, Profile, Records, evaluate
+from mpjax.train.loop._trackers import Tracker, Trackers
 from mpjax.train.processes import Interrupt, Poll, Processes
-from mpjax.train.setup._evaluation import mean_of_batches, weights_of
 from mpjax.train.setup._init_from import start_from
 from mpjax.train.setup._optimizers import describe_end, describe_growth
 from mpjax.train.setup._setup import Setup
-
-# Number of newest steps whose metrics the host does not wait for.
-_LAG = 2
-# Thirty days in seconds.
-_FOR_EVER = 30 * 24 * 3600
 
 
 class _Pending(NamedTuple):
@@ -54,13 +45,18 @@ class _Pending(NamedTuple):
   batch: PyTree
 
 
-def _is_update_bad(metrics: Mapping[str, Any]) -> bool:
-  """Returns whether a step with finite gradients was skipped because its update is not finite."""
-  return bool(metrics.get("grads_finite", False)) and not bool(metrics.get("updates_finite", True))
-
-
 class TrainingRun:
-  """One training run: what its config builds, and the loop."""
+  """One training run: what its config builds, and the loop.
+
+  Attributes:
+    checkpoints: the checkpoints of the run.
+    step: the number of the last step that was taken; 0 before the first one.
+    state: the state after that step.
+    iterator: the iterator over this process's rows of each batch, after that step's.
+  """
+
+  state: TrainState
+  iterator: DatasetIterator
 
   def __init__(
     self,
@@ -69,18 +65,21 @@ class TrainingRun:
     directory: RunDirectory,
     processes: Processes,
     console: rich.console.Console,
+    trackers: Sequence[Tracker],
+    began: float,
   ):
     self.config, self.setup, self.directory, self.processes = config, setup, directory, processes
-    self.console = console
-    self.policy, self.task, self.data = setup.policy, setup.task, setup.data
+    self.console, self._own_trackers = console, trackers
+    self.policy, self.data = setup.policy, setup.data
     self.checkpoints, _ = processes.agree(lambda: self._open_checkpoints(directory.path / "checkpoints"))
-    self._watcher = Watcher(self.setup.step, config.numerics.every)
+    self.step = 0
+    self._watcher = Watcher(setup.step, config.numerics.every)
+    self._looked: dict[int, Any] = {}  # what the watcher saw of pending steps
     self._pending: collections.deque[_Pending] = collections.deque()
-    self._records = Records(setup)
+    self._records = Records(setup, began)
     self._source = ""
     self._logged: int | None = None
     self._stuck: _Pending | None = None
-    self._has_told_events = False
 
   def _open_checkpoints(self, folder: pathlib.Path) -> Checkpoints:
     settings = self.config.distributed
@@ -89,59 +88,78 @@ class TrainingRun:
       self.config.train.keep_checkpoints,
       timeout_s=round(settings.hang_timeout_s) or 1,
       # orbax counts time in which the process is stopped; the watchdog does not, so it sets the limit.
-      write_timeout_s=_FOR_EVER if self.processes.are_watched else None,
+      write_timeout_s=30 * 24 * 3600 if self.processes.are_watched else None,
       run=yaml.safe_load(self.config.to_yaml()),
       mismatch=run_mismatch,
     )
 
   def train(self) -> dict[str, Any]:
     """Trains from the last checkpoint to the end and returns the summary."""
-    iterator = self.data.train(self.setup.rows)
-    (state, start), _ = self.processes.agree(lambda: self._resume(iterator))
-    self._records.begin(state, start)
-    self._grow(self._records.next_update)
-    run = f"resumed after step {start}" if start else self._source
-    show_header(self.setup, state, self.directory.path, run, self.processes.count)
-    first = self.processes.first
-    metrics = self.directory.path / "metrics.jsonl"
-    self._metrics_file = MetricsFile(metrics, start, self._logged, owner=first)
-    for line in (*self.directory.said, *self._metrics_file.said):
-      LOGGER.info(line)
-    self._events = Events(self.directory.path / "tensorboard", start, owner=first)
-    self._poll = Poll(self.processes.count > 1)
-    has_scale = self.policy.loss_scaling is not None
-    self._progress = Progress(self.console, self.config.train.steps, start, self.task.units[0], has_scale)
+    self._begin()
     try:
       with self._progress, Interrupt() as interrupt:
-        for step in range(start + 1, self.config.train.steps + 1):
+        for step in range(self.step + 1, self.config.train.steps + 1):
           self._poll.ask(interrupt.signum)
-          batch = self._next_batch(step, state, iterator, start)
-          state = self._one_step(step, state, batch)
-          self._at_boundary(step, state, iterator, self._poll.answer(interrupt.signum))
+          self._profile.before(step)
+          with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            self._take(step)
+          self._profile.after(step, self.state)
+          self._at_boundary(self._poll.answer(interrupt.signum))
+      self._profile.stop(self.step)
+      summary = self._finish()
     except BaseException:
-      for file in (self._events, self._metrics_file):
-        with contextlib.suppress(OSError):  # a full disk was reported already
-          file.close()
+      with contextlib.suppress(OSError):  # a full disk was reported already
+        self._close(None)
       raise
-    self._events.close()
-    self._metrics_file.close()
-    return self._finish(state)
+    self._close(summary)
+    return summary
+
+  def _begin(self) -> None:
+    """Makes the first state or reads the last checkpoint, and opens what the run writes to."""
+    self.iterator = self.data.train(self.setup.rows)
+    self.processes.agree(self._resume)
+    start, settings, first = self.step, self.config.train, self.processes.first
+    self._records.begin(self.state, start)
+    self._grow(self._records.next_update)
+    run = f"resumed after step {start}" if start else self._source
+    path, count = self.directory.path, self.processes.count
+    show_header(self.setup, self.state, path, run, count)
+    self._metrics_file = MetricsFile(path / "metrics.jsonl", start, self._logged, owner=first)
+    for line in (*self.directory.said, *self._metrics_file.said):
+      LOGGER.info(line)
+    self._doing("start", "the trackers")
+    self._trackers = Trackers(self.config, path, start, self._own_trackers, owner=first)
+    traces = path / "profile" / (f"process_{self.processes.process}" if count > 1 else "")
+    self._profile = Profile(settings.profile_steps, start, traces)
+    self._poll = Poll(count > 1)
+    has_scale = self.policy.loss_scaling is not None
+    self._progress = Progress(self.console, settings.steps, start, self.setup.task.units[0], has_scale)
+
+  def _doing(self, part: str, what: str) -> None:
+    """Tells the watchdog what the run does now, and the records to which part of its time that belongs."""
+    self.processes.doing(what)
+    self._records.enter(part)
+
+  def _close(self, summary: dict[str, Any] | None) -> None:
+    try:
+      if self.directory.is_there:  # a trace would make it again
+        self._profile.stop(self.step)
+      self._trackers.each(lambda tracker: tracker.close(summary))
+    finally:
+      self._metrics_file.close()
 
   def _grow(self, update: int) -> None:
     """Continues a run whose number of steps has grown, and says what happens to its schedule.
 
     Also says so for an optimiser that comes from another run.
     """
-    before = self.directory.before
-    ended = describe_end(self.config.optimizer, self.config.train.steps, update) if self._source else None
-    if ended is not None:
+    optimizer, steps, before = self.config.optimizer, self.config.train.steps, self.directory.before
+    if self._source and (ended := describe_end(optimizer, steps, update)) is not None:
       LOGGER.info(ended)
-    if before is None:
-      return
-    old = OptimizerConfig.model_validate(before["optimizer"])
-    steps = self.config.train.steps, before["train"]["steps"]
-    LOGGER.info(describe_growth(self.config.optimizer, steps[0], old, steps[1], update))
-    self.directory.grow(self.config)
+    if before is not None:
+      old = OptimizerConfig.model_validate(before["optimizer"])
+      LOGGER.info(describe_growth(optimizer, steps, old, before["train"]["steps"], update))
+      self.directory.grow(self.config)
 
   @contextlib.contextmanager
   def storage_errors(self) -> Iterator[None]:
@@ -152,77 +170,68 @@ class TrainingRun:
       lost = error.errno in GONE and not self.directory.is_there
       if not (lost or error.errno in STORAGE_ERRORS):
         raise
-      kept = self._resumes(self.checkpoints.latest())
       raise CheckpointError(
-        f"{self.directory.path} cannot be written: {error.strerror}; {kept} once there is room "
+        f"{self.directory.path} cannot be written: {error.strerror}; {self._resumes()} once there is room "
         "and permission to write"
       ) from error
 
-  def _next_batch(self, step: int, state: TrainState, iterator: DatasetIterator, start: int) -> Batch:
-    """Returns this process's rows of the next batch; if they cannot be read, saves a checkpoint."""
-    self.processes.doing(f"the data of step {step}")
-    try:
-      return next(iterator)
-    except Exception as error:  # a user's data source can raise anything
-      message = f"the data of step {step} cannot be read: {describe(error)}"
-      if self.processes.count == 1 and step - 1 > start:  # others would wait for this process's rows
-        for record in self._fetch_pending():
-          self._write(record, {})
-        self._save(step - 1, state, iterator, eval_loss=None)
-        self.checkpoints.wait()
-      kept = self.checkpoints.latest()
-      raise DataError(f"{message}; {self._resumes(kept)} once the data is back") from error
-
-  def _resumes(self, step: int | None) -> str:
-    if step is None:
-      return "no checkpoint was saved yet: the same command starts over"
-    return f"the checkpoint of step {step} is in {self.directory.path}, and the same command resumes from it"
-
-  def _one_step(self, step: int, state: TrainState, rows: Batch) -> TrainState:
-    self.processes.doing(f"step {step}")
+  def _take(self, step: int) -> None:
+    """Takes a step, and writes the record of an earlier one."""
+    rows = self._next_rows(step)
+    self._doing("compile" if self._records.is_first(step) else "step", f"step {step}")
     batch = self.setup.place(rows)
-    looked = self._watcher.look(state, batch) if self._watcher.due(step) else None
-    state, metrics = self.setup.step(state, batch)
+    if self._watcher.due(step):
+      self._looked[step] = self._watcher.look(self.state, batch)
+    self.state, metrics = self.setup.step(self.state, batch)
+    self.step = step
     self._records.wait_for_compilation(step, metrics)
-    if looked is not None:
-      self._watcher.write(self._events, step, self.processes.fetch(looked))
     for value in metrics.values():
       value.copy_to_host_async()
     self._pending.append(_Pending(step, metrics, batch))
-    while len(self._pending) > _LAG:
+    while len(self._pending) > LAG:
       self._write(self._fetch(self._pending.popleft()), {})
-    return state
 
-  def _at_boundary(self, step: int, state: TrainState, iterator: DatasetIterator, signum: int | None) -> None:
+  def _next_rows(self, step: int) -> Batch:
+    """Returns this process's rows of the next batch; if they cannot be read, saves a checkpoint."""
+    self._doing("data", f"the data of step {step}")
+    try:
+      return next(self.iterator)
+    except Exception as error:  # a user's data source can raise anything
+      message = f"the data of step {step} cannot be read: {describe(error)}"
+      if self.processes.count == 1 and not self._records.is_first(step):  # others would wait for the rows
+        self._write_pending()
+        self._save()
+        self.checkpoints.wait()
+      raise DataError(f"{message}; {self._resumes()} once the data is back") from error
+
+  def _resumes(self) -> str:
+    if (step := self.checkpoints.latest()) is None:
+      return "no checkpoint was saved yet: the same command starts over"
+    return f"the checkpoint of step {step} is in {self.directory.path}, and the same command resumes from it"
+
+  def _at_boundary(self, signum: int | None) -> None:
     """Evaluates, saves or stops where that is due; all of these wait for every step so far.
 
     Depends only on the step, the metrics and `signum`, which are the same in every process.
     """
     if self._stuck is not None:
-      self._stop(self._stuck, step, state, iterator)
-    settings = self.config.train
+      self._stop(self._stuck)
+    settings, step = self.config.train, self.step
     last = step == settings.steps
     evaluate = last or step % settings.eval_every == 0
     save = last or step % settings.checkpoint_every == 0 or signum is not None
     if not (evaluate or save):
-      if step % settings.log_every == 0:
-        self._require_directory(step, state, iterator)
       return
     records = self._fetch_pending()
     eval_loss, extra = None, {}
     if evaluate:
-      self.processes.doing(f"the evaluation after step {step}")
-      extra = self.evaluate(state)
+      extra = self._evaluate()
       eval_loss = extra["eval_loss"]
       self._progress.evaluation(step, extra)
     for record in records:
       self._write(record, extra if record["step"] == step else {})
-    if eval_loss is not None:
-      best = self._records.last.get("best_eval_loss")
-      if np.isfinite(eval_loss) and (best is None or eval_loss < best):
-        self._records.last["best_eval_loss"] = eval_loss
-        save = True
-    if save and (nonfinite := self._save(step, state, iterator, eval_loss)):
+    save |= eval_loss is not None and self._records.is_best(eval_loss)
+    if save and (nonfinite := self._save(eval_loss)):
       # NaN spreads and does not go away: further steps would be useless.
       raise Stuck(f"stopped at step {step}: {state_report(nonfinite)}\n{self._way_on()}")
     self._records.restart_clock()
@@ -242,121 +251,81 @@ class TrainingRun:
 
   def _fetch(self, pending: _Pending) -> dict[str, Any]:
     """Returns the record of a step; waits for it."""
-    self.processes.doing(f"step {pending.step}")
+    self._doing("step", f"step {pending.step}")
     record = self._records.of(pending.step, pending.metrics)
-    if self._cannot_recover(record):
+    if cannot_recover(record, self.policy.loss_scaling, self.config.train.max_skips):
       self._stuck = self._stuck or pending
     return record
+
+  def _write_pending(self) -> None:
+    for record in self._fetch_pending():
+      self._write(record, {})
 
   def _write(self, record: dict[str, Any], extra: dict[str, float]) -> None:
     """Shows a record, and logs it if logging is due or it has an evaluation."""
     record |= {name: plain(value) for name, value in extra.items()}
     self._records.last |= record
-    logged = bool(extra) or record["step"] % self.config.train.log_every == 0
+    step = record["step"]
+    if step in self._looked:
+      self._watcher.write(self._trackers, step, self.processes.fetch(self._looked.pop(step)))
+    logged = bool(extra) or step % self.config.train.log_every == 0
     if logged:
       self._metrics_file.write(record)
-      for name, value in self._records.scalars(record).items():
-        self._events.add_scalar(name, value, record["step"])
-      if self._events.problem is not None and not self._has_told_events:
-        self._has_told_events = True
-        LOGGER.info(f"the run goes on without TensorBoard's file: {self._events.problem}")
-    self._progress.step(record["step"], record, logged)
+      scalars = self._records.scalars(record)
+      self._trackers.each(lambda tracker: tracker.scalars(step, scalars))
+    self._progress.step(step, record, logged)
 
-  def _cannot_recover(self, record: dict[str, Any]) -> bool:
-    """Returns whether the last `max_skips` steps were skipped at the lowest loss scale."""
-    if record.get("consecutive_skips", 0) < self.config.train.max_skips:
-      return False
-    scaling = self.policy.loss_scaling
-    if scaling is None or scaling.kind == "static" or _is_update_bad(record):  # no scale fixes an update
-      return True
-    return record["loss_scale"] * scaling.backoff_factor < scaling.min_scale
-
-  def _stop(self, pending: _Pending, step: int, state: TrainState, iterator: DatasetIterator) -> None:
+  def _stop(self, pending: _Pending) -> None:
     """Saves the state and the failing batch, and raises `Stuck` with the diagnosis."""
-    for record in self._fetch_pending():
-      self._write(record, {})
-    nonfinite = self._save(step, state, iterator, eval_loss=None)
+    self._write_pending()
+    nonfinite = self._save()
     file = self.directory.path / f"nonfinite_batch_{pending.step}.npz"
     arrays: dict[str, Any] = self.processes.fetch(pending.batch)
     if self.processes.first:
       np.savez(file, **arrays)
-    report = state_report(nonfinite) if nonfinite else self._report(state, pending)
+    if nonfinite:
+      report = state_report(nonfinite)
+    elif self.processes.count > 1:  # the search runs operations on this process's devices only
+      report = "the run was one of several processes: the command below says which operation began it"
+    else:
+      report = step_report(
+        self.setup.step, self.state, pending.batch, pending.metrics, self.checkpoints.begun_with
+      )
     self.checkpoints.wait()
-    saved = "" if nonfinite else f"a checkpoint of step {step}, up to which steps were under way, and "
+    saved = "" if nonfinite else f"a checkpoint of step {self.step}, up to which steps were under way, and "
+    why = why_skipped(pending.metrics, self.policy.loss_scaling, self._records.last.get("loss_scale"))
     raise Stuck(
-      f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps "
-      f"{self._why_skipped(pending)}\n{report}\n"
+      f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps {why}\n{report}\n"
       f"saved: {saved}the batch of step {pending.step}, in {file}; mpjax numerics "
       f"{self.directory.path} --hunt searches again, also with another policy\n{self._way_on()}"
     )
 
-  def _why_skipped(self, pending: _Pending) -> str:
-    if _is_update_bad(pending.metrics):
-      return "had finite gradients, and an update, model state or parameters that are not finite"
-    if self.policy.loss_scaling is None:
-      return "had non-finite gradients"
-    return (
-      f"had non-finite gradients, and the loss scale of {self._records.last['loss_scale']:g} cannot fall "
-      "further"
-    )
-
   def _way_on(self) -> str:
-    """Says which checkpoint is the last, and how to start from it. Every checkpoint is finite."""
-    step, path, train = self.checkpoints.latest(), self.directory.path, self.config.train
-    change = "a lower optimizer.learning_rate" if train.skip_nonfinite else "train.skip_nonfinite=true"
-    if step is None:
-      return f"no finite checkpoint was saved: start over with another out= and, for example, {change}"
-    return (
-      f"the last finite checkpoint is of step {step}: train.init_from={path} with another out= starts from "
-      f"it, for example with {change}; the same command resumes there and takes the same steps again"
-    )
+    return way_on(self.checkpoints.latest(), self.directory.path, self.config.train.skip_nonfinite)
 
-  def _report(self, state: TrainState, pending: _Pending) -> str:
-    """Says what is not finite in a step, and which operation made it so."""
-    if self.processes.count > 1:  # the search runs operations on this process's devices only
-      return "the run was one of several processes: the command below says which operation began it"
-    bad_update = _is_update_bad(pending.metrics)
-    report = nonfinite_report(
-      self.setup.step, state, pending.batch, self.checkpoints.begun_with, bad_update=bad_update
-    )
-    return f"{report}\n{first_nonfinite(self.setup.step, state, pending.batch)}"
-
-  def evaluate(self, state: TrainState) -> dict[str, float]:
-    """Returns the means over the evaluation batches, by `mean_of_batches`.
-
-    Raises:
-      DataError: if they cannot be read. Saves nothing: a run resumed from here would skip the evaluation.
-    """
-    totals: dict[str, list[jax.Array | Average]] = collections.defaultdict(list)
-    model = self.setup.for_evaluation(state)
-    for number, batch in enumerate(self._eval_batches(), 1):
-      for name, value in self.setup.evaluate(model, self.setup.place(batch)).items():
-        totals[name].append(value)
-        jax.block_until_ready(totals[name][-_LAG:][0])
-      self.processes.doing(f"batch {number} of the evaluation")
-    return {name: mean_of_batches(values) for name, values in totals.items()}
-
-  def _eval_batches(self) -> Iterator[Batch]:
+  def _evaluate(self) -> dict[str, float]:
+    """Returns the evaluation of the state. Saves nothing: a run resumed from here would skip it."""
+    self._doing("evaluation", f"the evaluation after step {self.step}")
     try:
-      yield from self.data.eval(self.setup.rows)
-    except Exception as error:  # anything, as in `_next_batch`
-      message = f"the evaluation data cannot be read: {describe(error)}"
-      kept = self._resumes(self.checkpoints.latest())
-      raise DataError(f"{message}; {kept} once the data is back") from error
+      batch = lambda number: self.processes.doing(f"batch {number} of the evaluation")
+      return evaluate(self.setup, self.state, batch)
+    except DataError as error:
+      raise DataError(f"{error}; {self._resumes()} once the data is back") from error
 
-  def _resume(self, iterator: DatasetIterator) -> tuple[TrainState, int]:
-    self.processes.doing("the checkpoint to resume from")
+  def _resume(self) -> None:
+    """Restores the newest good checkpoint, or makes the first state."""
+    self._doing("start", "the checkpoint to resume from")
     resumed = self.checkpoints.restore_latest(self.setup.abstract_state())
     if resumed is None:
-      state = self.setup.first_state()
-      self.checkpoints.begun_with = self.checkpoints.nonfinite(state)
+      self.state = self.setup.first_state()
+      self.checkpoints.begun_with = self.checkpoints.nonfinite(self.state)
       if (source := self.config.train.init_from) is not None:
-        state, self._source = start_from(self.setup, state)
-        if nonfinite := self.checkpoints.nonfinite(state):
+        self.state, self._source = start_from(self.setup, self.state)
+        if nonfinite := self.checkpoints.nonfinite(self.state):
           raise ConfigError(
             f"train.init_from={source}: {nonfinite_text(nonfinite)}: expected a finite run or export"
           )
-      return state, 0
+      return
     for damage in resumed.damaged:
       LOGGER.info(damage)
     if resumed.loop["fingerprint"] != self.data.info.fingerprint:
@@ -364,103 +333,65 @@ class TrainingRun:
         f"out={self.directory.path}: the data is not what this run began with "
         f"({self.data.info.description}): nothing was changed; bring the data back, or choose another out="
       )
-    iterator.set_state(resumed.data)
+    self.iterator.set_state(resumed.data)
     self._records.last = resumed.loop["last"]
     self._logged = resumed.loop.get("records")
-    return resumed.state, resumed.step
+    self.state, self.step = resumed.state, resumed.step
 
-  def _save(
-    self, step: int, state: TrainState, iterator: DatasetIterator, eval_loss: float | None
-  ) -> NonFiniteLeaves:
+  def _save(self, eval_loss: float | None = None) -> NonFiniteLeaves:
     """Saves a checkpoint, or returns the leaves of the state that are not finite."""
-    self.processes.doing(f"the checkpoint of step {step}")
-    self._require_directory(step, state, iterator, eval_loss)
-    self._events.flush()
+    self._doing("checkpoint", f"the checkpoint of step {self.step}")
+    self._require_directory(eval_loss)
     self._metrics_file.sync()
-    loop = self._loop_state()
     try:
-      nonfinite = self.checkpoints.save(step, state, iterator.get_state(), loop, eval_loss, self._skips)
+      nonfinite = self._write_checkpoint(eval_loss)
       if self.config.train.checkpoint_wait:
         self.checkpoints.wait()
     except CheckpointError:
-      self._require_directory(step, state, iterator, eval_loss)
+      self._require_directory(eval_loss)
       raise
     return nonfinite
 
-  @property
-  def _skips(self) -> int:
-    """Returns how many steps in a row, up to the last one, were skipped."""
-    return int(self._records.last.get("consecutive_skips", 0))
-
-  def _loop_state(self) -> dict[str, Any]:
-    """Returns the loop's part of a checkpoint."""
+  def _write_checkpoint(self, eval_loss: float | None) -> NonFiniteLeaves:
+    last = self._records.last
     records = {"records": self._metrics_file.count} if self.processes.first else {}
-    return {"fingerprint": self.data.info.fingerprint, "last": self._records.last, **records}
+    loop = {"fingerprint": self.data.info.fingerprint, "last": last, **records}
+    skips = int(last.get("consecutive_skips", 0))
+    data = self.iterator.get_state()
+    return self.checkpoints.save(self.step, self.state, data, loop, eval_loss, skips)
 
-  def _require_directory(
-    self, step: int, state: TrainState, iterator: DatasetIterator, eval_loss: float | None = None
-  ) -> None:
+  def _require_directory(self, eval_loss: float | None = None) -> None:
     """Ends the run if its directory was moved, deleted or replaced; saves a checkpoint elsewhere if possible.
 
     Raises:
       CheckpointError: if the directory is no longer there.
     """
-    path = self.directory.path
     if not self.processes.first or self.directory.is_there:
       return
+    path = self.directory.path
     gone = f"{path} was moved, deleted or replaced while the run went on, and nothing more is written there"
     if self.processes.count > 1:  # the others would have to take part in a checkpoint elsewhere
       raise CheckpointError(f"{gone}; its checkpoints are where it is now")
-    for record in self._fetch_pending():
-      self._write(record, {})
+    self._write_pending()
     self._metrics_file.sync()
+    begun_with, refuge = self.checkpoints.begun_with, self.directory.refuge()
     with contextlib.suppress(CheckpointError):  # for a checkpoint that was being written
-      self.checkpoints.wait()
-    refuge = self.directory.refuge()
-    checkpoints = self._open_checkpoints(refuge / "checkpoints")
-    checkpoints.begun_with = self.checkpoints.begun_with
-    try:
-      loop = self._loop_state()
-      nonfinite = checkpoints.save(step, state, iterator.get_state(), loop, eval_loss, self._skips)
-    finally:
-      checkpoints.close()
-    if nonfinite:
-      raise CheckpointError(f"{gone}; {state_report(nonfinite)}")
-    raise CheckpointError(
-      f"{gone}; a checkpoint of step {step} is in {refuge}, and the same command with out={refuge} resumes "
-      "from it"
-    )
+      self.checkpoints.close()
+    self.checkpoints = self._open_checkpoints(refuge / "checkpoints")
+    self.checkpoints.begun_with = begun_with
+    nonfinite = self._write_checkpoint(eval_loss)
+    self.checkpoints.wait()
+    saved = f"a checkpoint of step {self.step} is in {refuge}, and the same command with out={refuge} resumes"
+    raise CheckpointError(f"{gone}; {state_report(nonfinite) if nonfinite else f'{saved} from it'}")
 
-  def _finish(self, state: TrainState) -> dict[str, Any]:
-    self.processes.doing(f"the checkpoint of step {self.config.train.steps} to be written")
+  def _finish(self) -> dict[str, Any]:
+    """Waits for the last checkpoint, and writes and returns the summary."""
+    step = self.config.train.steps
+    self._doing("checkpoint", f"the checkpoint of step {step} to be written")
     self.checkpoints.wait()
     loss = self._records.last["loss"]
     if not math.isfinite(float(loss)):
-      raise Stuck(
-        f"stopped at step {self.config.train.steps}, the last: its loss is {loss}, so the run does not count "
-        f"as finished\n{self._way_on()}"
-      )
-    summary = {
-      "policy": self.config.policy if isinstance(self.config.policy, str) else str(self.policy),
-      **fp8_row(self.policy),
-      "backend": jax.default_backend(),
-      "steps": self.config.train.steps,
-      **self._records.summary(),
-      "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.arrays)),
-      "peak_memory_bytes": peak_memory(),
-      "resolved_policy": self.policy.to_dict(),
-    }
-    export = self.config.train.export
-    if export is not None:  # gathered by all, written by one
-      dtype = self.config.train.export_dtype
-      weights = jax.jit(functools.partial(weights_of, self.policy, masters=dtype in WIDE))
-      params, model_state = self.processes.fetch((weights(state), state.model_state))
-    if self.processes.first:
-      self.processes.doing("what the run leaves to be written")
-      if export is not None:
-        file = self.directory.path / "model.safetensors"
-        save_safetensors(file, self.config, self.data.info, params, model_state, dtype)
-        LOGGER.info(export_text(file))
-      self.directory.write_summary(summary)
-      show_summary(summary, self.directory.path)
-    return summary
+      said = f"stopped at step {step}, the last: its loss is {loss}, so the run does not count as finished"
+      raise Stuck(f"{said}\n{self._way_on()}")
+    self._doing("checkpoint", "what the run leaves to be written")
+    return leave_result(self.setup, self.state, self._records, self.directory, self.processes)

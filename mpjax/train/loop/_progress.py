@@ -154,7 +154,9 @@ def show_summary(summary: Mapping[str, Any], directory: pathlib.Path) -> None:
   rows = {}
   for name, value in summary.items():
     hidden = name == "skipped_steps" and not value and "loss_scale" not in summary
-    if not (hidden or isinstance(value, dict)):
+    if name == "time_s":
+      rows["time"] = _parts(value)
+    elif not (hidden or isinstance(value, dict)):
       show = _size if name.endswith("_bytes") else _power if name == "loss_scale" else _number
       rows[name.removesuffix("_bytes").replace("_", " ")] = show(value)
   table = rich.table.Table(title="run finished", box=rich.box.ROUNDED, show_header=False)
@@ -183,3 +185,9 @@ def _power(scale: float) -> str:
 
 def _size(value: float | None) -> str:
   return "unknown" if value is None else f"{value / 1e6:,.1f} MB"
+
+
+def _parts(seconds: Mapping[str, float]) -> str:
+  """Returns the sum of a time by part, and each part's share of it."""
+  total = sum(seconds.values())
+  return f"{total:.4g} s: " + ", ".join(f"{part} {n / total:.0%}" for part, n in seconds.items())

@@ -14,6 +14,7 @@ from mpjax.train.config._config_file import ConfigSource, load_config, read_wait
 from mpjax.train.config._plugins import load_plugins
 from mpjax.train.loop._output import Output
 from mpjax.train.loop._together import train_together
+from mpjax.train.loop._trackers import Tracker
 from mpjax.train.processes import Processes
 
 
@@ -64,6 +65,7 @@ def run(
   *,
   plugins: Iterable[str] = (),
   console: rich.console.Console | None = None,
+  trackers: Sequence[Tracker] = (),
 ) -> RunResult:
   """Trains a config's model, or resumes an unfinished run, as `mpjax train` does. Works in notebooks.
 
@@ -84,6 +86,7 @@ def run(
       needed for those that this process has registered already.
     console: where progress goes, by default standard output. `rich.console.Console(quiet=True)` shows none.
       Handlers of the logger `mpjax.train` get the lines, too.
+    trackers: what also takes the run's numbers, in addition to `train.trackers`.
 
   Returns:
     The run directory and the summary of the run.
@@ -102,6 +105,6 @@ def run(
     return load_config(config, overrides)
 
   with Output() as output, Processes(read_waits(config, overrides), may_exit=False) as processes:
-    summary = train_together(load, processes, output, console)
+    summary = train_together(load, processes, output, console, trackers)
     assert processes.directory is not None
     return RunResult(processes.directory, summary)

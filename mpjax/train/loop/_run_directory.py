@@ -174,9 +174,9 @@ def _never_began(path: pathlib.Path) -> bool:
 
 
 # The type of each entry of a run directory.
-_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log")
+_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log", "wandb-id")
 _KINDS = dict.fromkeys(_FILES, pathlib.Path.is_file) | dict.fromkeys(
-  ("checkpoints", "tensorboard", "damaged"), pathlib.Path.is_dir
+  ("checkpoints", "tensorboard", "profile", "wandb", "damaged"), pathlib.Path.is_dir
 )
 
 

@@ -1,8 +1,13 @@
-"""Makes the records of steps: metrics, learning rate and speed."""
+"""Measures a run: records of steps, evaluation, time by part, memory, and a profile of chosen steps."""
 
 from __future__ import annotations
 
+import collections
+import itertools
+import pathlib
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,14 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._types import Metrics
+from mpjax._average import Average
+from mpjax._types import Metrics, PyTree
 from mpjax.loss_scale._state_access import find_scaler, find_states
 from mpjax.step import TrainState
+from mpjax.train._errors import DataError
+from mpjax.train.data import describe
 from mpjax.train.loop._metrics_file import plain
+from mpjax.train.loop._output import LOGGER
+from mpjax.train.setup._evaluation import mean_of_batches
 from mpjax.train.setup._setup import Setup
 
+# Number of newest steps whose metrics the host does not wait for.
+LAG = 2
 _SHOWN = 20  # steps over which time and speed are averaged
 _RATES = 2**16  # learning rates computed at once
+# The parts of a run's time.
+_PARTS = ("start", "compile", "data", "step", "evaluation", "checkpoint")
 
 
 class Records:
@@ -26,17 +40,28 @@ class Records:
   Attributes:
     last: the last recorded value of each name; saved in checkpoints.
     next_update: the number of the next update, as the schedule counts.
+
+  Args:
+    setup: the setup of the run.
+    began: when the run began, as `time.perf_counter` counts.
   """
 
-  def __init__(self, setup: Setup):
+  def __init__(self, setup: Setup, began: float):
     self._setup = setup
     self._has_scale = setup.policy.loss_scaling is not None
     unit, per_row = setup.task.units
     self._speed, self._per_step = f"{unit}_per_s", setup.config.data.batch_size * per_row
     self._times: list[float] = []  # of every step but the first of this process, which compiles
     self._clock = time.perf_counter()
+    self._seconds, self._part, self._since = dict.fromkeys(_PARTS, 0.0), "start", began
     self.last: dict[str, Any] = {}
     self.next_update = 0
+
+  def enter(self, part: str) -> None:
+    """Ends a part of the run's time and begins another. The host's time: devices work on meanwhile."""
+    now = time.perf_counter()
+    self._seconds[self._part] += now - self._since
+    self._part, self._since = part, now
 
   def begin(self, state: TrainState, start: int) -> None:
     """Sets the state and step that the next steps start from.
@@ -52,10 +77,15 @@ class Records:
     self._rates = np.zeros(0, np.float32)
     self._rate(self._first_update)
 
+  def is_first(self, step: int) -> bool:
+    """Returns whether a step is the first of this process."""
+    return step == self._steps_before + 1
+
   def wait_for_compilation(self, step: int, metrics: Metrics) -> None:
     """Waits for the first step of this process, so that no later step's time includes compilation."""
-    if step == self._steps_before + 1:
+    if self.is_first(step):
       jax.block_until_ready(metrics)
+      self.enter("step")
       self.restart_clock()
 
   def restart_clock(self) -> None:
@@ -65,7 +95,7 @@ class Records:
   def of(self, step: int, metrics: Metrics) -> dict[str, Any]:
     """Returns the record of a step; waits for its metrics."""
     values = {name: plain(value) for name, value in metrics.items()}
-    if step > self._steps_before + 1:
+    if not self.is_first(step):
       now = time.perf_counter()
       self._times.append(now - self._clock)
       self._clock = now
@@ -84,8 +114,16 @@ class Records:
     # A plug-in's optimiser may report its own rate in its state.
     return record if "learning_rate" in record else record | {"learning_rate": self._learning_rate(record)}
 
+  def is_best(self, eval_loss: float) -> bool:
+    """Returns whether an evaluation's loss is the lowest so far, and if so records it."""
+    best = self.last.get("best_eval_loss")
+    if not np.isfinite(eval_loss) or (best is not None and eval_loss >= best):
+      return False
+    self.last["best_eval_loss"] = eval_loss
+    return True
+
   def scalars(self, record: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record for TensorBoard, without the loss scale if the policy has none."""
+    """Returns the numbers of a record for the trackers, without the loss scale if the policy has none."""
     hidden = {"step"} if self._has_scale else {"step", "loss_scale"}
     return {
       name: value for name, value in record.items() if name not in hidden and isinstance(value, (int, float))
@@ -94,6 +132,7 @@ class Records:
   def summary(self) -> dict[str, Any]:
     """Returns the records' part of a run's summary."""
     step_time = self._step_time(len(self._times))
+    self.enter(self._part)
     return {
       "skipped_steps": self.last["skipped_steps"],
       **({"loss_scale": self.last["loss_scale"]} if self._has_scale else {}),
@@ -103,6 +142,9 @@ class Records:
       **{name: value for name, value in self.last.items() if name.startswith("eval_")},
       "best_eval_loss": self.last.get("best_eval_loss"),
       "steps_per_s": None if step_time is None else 1 / step_time,
+      "time_s": self._seconds,
+      **({"time_since_step": self._steps_before} if self._steps_before else {}),
+      "peak_memory_bytes": peak_memory(),
     }
 
   def _step_time(self, steps: int) -> float | None:
@@ -136,3 +178,90 @@ def learning_rates(schedule: optax.Schedule, first: int, count: int) -> np.ndarr
   """Returns the learning rates of `count` updates from number `first` on: float32[count]."""
   rate = lambda update: jnp.asarray(schedule(update), jnp.float32)
   return np.asarray(jax.jit(jax.vmap(rate))(jnp.arange(first, first + max(count, 1))))
+
+
+def evaluate(setup: Setup, state: TrainState, doing: Callable[[int], None]) -> dict[str, float]:
+  """Returns the means over the evaluation batches, by `mean_of_batches`.
+
+  Args:
+    setup: the setup of the run.
+    state: the state to evaluate.
+    doing: is told the number of each batch, from 1.
+
+  Raises:
+    DataError: if a batch cannot be read.
+  """
+  totals: dict[str, list[jax.Array | Average]] = collections.defaultdict(list)
+  model, batches = setup.for_evaluation(state), iter(setup.data.eval(setup.rows))
+  for number in itertools.count(1):
+    try:
+      rows = next(batches, None)
+    except Exception as error:  # a user's data source can raise anything
+      raise DataError(f"the evaluation data cannot be read: {describe(error)}") from error
+    if rows is None:
+      break
+    for name, value in setup.evaluate(model, setup.place(rows)).items():
+      totals[name].append(value)
+      jax.block_until_ready(totals[name][-LAG:][0])
+    doing(number)
+  return {name: mean_of_batches(values) for name, values in totals.items()}
+
+
+def peak_memory() -> int | None:
+  """Returns the peak bytes in use on the first device, or on a CPU by this process."""
+  stats = jax.local_devices()[0].memory_stats()
+  if stats and "peak_bytes_in_use" in stats:
+    return stats["peak_bytes_in_use"]
+  if jax.default_backend() != "cpu":
+    return None
+  try:
+    import resource
+  except ImportError:  # not on Windows
+    return None
+  unit = 1 if sys.platform == "darwin" else 1024
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Profile:
+  """Traces chosen steps with JAX's profiler, and waits for the last of them. If it fails, the run goes on.
+
+  Args:
+    steps: the first and the last step, from 1; `None` for no profile.
+    start: the step that the run resumes from; earlier steps are left out.
+    folder: the folder of the trace; made if needed.
+  """
+
+  def __init__(self, steps: tuple[int, ...] | None, start: int, folder: pathlib.Path):
+    first, self._last = steps or (0, 0)
+    self._first, self._folder = max(first, start + 1), folder
+    self._is_on = False
+
+  def before(self, step: int) -> None:
+    """Starts the trace if this step is the first."""
+    if step == self._first <= self._last:
+      self._is_on = self._try(lambda: jax.profiler.start_trace(self._folder))
+
+  def after(self, step: int, state: PyTree) -> None:
+    """Waits for the state after this step and ends the trace, if this step was the last."""
+    if self._is_on and step == self._last:
+      jax.block_until_ready(state)
+      self.stop(step)
+
+  def stop(self, step: int) -> None:
+    """Ends and writes the trace, if there is one, after a step."""
+    if self._is_on and self._try(jax.profiler.stop_trace):
+      LOGGER.info(
+        f"a profile of steps {self._first} to {step} is in {self._folder}: open it with xprof --logdir "
+        f"{self._folder}, or its trace.json.gz in Perfetto"
+      )
+    self._is_on = False
+
+  def _try(self, action: Callable[[], object]) -> bool:
+    try:
+      action()
+    except Exception as error:  # no error of a profiler is worth a run
+      LOGGER.info(
+        f"the run goes on without a profile: {' '.join(f'{type(error).__name__}: {error}'.split())}"
+      )
+      return False
+    return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import rich.console
@@ -17,6 +18,7 @@ from mpjax.train.loop._loop import TrainingRun
 from mpjax.train.loop._output import LOGGER, Output
 from mpjax.train.loop._progress import show_summary
 from mpjax.train.loop._run_directory import RunDirectory
+from mpjax.train.loop._trackers import Tracker, check_trackers
 from mpjax.train.processes import Processes, code_mismatch, digest, versions
 from mpjax.train.setup._setup import Setup, make_setup
 
@@ -26,13 +28,17 @@ def train_together(
   processes: Processes,
   output: Output,
   console: rich.console.Console | None = None,
+  trackers: Sequence[Tracker] = (),
 ) -> dict[str, Any]:
   """Does `mpjax.train.run` in one of several processes. Each process loads the config itself."""
+  began = time.perf_counter()
   console = output.show_on(console, quiet=not processes.first)
   config, _ = processes.agree(load, _tell_config, _config_mismatch)
   processes.directory = pathlib.Path(str(config.out))
 
   def set_up() -> Setup:
+    if processes.first:
+      check_trackers(config)
     made = make_setup(config)
     made.check_step()
     return made
@@ -50,7 +56,7 @@ def train_together(
       LOGGER.info("this run has finished already; choose another out= for a new one")
       show_summary(summary, directory.path)
       return summary
-    return _train(TrainingRun(config, setup, directory, processes, console))
+    return _train(TrainingRun(config, setup, directory, processes, console, trackers, began))
   finally:
     directory.close()
 

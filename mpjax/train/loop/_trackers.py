@@ -1,0 +1,181 @@
+"""Where a run's numbers go in addition to `metrics.jsonl`: TensorBoard, wandb, trackers of a caller."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pathlib
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import yaml
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from mpjax._render.install_text import pip_install
+from mpjax.train._errors import ConfigError
+from mpjax.train._files import write_atomically
+from mpjax.train.config._config import Config
+from mpjax.train.loop._output import LOGGER
+
+
+class Tracker(Protocol):
+  """Takes the numbers of a run, in the order of its steps, in process 0.
+
+  A resumed run gives the steps after its checkpoint again. A tracker that raises is left out from then on.
+  """
+
+  def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    """Takes the numbers of a step, by name."""
+
+  def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
+    """Takes a histogram of a step: n + 1 edges and the counts of the n buckets between them."""
+
+  def close(self, summary: Mapping[str, Any] | None) -> None:
+    """Ends the tracking; `summary` is that of the run, or `None` if the run did not finish."""
+
+
+class TensorBoard:
+  """Writes TensorBoard's file of a run, without a thread or a queue. Raises `OSError` for a full disk."""
+
+  def __init__(self, config: Config, directory: pathlib.Path, start: int):
+    folder = directory / "tensorboard"
+    folder.mkdir(exist_ok=True)
+    name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{time.time_ns()}"
+    self._writer = RecordWriter((folder / name).open("xb"))
+    self._write(file_version="brain.Event:2")
+    # TensorBoard drops earlier files' events of this step and later ones.
+    self._write(step=start + 1, session_log=SessionLog(status=SessionLog.START))
+    self._writer.flush()
+
+  def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    """Writes one event with all numbers, and passes what was written to the operating system."""
+    numbers = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+    self._write(step=step, summary=Summary(value=numbers))
+    self._writer.flush()
+
+  def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
+    """Writes a histogram with an empty bucket on each side; TensorBoard draws what is between them."""
+    pairs = [((low + high) / 2, n) for low, high, n in zip(edges, edges[1:], counts, strict=False)]
+    histogram = HistogramProto(
+      min=edges[0],
+      max=edges[-1],
+      num=sum(counts),
+      sum=sum(n * centre for centre, n in pairs),
+      sum_squares=sum(n * centre**2 for centre, n in pairs),
+      bucket_limit=[*edges, math.inf],
+      bucket=[0.0, *counts, 0.0],
+    )
+    self._write(step=step, summary=Summary(value=[Summary.Value(tag=name, histo=histogram)]))
+
+  def close(self, summary: Mapping[str, Any] | None) -> None:
+    """Flushes and closes the file."""
+    self._writer.close()
+
+  def _write(self, **event: Any) -> None:
+    self._writer.write(Event(wall_time=time.time(), **event).SerializeToString())
+
+
+class WandB:
+  """Logs a run to Weights & Biases, with the settings of the environment, such as `WANDB_PROJECT`.
+
+  A resumed run continues the same run there; its id is in the run directory's file `wandb-id`.
+  """
+
+  def __init__(self, config: Config, directory: pathlib.Path, start: int):
+    import wandb
+
+    file = directory / "wandb-id"
+    if not file.exists():
+      write_atomically(file, uuid.uuid4().hex.encode())
+    self._histogram = wandb.Histogram
+    self._run = wandb.init(
+      dir=str(directory.absolute()),
+      id=file.read_text(),
+      resume="allow",
+      reinit="create_new",  # otherwise it returns a run that the caller has open
+      config=yaml.safe_load(config.to_yaml()),
+      allow_val_change=True,  # a resumed run may have more steps
+      settings={"console": "off"},
+    )
+    self._from: int = self._run.step  # wandb has all earlier steps, and would warn about each
+
+  def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    """Logs the numbers of a step that wandb does not have yet."""
+    if step >= self._from:
+      self._run.log(dict(values), step=step)
+
+  def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
+    """Logs a histogram."""
+    if step >= self._from:
+      self._run.log({name: self._histogram(np_histogram=(list(counts), list(edges)))}, step=step)
+
+  def close(self, summary: Mapping[str, Any] | None) -> None:
+    """Waits until all was sent; marks the run there as failed without a summary."""
+    self._run.summary.update(dict(summary or {}))
+    self._run.finish(exit_code=0 if summary else 1)
+
+
+_TRACKERS: dict[str, Callable[[Config, pathlib.Path, int], Tracker]] = {
+  "tensorboard": TensorBoard,
+  "wandb": WandB,
+}
+
+
+class Trackers:
+  """The trackers of a run as one. If one fails, the run goes on without it.
+
+  Except for `OSError` from TensorBoard, whose file is one of the run's own.
+
+  Args:
+    config: the run's config.
+    directory: the run directory.
+    start: the step of the checkpoint that the run resumes from.
+    own: a caller's trackers, in addition to those of the config.
+    owner: whether this process tracks; if not, all methods do nothing.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    directory: pathlib.Path,
+    start: int,
+    own: Sequence[Tracker],
+    owner: bool = True,
+  ):
+    self._trackers = list(own) if owner else []
+    for name in config.train.trackers if owner else ():
+      try:
+        self._trackers.append(_TRACKERS[name](config, directory, start))
+      except Exception as error:  # as in `each`
+        self._leave_out(name, error, is_file=name == "tensorboard")
+
+  def each(self, action: Callable[[Tracker], None]) -> None:
+    """Calls a method of each tracker."""
+    for tracker in tuple(self._trackers):
+      try:
+        action(tracker)
+      except Exception as error:  # others' code can raise anything, and the run must go on
+        self._trackers.remove(tracker)
+        with contextlib.suppress(Exception):  # as above
+          tracker.close(None)
+        self._leave_out(type(tracker).__name__, error, is_file=isinstance(tracker, TensorBoard))
+
+  def _leave_out(self, name: str, error: Exception, is_file: bool) -> None:
+    if is_file and isinstance(error, OSError):
+      raise error
+    LOGGER.info(f"the run goes on without {name}: {' '.join(f'{type(error).__name__}: {error}'.split())}")
+
+
+def check_trackers(config: Config) -> None:
+  """Raises `ConfigError` if a tracker's package is not installed."""
+  if "wandb" in config.train.trackers:
+    try:
+      from wandb import init  # noqa: F401  (a folder `wandb` in the working directory is a module without it)
+    except ImportError:
+      needs = "train.trackers has wandb, which needs the package wandb"
+      raise ConfigError(f"{needs}: {pip_install('wandb')}") from None
