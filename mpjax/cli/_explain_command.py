@@ -8,8 +8,7 @@ from mpjax.casting import side_by_side
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
 from mpjax.cli._show import report_console, show
 from mpjax.train import load_config, load_plugins, make_setup
-from mpjax.train.setup._meshes import on_devices_here
-from mpjax.train.setup._setup import Setup
+from mpjax.train.setup._setup import Setup, on_devices_here
 
 
 def run(options: argparse.Namespace) -> None:

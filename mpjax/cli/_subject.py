@@ -13,9 +13,8 @@ from mpjax._types import PyTree
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep
 from mpjax.train.config._config import Config, ConfigError
-from mpjax.train.setup._meshes import on_devices_here
 from mpjax.train.setup._saved_run import read_checkpoint, run_config
-from mpjax.train.setup._setup import Setup, build_step, make_setup
+from mpjax.train.setup._setup import Setup, build_step, make_setup, on_devices_here
 
 _REFERENCE = {"base": "fp32", "matmul_precision": "highest"}
 

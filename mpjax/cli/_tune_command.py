@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any, get_args
 
-import jax
 import yaml
 
 from mpjax.cli._config_arguments import (
@@ -29,7 +27,7 @@ from mpjax.planner import get_target
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config import Recompute
 from mpjax.train.config._config_file import find_config, read_tree
-from mpjax.train.setup._meshes import mesh_sizes, on_devices_here
+from mpjax.train.setup._setup import mesh_of, on_devices_here
 from mpjax.tuning import TuneResult, tune
 from mpjax.tuning._tune import parse_tolerance
 
@@ -92,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     say(console, f"picture: {options.picture}")
   if options.prove:
     config = on_devices_here(config)
-    if result.policy.across_devices and math.prod(mesh_sizes(config.mesh, len(jax.devices())).values()) == 1:
+    if result.policy.across_devices and mesh_of(config).size == 1:
       crossing = " and ".join(result.policy.across_devices)
       say(console, f"the proof runs on one device, without transfers: it does not test {crossing}")
     if result.recompute is not None:

@@ -1,17 +1,91 @@
-"""The axes of a mesh: their names, and the axes that divide the batch."""
+"""Meshes: their axes, how they are made of devices, and which rows of a batch each process feeds them."""
 
 from __future__ import annotations
 
+import collections
 import math
+from collections.abc import Mapping, Sequence
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mpjax._types import Mesh
+from mpjax._types import Mesh, PyTree
 
 # Axes: copies of the model; parameters divided over devices with different rows; parts of one product.
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
+
+
+# Rows of a batch, by position.
+Rows = slice | np.ndarray
+
+
+def axis_sizes(asked: Mapping[str, int], devices: int) -> dict[str, int]:
+  """Returns the number of devices along each axis, with -1 replaced by all that are left.
+
+  Args:
+    asked: a number for each axis; -1 on one axis at most.
+    devices: the number of devices.
+
+  Raises:
+    ValueError: if there are too few devices, or those that are left cannot be divided.
+  """
+  fixed = math.prod(n for n in asked.values() if n != -1)
+  there = "there is 1 device" if devices == 1 else f"there are {devices} devices"
+  if fixed > devices:
+    raise ValueError(f"{_shown(asked)}: {there}")
+  if -1 in asked.values() and devices % fixed:
+    raise ValueError(f"{_shown(asked)}: {there}, which cannot be divided by {fixed}")
+  return {axis: devices // fixed if n == -1 else n for axis, n in asked.items()}
+
+
+def make_mesh(asked: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+  """Makes a mesh of devices of one slice or several, with axes that the compiler divides automatically.
+
+  The connection between slices is slower than within one. So `data` is divided over slices first, then
+  `fsdp`; the parts of one product stay within a slice.
+
+  Args:
+    asked: as for `axis_sizes`, with the axes `AXES`.
+    devices: the devices. In one process the mesh may leave out the last ones.
+
+  Raises:
+    ValueError: as for `axis_sizes`; if a process has no part; or if slices cannot be divided over the axes.
+  """
+  sizes = axis_sizes(asked, len(devices))
+  count, processes = math.prod(sizes.values()), len({device.process_index for device in devices})
+  if count < len(devices) and processes > 1:
+    raise ValueError(
+      f"{_shown(asked)}: {processes} processes have {len(devices)} devices, and each has to take part; use "
+      "-1 for one axis"
+    )
+  slices: dict[int, list[jax.Device]] = collections.defaultdict(list)
+  for device in devices[:count]:
+    slices[getattr(device, "slice_index", 0)].append(device)
+  if len({len(part) for part in slices.values()}) > 1:
+    parts = ", ".join(str(len(slices[i])) for i in sorted(slices))
+    raise ValueError(f"{_shown(asked)}: slices have {parts} devices: expected the same number in each")
+  over_data = math.gcd(sizes["data"], len(slices))
+  over_fsdp = math.gcd(sizes["fsdp"], len(slices) // over_data)
+  if over_data * over_fsdp < len(slices):
+    raise ValueError(
+      f"{_shown(asked)}: {len(slices)} slices cannot be divided over data={sizes['data']} and "
+      f"fsdp={sizes['fsdp']}: expected a multiple of {len(slices)} for one of them"
+    )
+  outer = (over_data, over_fsdp, 1)
+  inner = tuple(size // n for size, n in zip(sizes.values(), outer, strict=True))
+  types = (AxisType.Auto,) * len(AXES)
+  # By slice: `jax.make_mesh` refuses devices of several.
+  of_slices = [
+    jax.make_mesh(inner, AXES, devices=slices[i], axis_types=types).devices for i in sorted(slices)
+  ]
+  grid = np.array(of_slices, object).reshape(*outer, *inner).transpose(0, 3, 1, 4, 2, 5)
+  return jax.sharding.Mesh(grid.reshape(tuple(sizes.values())), AXES, axis_types=types)
+
+
+def _shown(asked: Mapping[str, int]) -> str:
+  return ", ".join(f"{axis}={n}" for axis, n in asked.items() if n != 1) or "data=1"
 
 
 def batch_axes() -> tuple[str, ...]:
@@ -76,3 +150,31 @@ def batch_shards(mesh: Mesh) -> int:
 def batch_spec(mesh: Mesh) -> PartitionSpec:
   """Returns the spec of a batch: its first dimension over the devices."""
   return PartitionSpec(axes_of_batch(mesh) or None)
+
+
+def rows_of_process(sharding: NamedSharding, batch_size: int) -> Rows:
+  """Returns the rows of a global batch that this process holds: a slice, or positions if it has gaps."""
+  held = np.zeros(batch_size, bool)
+  for index in sharding.addressable_devices_indices_map((batch_size,)).values():
+    held[index] = True
+  rows = np.flatnonzero(held)
+  start, stop = int(rows[0]), int(rows[-1]) + 1
+  return slice(start, stop) if stop - start == len(rows) else rows
+
+
+def place_rows(batch: PyTree, sharding: NamedSharding, rows: Rows, batch_size: int) -> PyTree:
+  """Returns this process's rows, as `rows_of_process` names them, as global arrays."""
+  if sharding.is_fully_addressable:
+    return jax.device_put(batch, sharding)
+  positions = np.arange(batch_size)[rows]
+
+  def one(local: np.ndarray) -> jax.Array:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+      assert index is not None
+      first, last, _ = index[0].indices(batch_size)
+      start = int(np.searchsorted(positions, first))
+      return local[start : start + last - first]
+
+    return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, part)
+
+  return jax.tree.map(one, batch)

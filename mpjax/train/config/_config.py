@@ -11,7 +11,7 @@ import yaml
 
 from mpjax.dtypes import DTYPE_NAMES
 from mpjax.policy import Policy, get_policy
-from mpjax.sharding import ShardingRules
+from mpjax.sharding import AXES, ShardingRules
 from mpjax.step._checks import require_honoured
 from mpjax.train._errors import ConfigError
 from mpjax.train.config._checks import Float, Int, Natural, Positive, Section, Seed, describe
@@ -109,7 +109,7 @@ class MeshConfig(Section):
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> MeshConfig:
-    rest = [axis for axis in ("data", "fsdp", "tensor") if getattr(self, axis) == -1]
+    rest = [axis for axis, size in self.sizes.items() if size == -1]
     if len(rest) > 1:
       raise ValueError(f"{rest[0]}=-1 and {rest[1]}=-1: expected -1, all that are left, on one axis at most")
     if self.gather == "block" and self.fsdp == 1:
@@ -118,6 +118,11 @@ class MeshConfig(Section):
       )
     ShardingRules(self.rules)
     return self
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    """The number of devices along each axis, as given."""
+    return {axis: getattr(self, axis) for axis in AXES}
 
 
 def step_recompute(recompute: str) -> str:

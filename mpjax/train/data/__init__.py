@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from mpjax.sharding import Rows
 from mpjax.train._errors import DataError
 from mpjax.train.config._config import DataConfig
 from mpjax.train.config._registry import DATASETS
-from mpjax.train.data._dataset import Batch, Data, Rows, RowSource, data_mismatch, describe, make_data
+from mpjax.train.data._dataset import Batch, Data, RowSource, data_mismatch, describe, make_data
 from mpjax.train.data._info import DataInfo, MissingFact, ModelInfo
 
 __all__ = [

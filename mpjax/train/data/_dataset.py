@@ -14,13 +14,12 @@ import jax
 import numpy as np
 
 from mpjax._types import ArrayLike
+from mpjax.sharding import Rows
 from mpjax.train._errors import DataError
 from mpjax.train.config._config import DataConfig
 from mpjax.train.data._info import DataInfo
 
 Batch = dict[str, np.ndarray]
-# Positions in a batch.
-Rows = slice | np.ndarray
 
 _ALL = slice(None)
 # Rows in the fingerprint of a dataset whose function gives none.

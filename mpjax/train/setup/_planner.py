@@ -12,11 +12,10 @@ from jax.sharding import AbstractMesh, AxisType
 from mpjax._types import Mesh, PolicyLike
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
-from mpjax.sharding import AXES, BATCH_AXES
+from mpjax.sharding import AXES, BATCH_AXES, axis_sizes
 from mpjax.step import GATHERS, Layout, TrainStep
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config, ConfigError
 from mpjax.train.data import Data, load_data
-from mpjax.train.setup._meshes import mesh_sizes
 from mpjax.train.setup._setup import build_step, init_state
 from mpjax.train.setup._task import Task
 
@@ -44,7 +43,11 @@ class Planner:
   def __init__(self, config: Config, target: Target):
     self.config = config
     self.target = target
-    self.sizes = mesh_sizes(config.mesh, target.devices, target.name)
+    try:
+      self.sizes = axis_sizes(config.mesh.sizes, target.devices)
+    except ValueError as error:
+      larger = "name another number of them, as in target=h200:8 or target=v5e:2x4"
+      raise ConfigError(f"target={target.name}: mesh.{error}; {larger}") from error
     self.multiple = math.prod(self.sizes[axis] for axis in BATCH_AXES) * config.train.accumulate
     # One row is enough to see the shapes.
     small = config.data.model_copy(update={"batch_size": 1, "workers": 0})

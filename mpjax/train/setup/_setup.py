@@ -14,12 +14,19 @@ from mpjax._types import Array, Mesh, PyTree
 from mpjax.casting import Explanation
 from mpjax.optim import average_weights
 from mpjax.policy import Policy
-from mpjax.sharding import ShardingRules
+from mpjax.sharding import (
+  Rows,
+  ShardingRules,
+  batch_shards,
+  lacks_host_memory,
+  make_mesh,
+  place_rows,
+  rows_of_process,
+)
 from mpjax.step import Layout, TrainState, TrainStep, make_train_step
-from mpjax.train.config._config import Config, ConfigError, step_recompute
-from mpjax.train.data import Data, DataInfo, Rows, load_data
+from mpjax.train.config._config import Config, ConfigError, MeshConfig, step_recompute
+from mpjax.train.data import Data, DataInfo, load_data
 from mpjax.train.setup._evaluation import evaluate, for_evaluation
-from mpjax.train.setup._meshes import make_mesh, place_rows, rows_of_process
 from mpjax.train.setup._optimizers import make_optimizer, make_schedule
 from mpjax.train.setup._task import Task, make_task, model_errors
 
@@ -160,7 +167,7 @@ def make_setup(config: Config) -> Setup:
     DataError: if data is missing or cannot be used.
   """
   policy = config.resolve_policy()
-  mesh = make_mesh(config)
+  mesh = mesh_of(config)
   data = load_data(config.data, seed=config.seed)
   task, step = build_step(config, data.info, policy, mesh)
   setup = Setup(config, policy, data, task, step)
@@ -168,6 +175,38 @@ def make_setup(config: Config) -> Setup:
   if policy.overrides or policy.fp8:
     setup.explain()
   return setup
+
+
+def mesh_of(config: Config) -> jax.sharding.Mesh:
+  """Makes the mesh of a run, over all processes.
+
+  Raises:
+    ConfigError: if the mesh does not fit the devices or the batch, or they cannot do what `offload` says.
+  """
+  try:
+    mesh = make_mesh(config.mesh.sizes, jax.devices())
+  except ValueError as error:
+    raise ConfigError(f"mesh.{error}") from error
+  batch = config.data.batch_size
+  micro_batch = batch // config.train.accumulate
+  if micro_batch % batch_shards(mesh):
+    raise ConfigError(
+      f"data.batch_size={batch} in train.accumulate={config.train.accumulate} micro-batches of {micro_batch} "
+      f"rows is not divisible by {batch_shards(mesh)} devices (mesh.data x mesh.fsdp)"
+    )
+  if config.mesh.offload and (why := lacks_host_memory(mesh)):
+    raise ConfigError(f"mesh.offload={config.mesh.offload}: {why}")
+  return mesh
+
+
+def on_devices_here(config: Config) -> Config:
+  """Returns the config with all state on devices, on one if its mesh does not fit this machine; for tools."""
+  here = config.model_copy(update={"mesh": config.mesh.model_copy(update={"offload": None})})
+  try:
+    mesh_of(here)
+  except ConfigError:
+    return config.model_copy(update={"mesh": MeshConfig(data=1)})
+  return here
 
 
 def build_step(
