@@ -9,7 +9,7 @@ from mpjax.policy._precision_warning import bare_dtype_advice
 from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train.config._config_file import read_waits
 from mpjax.train.loop._output import LOGGER, Output
-from mpjax.train.loop._together import train_together
+from mpjax.train.loop._run import train_together
 from mpjax.train.processes import Flags, start
 
 

@@ -1,0 +1,577 @@
+"""Several processes of one run: they start, agree, stop and end together, whatever ends one of them.
+
+`jax.distributed` connects them and ends all when heartbeats of one stay away, with status 134 and its own
+lines. What is here ends them sooner, with one line of mpjax: a process that fails tells the others, one that
+is gone without a word is named, and what hangs ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import pathlib
+import platform
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mpjax import _compat
+from mpjax._types import Array, PyTree
+from mpjax.train._errors import MENDABLE, TOGETHER, Agreed, CheckpointError, ConfigError
+from mpjax.train.config._config import DistributedConfig
+
+T = TypeVar("T")
+
+LOST = 5
+
+# Keys in the key-value store of the coordination service, which is in process 0.
+_WORD, _HERE, _EVERYONE = "mpjax/word", "mpjax/here", "mpjax/everyone"
+# How long the others may take to answer, or to read a word, in seconds.
+_ANSWER_S = 2.0
+# Words in the errors of runtimes and of the coordination service after a lost connection.
+_BROKEN = re.compile(
+  r"gloo|nccl|connection (closed|reset|refused)|socket closed|unavailable|deadline_exceeded|deadline exceeded"
+  r"|heartbeat|coordination|barrier|did not come",
+  re.IGNORECASE,
+)
+_meetings = itertools.count()
+
+
+class Flags(NamedTuple):
+  """Command-line options that say which process of which run this is; `None`: from the environment."""
+
+  coordinator: str | None = None
+  processes: int | None = None
+  process: int | None = None
+
+
+def start(flags: Flags, settings: DistributedConfig) -> Processes:
+  """Starts `jax.distributed` if there are several processes. Call it before anything uses a device.
+
+  Raises:
+    ConfigError: if flags are missing or wrong, or the environment is not clear.
+  """
+  if not _are_several(flags):
+    return Processes(settings)
+  # Its handler would take SIGTERM away from the loop, which lets all processes agree on it.
+  jax.config.update("jax_enable_preemption_service", False)
+  options: dict[str, Any] = {
+    # Longer than ours: where it ends, the runtime aborts this process.
+    "initialization_timeout": round(settings.start_timeout_s) + 60,
+    "heartbeat_timeout_seconds": max(1, round(settings.heartbeat_timeout_s)),
+    "shutdown_timeout_seconds": max(1, round(settings.hang_timeout_s)),
+  }
+  if flags.coordinator is not None:
+    host = flags.coordinator.rpartition(":")[0]
+    options |= {
+      "coordinator_address": flags.coordinator,
+      "num_processes": flags.processes,
+      "process_id": flags.process,
+      # A process started by hand uses all devices of its machine, in every allocation.
+      "cluster_detection_method": "deactivate",
+    }
+    if host in ("localhost", "127.0.0.1"):
+      options["coordinator_bind_address"] = flags.coordinator
+  try:
+    with _bounded(settings.start_timeout_s):
+      jax.distributed.initialize(**options)
+  except (RuntimeError, ValueError, OSError) as error:  # JAX's own are RuntimeErrors
+    where = f" ({flags.coordinator} may be in use, or on another machine)" if flags.process == 0 else ""
+    raise ConfigError(f"the processes cannot be started together: {one_line(error)}{where}") from error
+  # Devices of several processes start together: a process with a wrong config would make the others wait.
+  jax.devices()
+  return Processes(settings, started=True)
+
+
+def processes_around() -> int:
+  """Returns the number of processes by the environment (Slurm, Kubernetes, Cloud TPU, Open MPI)."""
+  if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
+    return 1  # a step of one task, such as an interactive shell, in a job of several
+  for kind in _compat.cluster_kinds():
+    # Without an index in a job, a machine in Kubernetes is alone.
+    lone = kind.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in os.environ
+    if not lone and kind.is_env_present():
+      return kind.get_process_count()
+  return 1
+
+
+def _are_several(flags: Flags) -> bool:
+  given = {
+    "--coordinator": flags.coordinator,
+    "--num-processes": flags.processes,
+    "--process-id": flags.process,
+  }
+  missing = [name for name, value in given.items() if value is None]
+  if flags.processes == 1 and flags.process in (None, 0):
+    return False
+  if len(missing) == len(given):
+    try:
+      return processes_around() > 1
+    except (RuntimeError, ValueError, OSError, LookupError) as error:
+      raise ConfigError(
+        f"the environment does not say how many processes there are ({one_line(error)}); give "
+        "--coordinator, --num-processes and --process-id, or --num-processes 1 for this one alone"
+      ) from error
+  if missing:
+    raise ConfigError(
+      f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: expected --coordinator "
+      "HOST:PORT, --num-processes N and --process-id I together, or none of them"
+    )
+  host, _, port = (flags.coordinator or "").rpartition(":")
+  if not (host and port.isdecimal() and 0 < int(port) < 65536):
+    raise ConfigError(f"--coordinator {flags.coordinator}: expected HOST:PORT, as in 10.0.0.1:1234")
+  if flags.process not in range(flags.processes or 0):
+    raise ConfigError(
+      f"--num-processes {flags.processes} --process-id {flags.process}: expected ids from 0 to one less than "
+      "the number"
+    )
+  return True
+
+
+@contextlib.contextmanager
+def _bounded(limit_s: float) -> Iterator[None]:
+  """Ends the process if the block takes too long, where JAX would abort, or at once on Ctrl-C."""
+
+  def give_up() -> None:
+    print(
+      f"error: the processes did not come together within distributed.start_timeout_s={limit_s:g} seconds: "
+      "one did not reach the coordinator, or not all were there in time",
+      file=sys.stderr,
+      flush=True,
+    )
+    os._exit(LOST)
+
+  timer = threading.Timer(limit_s, give_up)
+  timer.daemon = True
+  timer.start()
+  in_main = threading.current_thread() is threading.main_thread()
+  before = signal.signal(signal.SIGINT, signal.SIG_DFL) if in_main else None
+  try:
+    yield
+  finally:
+    timer.cancel()
+    if in_main:
+      signal.signal(signal.SIGINT, before)
+
+
+class Processes:
+  """The processes of a run. Without `jax.distributed`, this process is the only one.
+
+  Attributes:
+    process: the number of this process.
+    count: the number of processes.
+    directory: the run directory once it is known; messages name its last checkpoint.
+
+  Args:
+    settings: the time-outs.
+    may_exit: whether a hang may end this process if it is the only one; one of several always ends.
+    started: whether `jax.distributed` was started for this run, and ends with it.
+  """
+
+  def __init__(
+    self, settings: DistributedConfig | None = None, *, may_exit: bool = True, started: bool = False
+  ):
+    self.settings = settings or DistributedConfig()
+    self._may_exit, self._started = may_exit, started
+    self.directory: pathlib.Path | None = None
+    self._ending = threading.Lock()
+    self._doing, self._since = "the start", time.monotonic()
+    self._closed = threading.Event()
+    self._client, self.process, self.count, self._address = _compat.coordination()
+
+  @property
+  def first(self) -> bool:
+    """Returns whether this process writes files and prints for all."""
+    return self.process == 0
+
+  @property
+  def are_watched(self) -> bool:
+    """Returns whether a hang ends this process."""
+    return self.count > 1 or self._may_exit
+
+  def __enter__(self) -> Processes:
+    self._since = time.monotonic()
+    if self.are_watched:
+      threading.Thread(target=self._watch_over, daemon=True, name="watch over the run").start()
+    # Only if `jax.distributed` ends with the run: otherwise process 0 may be done before the rest.
+    if self._started and not self.first:
+      threading.Thread(target=self._watch_first, daemon=True, name="watch over process 0").start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._closed.set()
+
+  def doing(self, what: str) -> None:
+    """Records that the run has made progress, and what it waits for now."""
+    self._doing, self._since = what, time.monotonic()
+
+  def agree(
+    self,
+    work: Callable[[], T],
+    tell: Callable[[T], Any] = lambda _: None,
+    check: Callable[[Any, Any, int], str | None] = lambda first, other, process: None,
+  ) -> tuple[T, Any]:
+    """Does some work in every process; returns only if it succeeded in all of them.
+
+    Args:
+      work: the work; it may raise errors that the user can fix.
+      tell: takes the work's result; returns what others must know, a JSON value.
+      check: takes what process 0 tells, what another process tells and the other's number; returns an error
+        text, or `None`.
+
+    Returns:
+      The work's result, and what process 0 tells.
+
+    Raises:
+      Agreed: in every process, if the work raised in one. In a run of one process, raises the work's error.
+    """
+    if self._client is None:
+      result = work()
+      return result, tell(result)
+    done: list[T] = []
+    try:
+      done.append(work())
+      told = {"told": tell(done[0])}
+    except MENDABLE as error:
+      told = {"problem": str(error), "status": error.exit_status}
+    timeout_s = max(self.settings.start_timeout_s, self.settings.hang_timeout_s)
+    verdict = _verdict([json.loads(text) for text in everyone(json.dumps(told), timeout_s)], check)
+    if "problem" in verdict:
+      raise Agreed(verdict["problem"], verdict["status"])
+    return done[0], verdict["told"]
+
+  def fetch(self, tree: PyTree) -> PyTree:
+    """Returns global arrays as complete NumPy arrays in every process."""
+
+    def gather(x: Array | np.ndarray) -> np.ndarray:
+      whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+      return np.asarray(x) if whole else multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.tree.map(gather, tree)
+
+  def end(self, run: Callable[[], object], outcome: Callable[[BaseException], tuple[int, str] | None]) -> int:
+    """Runs a command in all processes and ends them together.
+
+    Args:
+      run: the command.
+      outcome: takes an error; returns the exit status and the line for stderr, or `None` if the error is not
+        expected.
+
+    Returns:
+      The exit status. If this process ends while others still run, this does not return.
+    """
+    status, line = 0, ""
+    with self:
+      try:
+        run()
+      except BaseException as error:
+        expected = outcome(error)
+        if self.count == 1 and expected is None:
+          raise
+        status, line = expected or (1, f"error: {type(error).__name__}: {one_line(error)}")
+        if not self.are_together(error):
+          self._end_alone(error, status, line, expected is not None)
+    if line and self.first:
+      logging.getLogger("mpjax.train").error(line)
+    if self._started:  # otherwise the caller ends it; a barrier, so that none takes another for lost
+      jax.distributed.shutdown()
+    return status
+
+  def _end_alone(self, error: BaseException, status: int, line: str, is_expected: bool) -> NoReturn:
+    """Ends this process while the others still run."""
+    if _is_broken(error) and (not is_expected or isinstance(error, CheckpointError)):
+      self._tell(LOST, f"the connection to another process broke ({one_line(error)})", lost=True)
+      self._end_by(self._word(_ANSWER_S))
+    self._closed.set()  # the word is for the others
+    if not is_expected:
+      traceback.print_exception(error)
+    self._tell(status, line)
+    self._exit(status, line)
+
+  def are_together(self, error: BaseException) -> bool:
+    """Returns whether all processes raise this error; if not, the others still run."""
+    return self.count == 1 or isinstance(error, TOGETHER)
+
+  def _watch_over(self) -> None:
+    """Ends this process when another one has left a word, or without progress."""
+    limit = self.settings.hang_timeout_s
+    tick = min(1.0, limit / 4)
+    while True:
+      before = time.monotonic()
+      word = self._word(tick)
+      if self._closed.is_set():
+        return
+      if word:
+        self._end_by(word)
+      # The time in which this process was stopped (Ctrl-Z, a suspended machine) does not count.
+      asleep = time.monotonic() - before - tick
+      if asleep > 2 * tick:
+        self._since += asleep
+      if time.monotonic() - self._since > limit:
+        line = (
+          f"error: waited for {self._doing} for more than distributed.hang_timeout_s={limit:g} seconds: "
+          f"{self._resume()}"
+        )
+        self._tell(LOST, line)
+        self._exit(LOST, line)
+
+  def _tell(self, status: int, line: str, lost: bool = False) -> None:
+    """Leaves a word for the others, if it is the first one; `lost`: a process is gone, none knows which."""
+    if self._client is not None:
+      word = {"process": self.process, "status": status, "line": line.removeprefix("error: "), "lost": lost}
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        self._client.key_value_set(_WORD, json.dumps(word))
+
+  def _word(self, timeout_s: float) -> dict[str, Any]:
+    """Waits for the first word of any process; returns `{}` if there is none."""
+    if self._client is not None:
+      try:
+        text: str = self._client.blocking_key_value_get(_WORD, round(1000 * timeout_s))
+        return dict(json.loads(text))
+      except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+          return {}
+    self._closed.wait(timeout_s)
+    return {}
+
+  def _watch_first(self) -> None:
+    """Ends this process when the coordinator's port, in process 0, is closed.
+
+    The runtime notices that, too, a moment later, and aborts without naming a process or a checkpoint.
+    """
+    host, _, port = (self._address or "").rpartition(":")
+    connected = False
+    while True:
+      try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=60) as connection:
+          connected = True
+          connection.settimeout(None)
+          while connection.recv(4096):  # until the other end closes it, as it does with what says nothing
+            pass
+      except ConnectionResetError:
+        continue
+      except OSError:
+        break
+    if connected and not self._closed.is_set():
+      self._lost([0])
+
+  def _end_by(self, word: dict[str, Any]) -> NoReturn:
+    """Ends this process as a word says, or names the processes that are gone."""
+    if not word.get("lost", True):
+      why = f"since process {word['process']} ended: {word['line']}"
+      self._exit(word["status"], f"stopped while waiting for {self._doing}, {why}")
+    self._lost(self._silent(), word.get("line", "the connection to another process broke"))
+
+  def _lost(self, gone: list[int], reason: str = "") -> NoReturn:
+    if gone:
+      who = f"process {gone[0]} is" if len(gone) == 1 else f"processes {', '.join(map(str, gone))} are"
+      reason = f"{who} gone without a word (killed, or the machine lost)"
+    self._exit(LOST, f"error: {reason}, while this one waited for {self._doing}: {self._resume()}")
+
+  def _silent(self) -> list[int]:
+    """Returns the processes that do not answer: each that lives sees the same word, and calls this."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another thread has answered
+      self._client.key_value_set(f"{_HERE}/{self.process}", "")
+    time.sleep(_ANSWER_S)
+    try:
+      here = {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get(_HERE)}
+    except jax.errors.JaxRuntimeError:
+      return [0]
+    return sorted(set(range(self.count)) - here)
+
+  def _resume(self) -> str:
+    again = "start all processes again, in any number" if self.count > 1 else "the same command again"
+    steps = []
+    if self.directory is not None:
+      steps = [int(p.name) for p in (self.directory / "checkpoints").glob("*") if p.name.isdecimal()]
+    if steps:
+      return f"the checkpoint of step {max(steps)} in {self.directory} is intact; {again}, to resume from it"
+    return f"there is no checkpoint yet; {again}"
+
+  def _exit(self, status: int, line: str) -> NoReturn:
+    """Exits at once: Python's usual end would wait for processes that are gone."""
+    if not self._ending.acquire(blocking=False):
+      while True:  # another thread is exiting
+        time.sleep(60)
+    shown = f"process {self.process}: {line}" if self.count > 1 else line
+    with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads
+      print(shown, file=sys.stderr, flush=True)
+      sys.stdout.flush()
+    if self.first and self.count > 1:  # the others read in this process
+      time.sleep(_ANSWER_S)
+    os._exit(status)
+
+
+def _verdict(told_by: list[dict[str, Any]], check: Callable[[Any, Any, int], str | None]) -> dict[str, Any]:
+  problems = [(i, told) for i, told in enumerate(told_by) if "problem" in told]
+  if problems:
+    number, told = problems[0]
+    alike = len(problems) == len(told_by) and len({told["problem"] for _, told in problems}) == 1
+    line = told["problem"] if number == 0 or alike else f"process {number}: {told['problem']}"
+    return {"problem": line, "status": told["status"]}
+  for i, told in enumerate(told_by[1:], 1):
+    if (problem := check(told_by[0]["told"], told["told"], i)) is not None:
+      return {"problem": problem, "status": 2}
+  return told_by[0]
+
+
+def _is_broken(error: BaseException) -> bool:
+  link: BaseException | None = error
+  while link is not None:
+    if isinstance(link, (RuntimeError, ValueError, OSError, CheckpointError)) and _BROKEN.search(str(link)):
+      return True
+    link = link.__cause__ or link.__context__
+  return False
+
+
+def one_line(error: BaseException) -> str:
+  """Returns the text of an error on one line."""
+  text = " ".join(str(error).split()) or type(error).__name__
+  return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def everyone(text: str, timeout_s: float) -> list[str]:
+  """Returns the texts of all processes, in their order. Every process calls this and gets the same list.
+
+  The texts go through the coordination service: no device takes part, and there is a time-out.
+
+  Args:
+    text: this process's text.
+    timeout_s: how long to wait for the others, in seconds.
+
+  Raises:
+    TimeoutError: if another process did not call this in time.
+  """
+  client, process, count, _ = _compat.coordination()
+  if client is None:
+    return [text]
+  key, milliseconds = f"{_EVERYONE}/{next(_meetings)}", max(1, round(timeout_s * 1000))
+  try:
+    client.key_value_set(f"{key}/{process}", text)
+    if process == 0:  # so that each of thousands of processes asks only once
+      texts = [client.blocking_key_value_get(f"{key}/{i}", milliseconds) for i in range(count)]
+      client.key_value_set(f"{key}/all", json.dumps(texts))
+    found: list[str] = json.loads(client.blocking_key_value_get(f"{key}/all", milliseconds))
+  except jax.errors.JaxRuntimeError as error:
+    raise TimeoutError(f"another process did not come within {timeout_s:g} s") from error
+  return found
+
+
+def versions() -> dict[str, str]:
+  """Returns the versions of Python and of the packages that decide what a step computes."""
+  import flax
+  import jaxlib
+  import optax
+
+  import mpjax
+
+  packages = (mpjax, jax, jaxlib, flax, optax, np)
+  return {"python": platform.python_version()} | {each.__name__: each.__version__ for each in packages}
+
+
+def digest(text: str) -> str:
+  """Returns a digest of a program's text."""
+  return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def code_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
+  """Returns an error text if process 0 and another one run different code; `None` if they do not.
+
+  Args:
+    first: versions or digests by name, in process 0.
+    other: the same in another process.
+    process: the other process's number.
+  """
+  differ = [name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)]
+  if not differ:
+    return None
+  told = lambda name: f"{name}: {first.get(name)} in process 0, {other.get(name)} in process {process}"
+  shown = list(map(told, differ))
+  return f"the processes run different code ({'; '.join(shown[:3])}): give all of them the same"
+
+
+class Interrupt:
+  """Within its `with` block, the first SIGTERM, SIGHUP or SIGINT sets `signum`; a second acts as usual.
+
+  A SIGHUP that the process ignores (`nohup`) stays ignored.
+
+  Attributes:
+    signum: the signal that was received, or `None`.
+  """
+
+  def __init__(self) -> None:
+    self.signum: int | None = None
+    self._before: dict[int, Any] = {}
+
+  def __enter__(self) -> Interrupt:
+    if threading.current_thread() is threading.main_thread():
+      hangup = getattr(signal, "SIGHUP", None)
+      signals = [signal.SIGTERM, signal.SIGINT]
+      if hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN:
+        signals.append(hangup)
+      self._before = {signum: signal.signal(signum, self._receive) for signum in signals}
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    for signum, handler in self._before.items():
+      signal.signal(signum, handler)
+
+  def _receive(self, signum: int, _: FrameType | None) -> None:
+    self.signum = signum
+    signal.signal(signum, self._before[signum])
+
+
+class Poll:
+  """Tells all processes that one of them got a signal, so that they stop after the same step.
+
+  Every process asks before each step, and after it reads the answer to the question of the step before. That
+  answer is there by then, so nothing waits. One number crosses the devices.
+
+  Args:
+    several: whether there are other processes.
+  """
+
+  def __init__(self, several: bool):
+    self._several = several
+    self._answers: list[Any] = []
+    if several:
+      devices = np.array(jax.devices())
+      mesh = jax.sharding.Mesh(devices, ("everywhere",), axis_types=(AxisType.Auto,))
+      self._sharding = NamedSharding(mesh, PartitionSpec("everywhere"))
+      self._latest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+      self._quiet = self._everywhere(0)
+
+  def ask(self, signum: int | None) -> None:
+    """Tells the others, before a step, whether this process got a signal."""
+    if self._several:
+      word = self._quiet if signum is None else self._everywhere(signum)
+      self._answers.append(self._latest(word))
+
+  def answer(self, signum: int | None) -> int | None:
+    """Returns the signal that any process reported one step ago; in a single process, its own at once."""
+    if not self._several:
+      return signum
+    if len(self._answers) < 2:
+      return None
+    return int(self._answers.pop(0)) or None
+
+  def _everywhere(self, signum: int) -> jax.Array:
+    word = np.full((1,), signum, np.int32)
+    return jax.make_array_from_callback((self._sharding.num_devices,), self._sharding, lambda _: word)
