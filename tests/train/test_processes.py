@@ -325,6 +325,9 @@ def test_what_does_not_move_ends_the_process(tmp_path, monkeypatch, capsys):
       time.sleep(0.1)
     assert statuses == []
     assert ended.wait(60)
+  for thread in threading.enumerate():
+    if thread.name == "watch over the run":
+      thread.join()
   assert statuses == [5]
   error = capsys.readouterr().err
   assert "waited for step 19 for more than distributed.hang_timeout_s=1 seconds" in error
@@ -343,6 +346,22 @@ def test_one_whose_disk_fills_during_a_checkpoint_ends_all(start, tiny_gpt, tmp_
   assert "File too large" in errors[full]
   # In the one that is full, tensorstore's threads print that a loop is closed, in between too.
   assert "Traceback" not in errors[1 - full]
+
+
+def test_the_others_see_the_coordinators_port_close_and_no_other_end_of_a_connection(monkeypatch):
+  with socket.create_server(("127.0.0.1", 0)) as port:
+    address = f"127.0.0.1:{port.getsockname()[1]}"
+    monkeypatch.setattr(several._compat, "coordination", lambda: (object(), 1, 2, address))
+    processes, lost = several.Processes(started=True), []
+    monkeypatch.setattr(processes, "_lost", lost.append)
+    watch = threading.Thread(target=processes._watch_first)
+    watch.start()
+    port.accept()[0].close()
+    connection = port.accept()[0]  # there again
+    assert lost == []
+  connection.close()
+  watch.join(60)
+  assert lost == [[0]]
 
 
 @pytest.mark.slow
