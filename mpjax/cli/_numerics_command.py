@@ -22,7 +22,7 @@ from mpjax.cli._exit_status import config_errors
 from mpjax.cli._parsers import KEYS
 from mpjax.cli._policy_arguments import warn_of_policy
 from mpjax.cli._show import progress, report_console, say, show
-from mpjax.cli._subject import Subject, find_batch, load_batch, locate, open_subject
+from mpjax.cli._subject import find_batch, load_batch, locate, open_subject
 from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
 from mpjax.train import Config, ConfigError, load_config, load_plugins

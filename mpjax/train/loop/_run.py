@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
