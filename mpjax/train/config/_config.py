@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import yaml
@@ -137,9 +137,12 @@ ExportDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 
 
 def _export_name(value: object) -> object:
-  """Returns the dtype for a preset's or dtype's name such as `fp16` or `bf16`; other values unchanged."""
-  presets = {"fp32": "float32", "fp16": "float16", "fp8": "float8_e4m3fn"}
-  return {**DTYPE_NAMES, **presets}.get(value, value) if isinstance(value, str) else value
+  """Returns the dtype for the name of a preset or dtype, such as `fp16` or `bf16`."""
+  names = {**DTYPE_NAMES, "fp32": "float32", "fp16": "float16", "fp8": "float8_e4m3fn"}
+  name = names.get(value, value) if isinstance(value, str) else value
+  if name not in get_args(ExportDtype):
+    raise ValueError(f"expected fp32, bf16, fp16, fp8, {', '.join(get_args(ExportDtype))}")
+  return name
 
 
 _AnyExportDtype = Annotated[ExportDtype, pydantic.BeforeValidator(_export_name)] | None
