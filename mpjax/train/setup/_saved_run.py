@@ -43,6 +43,6 @@ def read_checkpoint(directory: pathlib.Path, which: str, like: TrainState) -> Re
     if step is None and which.isdecimal() and int(which) in steps:
       step = int(which)
     if step is None:
-      there = f"best, latest, {', '.join(map(str, steps))}" if steps else "none"
-      raise ConfigError(f"{directory} has no checkpoint {which!r}: expected one of {there}")
+      there = f"{', '.join(map(str, steps))}, best, latest" if steps else "none"
+      raise ConfigError(f"{directory} has no checkpoint {which!r}: there are {there}")
     return checkpoints.restore(step, like)
