@@ -58,7 +58,7 @@ CONFIGS = {
   "an alias of itself": ("optimizer: {{options: &a {{b: *a}}}}\n", "recursive"),
   "references that double": ("a0: x\n" + doubling("a{j}: ${{{{a{i}}}}}${{{{a{i}}}}}\n"), "at most 16"),
   "a reference to itself": ("seed: ${{seed}}\n", "Recursive"),
-  "brackets too deep": ("optimizer: {{options: " + "[" * 60 + "]" * 60 + "}}", "nested more than 50"),
+  "brackets too deep": ("optimizer: {{options: " + "[" * 500 + "]" * 500 + "}}", "nested too deep"),
   "brackets that overrun the stack": ("optimizer: {{options: " + "[" * 200_000, "nest"),  # ours, or libyaml's
   "an integer of a million digits": ("seed: " + "9" * 1_000_000, "digits"),
   "the environment": ("out: ${{oc.env:A_SECRET}}\n", "only another key"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import pydantic
 
@@ -33,23 +33,33 @@ class Section(pydantic.BaseModel):
   model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
 
+_S = TypeVar("_S", bound=Section)
+
 # The expected value, by the first word of pydantic's name of the error.
 _EXPECTED = {"int": "an integer", "float": "a number", "finite": "a finite number", "bool": "true or false"}
 _EXPECTED |= {"string": "text"} | dict.fromkeys(("list", "tuple"), "a list")
 _EXPECTED |= dict.fromkeys(("dict", "model"), "a mapping of keys")
 
 
-def describe(
-  error: pydantic.ValidationError, section: type[pydantic.BaseModel], where: str = "", owner: str = ""
-) -> str:
-  """Describes the first of pydantic's errors in one line that names the key.
+def checked(section: type[_S], data: object, where: str = "", owner: str = "") -> _S:
+  """Makes a section of plain data.
 
   Args:
-    error: pydantic's errors.
-    section: the model that it checked.
+    section: the class of the section.
+    data: a mapping of its keys.
     where: the key of the section; empty for a whole config.
     owner: says whose keys these are, as in `model.kind=gpt`.
+
+  Raises:
+    ConfigError: for the first mistake; one line that names the key.
   """
+  try:
+    return section.model_validate(data)
+  except pydantic.ValidationError as error:
+    raise ConfigError(_describe(error, section, where, owner)) from error
+
+
+def _describe(error: pydantic.ValidationError, section: type[Section], where: str, owner: str) -> str:
   # An unknown key may be a misspelt form of a missing one, so it comes first.
   first = min(error.errors(), key=lambda each: each["type"] == "missing")
   key = ".".join(map(str, ([where] if where else []) + [*first["loc"]]))
@@ -78,7 +88,7 @@ def describe(
   return f"{key}: {message}"
 
 
-def _keys(section: type[pydantic.BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+def _keys(section: type[Section], loc: tuple[int | str, ...]) -> list[str]:
   """Returns the keys of the section at `loc` in a section."""
   fields = section.model_fields
   for name in loc:

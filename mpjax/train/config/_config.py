@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -14,7 +13,7 @@ from mpjax.policy import Policy, get_policy
 from mpjax.sharding import AXES, ShardingRules
 from mpjax.step._checks import require_honoured
 from mpjax.train._errors import ConfigError
-from mpjax.train.config._checks import Float, Int, Natural, Positive, Section, Seed, describe
+from mpjax.train.config._checks import Float, Int, Natural, Positive, Section, Seed, checked
 from mpjax.train.config._registry import DATASETS, MODELS, TARGETS, KindSection
 
 
@@ -125,40 +124,28 @@ class MeshConfig(Section):
     return {axis: getattr(self, axis) for axis in AXES}
 
 
-def step_recompute(recompute: str) -> str:
-  """Returns `make_train_step`'s `recompute` for `train.recompute`. For `blocks`, the model recomputes."""
-  return DEFAULT_RECOMPUTE if recompute == "blocks" else recompute
-
-
 Recompute = Literal["islands", "dots", "blocks", "nothing"]
 DEFAULT_RECOMPUTE: Recompute = "islands"
 Tracker = Literal["tensorboard", "wandb"]
 ExportDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 
 
-def _export_name(value: object) -> object:
-  """Returns the dtype for the name of a preset or dtype, such as `fp16` or `bf16`."""
-  names = {**DTYPE_NAMES, "fp32": "float32", "fp16": "float16", "fp8": "float8_e4m3fn"}
-  name = names.get(value, value) if isinstance(value, str) else value
-  if name not in get_args(ExportDtype):
-    raise ValueError(f"expected fp32, bf16, fp16, fp8, {', '.join(get_args(ExportDtype))}")
-  return name
-
-
-_AnyExportDtype = Annotated[ExportDtype, pydantic.BeforeValidator(_export_name)] | None
-
-
-def export_dtype(name: str | None) -> ExportDtype | None:
+def export_dtype(name: object) -> ExportDtype | None:
   """Returns the dtype of an export for a name such as `bf16`, `bfloat16` or `fp8`; `None` for `None`.
 
   Raises:
     ConfigError: for another name.
   """
-  try:
-    dtype: ExportDtype | None = pydantic.TypeAdapter(_AnyExportDtype).validate_python(name)
-  except pydantic.ValidationError as error:
-    raise ConfigError(describe(error, Section, "export dtype")) from error
+  names = {**DTYPE_NAMES, "fp32": "float32", "fp16": "float16", "fp8": "float8_e4m3fn"}
+  dtype: Any = names.get(name, name) if isinstance(name, str) else name
+  if dtype not in (None, *get_args(ExportDtype)):
+    raise ConfigError(
+      f"export_dtype={name!r}: expected fp32, bf16, fp16, fp8, {', '.join(get_args(ExportDtype))}"
+    )
   return dtype
+
+
+_AnyExportDtype = Annotated[ExportDtype | None, pydantic.BeforeValidator(export_dtype)]
 
 
 class TrainConfig(Section):
@@ -246,6 +233,7 @@ class Config(Section):
   train: TrainConfig = TrainConfig()
   numerics: NumericsConfig = NumericsConfig()
   distributed: DistributedConfig = DistributedConfig()
+  _resolved = pydantic.PrivateAttr(default=None)  # the policy as given, and what it is
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> Config:
@@ -259,13 +247,6 @@ class Config(Section):
       raise ValueError(f"policy: {error}") from error
     return self
 
-  def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Config:
-    """Returns a copy with other values, which are not checked."""
-    copied = super().model_copy(update=update, deep=deep)
-    if update and "policy" in update:
-      copied.__dict__.pop("_policy", None)
-    return copied
-
   def with_any_attention(self) -> Config:
     """Returns the config with `attention: auto` in place of a named kernel, for any device and dtype."""
     options = self.model.options
@@ -275,16 +256,18 @@ class Config(Section):
 
   def resolve_policy(self) -> Policy:
     """Returns the policy for this backend, resolved once. Its `reason` says why `auto` chose it."""
-    return self._policy
+    if self._resolved is None or self._resolved[0] is not self.policy:
+      self._resolved = self.policy, get_policy(self.policy)
+    policy: Policy = self._resolved[1]
+    return policy
 
-  @functools.cached_property
-  def _policy(self) -> Policy:
-    return get_policy(self.policy)
+  @pydantic.field_serializer("policy")
+  def _whole_policy(self, _: object) -> dict[str, Any]:
+    return self.resolve_policy().to_dict()
 
   def to_yaml(self) -> str:
     """Returns the config as YAML, with all defaults and the whole policy."""
-    data = {"policy": self.resolve_policy().to_dict(), **self.model_dump(mode="json", exclude={"policy"})}
-    return yaml.safe_dump(data, sort_keys=False)
+    return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
 def parse_config(data: object) -> Config:
@@ -300,7 +283,4 @@ def parse_config(data: object) -> Config:
   Raises:
     ConfigError: as for `load_config`.
   """
-  try:
-    return Config.model_validate(data)
-  except pydantic.ValidationError as error:
-    raise ConfigError(describe(error, Config)) from error
+  return checked(Config, data)

@@ -12,12 +12,12 @@ from typing import Any
 
 import jmp
 import omegaconf
-import pydantic
 import yaml
 
 from mpjax.dtypes import did_you_mean
 from mpjax.policy import get_policy
 from mpjax.train._errors import ConfigError
+from mpjax.train.config._checks import checked
 from mpjax.train.config._config import Config, DistributedConfig, parse_config
 from mpjax.train.config._names import examples
 
@@ -91,7 +91,6 @@ def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str]
   title = source if isinstance(source, pathlib.Path) else "the config"
   try:
     if isinstance(source, pathlib.Path):
-      _require_shallow(source)
       tree = omegaconf.OmegaConf.load(source)
     else:
       tree = omegaconf.OmegaConf.create(dict(source))
@@ -103,6 +102,8 @@ def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str]
     data: Any = omegaconf.OmegaConf.to_container(tree, resolve=True)
   except ConfigError:
     raise
+  except RecursionError as error:
+    raise ConfigError(f"cannot read {title}: values nested too deep") from error
   except (OSError, ValueError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
     raise ConfigError(f"cannot read {title}: {' '.join(str(error).split())}") from error
   return data
@@ -111,7 +112,7 @@ def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str]
 def _located(source: ConfigSource) -> pathlib.Path | Mapping[str, Any]:
   """Returns the file of a config, or its keys as plain data."""
   if isinstance(source, Config):
-    source = {"policy": source.policy, **source.model_dump(mode="json", exclude={"policy"})}
+    source = source.model_dump(mode="json") | {"policy": source.policy}
   if not isinstance(source, Mapping):
     return find_config(source)
   policy = source.get("policy")
@@ -124,9 +125,8 @@ def read_waits(source: ConfigSource, overrides: Sequence[str] = ()) -> Distribut
   Returns the defaults if the section cannot be read: `load_config` raises later, in all processes.
   """
   try:
-    tree = read_tree(_located(source), overrides)
-    return DistributedConfig.model_validate(tree.get("distributed", {}))
-  except (ConfigError, pydantic.ValidationError):
+    return checked(DistributedConfig, read_tree(_located(source), overrides).get("distributed", {}))
+  except ConfigError:
     return DistributedConfig()
 
 
@@ -143,21 +143,8 @@ def _apply(tree: omegaconf.DictConfig, override: str) -> None:
     raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from error
 
 
-_DEEPEST, _MOST_REFERENCES = 50, 16
+_MOST_REFERENCES = 16
 _REFERENCE = re.compile(r"(?<![\\$])\$\{[\w.\[\]-]+\}")
-
-
-def _require_shallow(path: pathlib.Path) -> None:
-  """Raises for a file nested so deeply that the recursive reader would overflow the stack."""
-  depth = 0
-  with path.open("rb") as file:
-    for event in yaml.parse(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-      if isinstance(event, yaml.CollectionStartEvent):
-        depth += 1
-      elif isinstance(event, yaml.CollectionEndEvent):
-        depth -= 1
-      if depth > _DEEPEST:
-        raise ValueError(f"nested more than {_DEEPEST} levels deep")
 
 
 def _require_plain(tree: omegaconf.DictConfig) -> None:

@@ -15,7 +15,7 @@ import pydantic_core
 
 from mpjax.dtypes import did_you_mean
 from mpjax.train._errors import ConfigError
-from mpjax.train.config._checks import Float, Int, Section, describe
+from mpjax.train.config._checks import Float, Int, Section, checked
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -105,12 +105,7 @@ class Kinds:
     Raises:
       ConfigError: for an unknown kind, or a wrong key or value; one line that names the key.
     """
-    keys = self.find(name).keys
-    try:
-      made = keys.model_validate(given)
-    except pydantic.ValidationError as error:
-      owner = f"{self.section}.{self.key}={name}"
-      raise ConfigError(describe(error, keys, self.where, owner)) from error
+    made = checked(self.find(name).keys, given, self.where, f"{self.section}.{self.key}={name}")
     return {key.removeprefix(_PREFIX): value for key, value in made}
 
 

@@ -24,7 +24,7 @@ from mpjax.sharding import (
   rows_of_process,
 )
 from mpjax.step import Layout, TrainState, TrainStep, make_train_step
-from mpjax.train.config._config import Config, ConfigError, MeshConfig, step_recompute
+from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config, ConfigError, MeshConfig
 from mpjax.train.data import Data, DataInfo, load_data
 from mpjax.train.setup._evaluation import evaluate, for_evaluation
 from mpjax.train.setup._optimizers import make_optimizer, make_schedule
@@ -228,13 +228,14 @@ def build_step(
   if config.train.average is not None:
     optimizer = average_weights(optimizer, config.train.average)
   task = make_task(config, info, policy, backend=backend)
+  recompute = config.train.recompute
   step = make_train_step(
     task.loss_fn,
     optimizer,
     policy if mesh is not None else policy.without_devices(),
     accumulate=config.train.accumulate,
     skip_nonfinite=config.train.skip_nonfinite,
-    recompute=step_recompute(config.train.recompute),
+    recompute=DEFAULT_RECOMPUTE if recompute == "blocks" else recompute,  # for `blocks`, the model does
     mesh=mesh,
     sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding_rule),
     gather=config.mesh.gather if mesh is not None else "step",
