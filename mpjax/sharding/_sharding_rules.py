@@ -35,16 +35,22 @@ class ShardingRules:
   Args:
     patterns: from a regular expression on parameter paths (`blocks/0/qkv/kernel`), which must match whole
       components, to an axis or `None` for each dimension.
-    model: the model's rule for its own parameters; an axis that does not divide a dimension is left out.
+    model: the model's rule for its own parameters, or its own patterns, each for arrays of as many
+      dimensions as it names; an axis that does not divide a dimension is left out.
 
   Raises:
     ValueError: for an invalid pattern, an axis that does not divide parameters, or one named twice.
   """
 
-  def __init__(self, patterns: Mapping[str, Dims | None] | None = None, model: ShardingRule | None = None):
+  def __init__(
+    self,
+    patterns: Mapping[str, Dims | None] | None = None,
+    model: ShardingRule | Mapping[str, Dims | None] | None = None,
+  ):
     self._patterns = dict(patterns or {})
-    self._model = model
-    for pattern, dims in self._patterns.items():
+    self._rule = model if callable(model) else None
+    self._of_model = {} if model is None or callable(model) else dict(model)
+    for pattern, dims in (*self._patterns.items(), *self._of_model.items()):
       component_regex(pattern)
       is_list = dims is None or (isinstance(dims, Sequence) and not isinstance(dims, str))
       named = [axis for axis in (dims or ()) if axis is not None] if is_list else []
@@ -63,7 +69,7 @@ class ShardingRules:
       ValueError: for a pattern that matches nothing, or a division that a parameter's shape does not allow.
     """
     sizes = {axis: mesh.shape.get(axis, 1) for axis in _OF_PARAMETERS}
-    unused = set(self._patterns)
+    unused = {*self._patterns, *self._of_model}
 
     def of(path: KeyPath, leaf: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
       name = path_text(path)
@@ -71,7 +77,12 @@ class ShardingRules:
         if component_regex(pattern).search(name):
           unused.discard(pattern)
           return _spec(_checked(pattern, dims or (), name, leaf.shape, sizes), sizes)
-      of_model = self._model(name, leaf.shape) if self._model else None
+      of_model = self._rule(name, leaf.shape) if self._rule else None
+      for pattern, dims in self._of_model.items():
+        if component_regex(pattern).search(name):
+          unused.discard(pattern)
+          if of_model is None and len(dims or leaf.shape) == len(leaf.shape):
+            of_model = dims or [None] * len(leaf.shape)
       if of_model is None:
         return _spec(_largest(leaf.shape, sizes["fsdp"]), sizes)
       return _spec(_fitting(of_model, leaf.shape, sizes), sizes)

@@ -247,7 +247,7 @@ UNFIT = [
   (lambda info: 3, ["returned a int", "mpjax.train.Task"]),
   (lambda info: task(init=lambda key: {"w": np.ones(8, np.int32)}), ["'w'", "int32", "model_state"]),
   (lambda info: task(init=lambda key: ({"w": np.ones(8, np.float32)}, {})), ["model_state"]),
-  (lambda info: task(sharding={"v": ("fsdp",)}), ["sharding pattern 'v'", "there are w"]),
+  (lambda info: task(sharding={"v": ("fsdp",)}), ["sharding rule 'v' matches no parameter", "parameters: w"]),
   (lambda info: task(sharding={"w": ("fdsp",)}), ["sharding rule 'w'", "expected fsdp, tensor or null"]),
   (lambda info: task() if info.hight else None, ["'hight'", "classes, features", "x, y"]),
   (

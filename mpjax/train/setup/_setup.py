@@ -70,8 +70,7 @@ class Setup:
 
   def abstract_state(self) -> TrainState:
     """Returns the shapes, dtypes and shardings of the state, to restore a checkpoint."""
-    places = self.layout.shardings(self._shapes)
-    return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), self._shapes, places)
+    return self._step_shapes()[0]
 
   def place(self, batch: PyTree) -> PyTree:
     """Makes global arrays from this process's rows of a batch, which are on the host."""
@@ -80,11 +79,11 @@ class Setup:
   def check_layout(self) -> None:
     """Raises `ConfigError` if the model has no first state, or rules do not fit its parameters."""
     with model_errors(self.config, self.info):
-      self.task.check_sharding(self._shapes.params)
+      shapes = self._shapes
     try:
-      self.layout.shardings(self._shapes)
+      self.layout.shardings(shapes)
     except ValueError as error:
-      raise ConfigError(f"mesh.rules: {error}") from error
+      raise ConfigError(f"mesh.rules or the model's sharding: {error}") from error
 
   def check_step(self) -> None:
     """Traces a step and an evaluation. The run does not trace them again.
@@ -133,8 +132,7 @@ class Setup:
     return self.info.batch_shapes(self.config.data.batch_size)
 
   def _step_shapes(self) -> tuple[TrainState, PyTree]:
-    at = self.layout.batch_sharding
-    return self.abstract_state(), jax.tree.map(lambda leaf: leaf.update(sharding=at), self.batch_shapes())
+    return self.layout.shapes(self._shapes, self.batch_shapes())
 
   @functools.cached_property
   def _shapes(self) -> TrainState:
@@ -237,7 +235,7 @@ def build_step(
     skip_nonfinite=config.train.skip_nonfinite,
     recompute=DEFAULT_RECOMPUTE if recompute == "blocks" else recompute,  # for `blocks`, the model does
     mesh=mesh,
-    sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding_rule),
+    sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding),
     gather=config.mesh.gather if mesh is not None else "step",
     gather_prefetch=config.mesh.gather_prefetch,
     offload=config.mesh.offload if mesh is not None else None,

@@ -11,7 +11,6 @@ from jaxtyping import PRNGKeyArray
 
 from mpjax._types import LossFunction, PyTree
 from mpjax.dtypes import platform
-from mpjax.patterns import component_regex, named_leaves
 from mpjax.policy import Policy
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.train._errors import ConfigError
@@ -64,8 +63,7 @@ class Task:
         f"Task(sharding=...) is a {type(self.sharding).__name__}: expected a mapping such as "
         '{".*/kernel": ("fsdp", "tensor")}, or a function of path and shape'
       )
-    if isinstance(self.sharding, Mapping):
-      ShardingRules(self.sharding)  # raises for a wrong pattern or axis
+    ShardingRules(model=self.sharding)  # raises for a wrong pattern or axis
     match self.units:
       case (str(), int(count)) if count > 0:
         pass
@@ -78,21 +76,6 @@ class Task:
     if type(made) is tuple and len(made) == 2:  # a NamedTuple is a tree of parameters
       return {"params": made[0], "model_state": made[1]}
     return {"params": made}
-
-  def check_sharding(self, params: PyTree) -> None:
-    """Raises ValueError if a pattern of `sharding` matches no parameter; `params` may be shapes."""
-    names = [name for name, _ in named_leaves(params)]
-    for pattern in self.sharding if isinstance(self.sharding, Mapping) else ():
-      if not any(component_regex(pattern).search(name) for name in names):
-        shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-        raise ValueError(f"sharding pattern {pattern!r} of the Task matches no parameter: there are {shown}")
-
-  @property
-  def sharding_rule(self) -> ShardingRule | None:
-    """Returns `sharding` as a function of path and shape."""
-    if isinstance(self.sharding, Mapping):
-      return _first_match(self.sharding)
-    return self.sharding
 
 
 def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | None = None) -> Task:
@@ -146,13 +129,3 @@ def model_errors(config: Config, info: DataInfo) -> Iterator[None]:
   except (ValueError, MemoryError, OverflowError) as error:  # the last two: sizes do not fit into memory
     text = " ".join(str(error).split()) or type(error).__name__
     raise ConfigError(f"model: {text}{place(error)}") from error
-
-
-def _first_match(patterns: Mapping[str, Dims | None]) -> ShardingRule:
-  def rule(path: str, shape: tuple[int, ...]) -> Dims | None:
-    for pattern, dims in patterns.items():
-      if component_regex(pattern).search(path) and len(dims or shape) == len(shape):
-        return [None] * len(shape) if dims is None else dims
-    return None
-
-  return rule
