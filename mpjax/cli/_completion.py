@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from mpjax.cli import COMMANDS
-from mpjax.cli._parsers import KEYS, add_arguments, takes_config
+from mpjax.cli._parsers import ADD, KEYS, takes_config
 from mpjax.policies import presets
 from mpjax.train.config._names import config_keys, examples
 
@@ -37,7 +37,7 @@ def make_parser(files: Callable[..., Iterable[str]]) -> argparse.ArgumentParser:
     command = commands.add_parser(name)
     if name == "bench":
       continue
-    add_arguments(name, command)
+    ADD[name](command)
     for action in command._actions:
       if action.dest == "config":
         _set_completer(action, lambda prefix, **_: [*examples(), *files(prefix)])

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mpjax._render.install_text import pip_install
@@ -119,33 +119,6 @@ def with_default(options: argparse.Namespace) -> argparse.Namespace:
   if "=" in options.config and not pathlib.Path(options.config).exists():
     options.config, options.overrides = DEFAULT, [options.config, *options.overrides]
   return options
-
-
-def run_or_config(config: str, checkpoint: str | None) -> tuple[pathlib.Path, str | None]:
-  """Returns the config file and the checkpoint. If `config` is a run directory, both are the run's.
-
-  Raises:
-    ConfigError: if both a checkpoint and a run directory are given.
-  """
-  path = pathlib.Path(config)
-  if not path.is_dir():
-    return path, checkpoint
-  if checkpoint is not None:
-    raise ConfigError(f"checkpoint={checkpoint} and the run directory {path}: expected one of them")
-  return path / "config.yaml", config
-
-
-def command_options(overrides: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-  """Returns the command's options by key, and the config's overrides."""
-  own: dict[str, str] = {}
-  rest = []
-  for override in overrides:
-    key, equals, value = override.partition("=")
-    if equals and key in keys:
-      own[key] = value
-    else:
-      rest.append(override)
-  return own, rest
 
 
 def whole_number(own: Mapping[str, str], key: str, default: int, least: int) -> int:

@@ -12,8 +12,7 @@ from mpjax.train._export import export_text
 def run(options: argparse.Namespace) -> None:
   """Runs the command."""
   load_plugins(options.plugin)
-  pairs = dict(option.partition("=")[::2] for option in options.overrides)
-  unknown = pairs.keys() - set(KEYS["export"])
-  if unknown:
-    raise ConfigError(f"unknown key {min(unknown)!r}: expected dtype, step, weights or out")
-  print(export_text(export_run(options.directory, **pairs)))
+  if options.overrides:
+    unknown = options.overrides[0].partition("=")[0]
+    raise ConfigError(f"unknown key {unknown!r}: expected {', '.join(KEYS['export'])}")
+  print(export_text(export_run(options.directory, **options.own)))

@@ -10,23 +10,15 @@ import rich.console
 import yaml
 
 from mpjax import formats
-from mpjax.cli._config_arguments import (
-  command_options,
-  require_file,
-  require_files,
-  run_or_config,
-  whole_number,
-  write_file,
-)
+from mpjax.cli._config_arguments import require_file, require_files, whole_number, write_file
 from mpjax.cli._exit_status import config_errors
-from mpjax.cli._parsers import KEYS
 from mpjax.cli._policy_arguments import warn_of_policy
 from mpjax.cli._show import progress, report_console, say, show
-from mpjax.cli._subject import find_batch, load_batch, locate, open_subject
+from mpjax.cli._subject import find_batch, load_batch, locate, open_subject, run_or_config
 from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
 from mpjax.train import Config, ConfigError, load_config, load_plugins
-from mpjax.train.config._config_file import find_config, read_tree
+from mpjax.train.config._config_file import read_tree
 
 _STEPS = 10
 # What a line says that stays.
@@ -39,12 +31,11 @@ def run(options: argparse.Namespace) -> None:
     formats.print_formats(rich.console.Console())
     return
   load_plugins(options.plugin)
-  own, overrides = command_options(options.overrides, KEYS["numerics"])
+  own, overrides = options.own, options.overrides
   path, checkpoint = run_or_config(options.config, own.get("checkpoint"))
   require_files(options, "html", "json", "apply", new="apply")
   if options.pictures is not None and pathlib.Path(options.pictures).is_file():
     raise ConfigError(f"--pictures {options.pictures}: expected a directory, and it is a file")
-  path = find_config(path)
   config = load_config(path, overrides)
   warn_of_policy(config.policy)
   console = report_console()

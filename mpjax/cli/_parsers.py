@@ -25,6 +25,8 @@ _SEVERAL = "policy=a,b,c for several policies"
 def parse(command: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
   """Returns the parsed arguments of a command. Options may be anywhere; the config has a default.
 
+  `own` holds the values of the command's own keys, and `overrides` the other `key=value` arguments.
+
   Raises:
     SystemExit: after the help (status 0), or one line about a wrong argument (status 2).
   """
@@ -35,20 +37,21 @@ def parse(command: str, arguments: Sequence[str], prog: str) -> argparse.Namespa
   if unknown:
     print(f"error: {prog} has no option {_advice(command, parser, unknown[0], arguments)}", file=sys.stderr)
     sys.exit(2)
-  return with_default(options) if "config" in options else options
+  if "config" in options:
+    options = with_default(options)
+  if command in KEYS:
+    is_own = lambda pair: "=" in pair and pair.partition("=")[0] in KEYS[command]
+    options.own = dict(pair.split("=", 1) for pair in options.overrides if is_own(pair))
+    options.overrides = [pair for pair in options.overrides if not is_own(pair)]
+  return options
 
 
 def make_parser(command: str, prog: str) -> argparse.ArgumentParser:
   """Returns the parser of a command; its help shows `prog`."""
   parser = argparse.ArgumentParser(prog=prog)
-  add_arguments(command, parser)
+  ADD[command](parser)
   parser.epilog = f"example: {prog} {_EXAMPLES[command]}"
   return parser
-
-
-def add_arguments(command: str, parser: argparse.ArgumentParser) -> None:
-  """Adds a command's description and arguments to a parser."""
-  _ADD[command](parser)
 
 
 def takes_config(command: str) -> bool:
@@ -203,7 +206,8 @@ def _env(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-_ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+# Adds a command's description and arguments to a parser.
+ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
   "train": _train,
   "plan": _plan,
   "explain": _explain,

@@ -15,9 +15,8 @@ import rich.console
 from mpjax._render.html_sections import Report
 from mpjax._render.plain_text import bytes_text
 from mpjax._types import PolicyLike
-from mpjax.cli._config_arguments import command_options, require_files, write_file
+from mpjax.cli._config_arguments import require_files, write_file
 from mpjax.cli._exit_status import config_errors
-from mpjax.cli._parsers import KEYS
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
 from mpjax.cli._show import progress, report_console, say, show
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, presets_of
@@ -32,10 +31,9 @@ _RECOMPUTE = (DEFAULT_RECOMPUTE, "blocks")
 
 def run(options: argparse.Namespace) -> None:
   """Runs the command."""
-  own, overrides = command_options(options.overrides, KEYS["plan"])
-  policies, overrides = split_policies(overrides)
+  policies, overrides = split_policies(options.overrides)
   with config_errors():
-    target = get_target(own.get("target"))
+    target = get_target(options.own.get("target"))
   if not target.is_here:
     # This process only traces, and the target's compiler has its own process: no device is needed here.
     jax.config.update("jax_platforms", "cpu")
@@ -116,10 +114,8 @@ def _compare(
 ) -> list[Plan]:
   """Plans each policy, recompute and gather; returns plans that are the same once."""
   plans: dict[str, Plan] = {}
-  several = (
-    choices[0][1] is not None
-  )  # of --cheapest, which takes long: it says in a file, too, how far it is
-  with progress(console, len(choices), lines=several) as advance:
+  # --cheapest takes long: it says in a file, too, how far it is.
+  with progress(console, len(choices), lines=choices[0][1] is not None) as advance:
     for i, (policy, how, gather) in enumerate(choices):
       more = [f"{word} {value}" for word, value in (("recompute", how), ("gather", gather)) if value]
       advance(f"plan {i + 1} of {len(choices)}: {', '.join([str(policy or planner.config.policy), *more])}")

@@ -13,6 +13,7 @@ from mpjax._types import PyTree
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep
 from mpjax.train.config._config import Config, ConfigError
+from mpjax.train.config._config_file import find_config
 from mpjax.train.setup._saved_run import read_checkpoint, run_config
 from mpjax.train.setup._setup import Setup, build_step, make_setup, on_devices_here
 
@@ -32,7 +33,8 @@ class Subject:
     self._setup, self._batches = setup, batches
     self.step: TrainStep = setup.step
     self.state = state
-    self.reference = _reference(setup)
+    any_device, float32 = setup.config.with_any_attention(), get_policy(_REFERENCE)
+    self.reference = build_step(any_device, setup.info, float32, mesh=None)[1]
 
   @property
   def parameters(self) -> int:
@@ -133,6 +135,19 @@ def load_batch(path: pathlib.Path, like: dict[str, np.ndarray]) -> dict[str, np.
   return batch
 
 
+def run_or_config(config: str, checkpoint: str | None) -> tuple[pathlib.Path, str | None]:
+  """Returns the config file and the checkpoint. If `config` is a run directory, both are the run's.
+
+  Raises:
+    ConfigError: if both a checkpoint and a run directory are given, or there is no such config.
+  """
+  if not pathlib.Path(config).is_dir():
+    return find_config(config), checkpoint
+  if checkpoint is not None:
+    raise ConfigError(f"checkpoint={checkpoint} and the run directory {config}: expected one of them")
+  return pathlib.Path(config) / "config.yaml", config
+
+
 def locate(checkpoint: str) -> tuple[pathlib.Path, int | None]:
   """Returns the run directory of a checkpoint, and the step if one is named.
 
@@ -147,8 +162,3 @@ def locate(checkpoint: str) -> tuple[pathlib.Path, int | None]:
   if not (run / "config.yaml").exists():
     raise ConfigError(f"checkpoint={checkpoint}: {run} is not a run directory (no config.yaml)")
   return run, step
-
-
-def _reference(setup: Setup) -> TrainStep:
-  """Builds the training step in float32."""
-  return build_step(setup.config.with_any_attention(), setup.info, get_policy(_REFERENCE), mesh=None)[1]

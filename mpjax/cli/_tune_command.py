@@ -10,23 +10,16 @@ from typing import Any, get_args
 
 import yaml
 
-from mpjax.cli._config_arguments import (
-  command_options,
-  require_files,
-  run_or_config,
-  whole_number,
-  write_file,
-)
+from mpjax.cli._config_arguments import require_files, whole_number, write_file
 from mpjax.cli._exit_status import config_errors
-from mpjax.cli._parsers import KEYS
 from mpjax.cli._policy_arguments import split_policies
 from mpjax.cli._show import progress, report_console, say, show
-from mpjax.cli._subject import locate, open_subject
+from mpjax.cli._subject import locate, open_subject, run_or_config
 from mpjax.cli._tune_proof import proof_text, prove
 from mpjax.planner import get_target
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config import Recompute
-from mpjax.train.config._config_file import find_config, read_tree
+from mpjax.train.config._config_file import read_tree
 from mpjax.train.setup._setup import mesh_of, on_devices_here
 from mpjax.tuning import TuneResult, tune
 from mpjax.tuning._tune import parse_tolerance
@@ -36,8 +29,7 @@ _STEPS, _BATCHES = 10, 2
 
 def run(options: argparse.Namespace) -> None:
   """Runs the command."""
-  own, overrides = command_options(options.overrides, KEYS["tune"])
-  policies, overrides = split_policies(overrides)
+  own, (policies, overrides) = options.own, split_policies(options.overrides)
   if fixed := [o for o in overrides if o.startswith(("policy=", "policy."))]:
     raise ConfigError(
       f"{fixed[0]}: tune chooses the policy; name those to choose from as policy=bf16,fp16,fp32"
@@ -49,7 +41,6 @@ def run(options: argparse.Namespace) -> None:
   with config_errors():
     target = get_target(own.get("target"))
   load_plugins(options.plugin)
-  path = find_config(path)
   config = load_config(path, [*overrides, "policy=fp32"])
   console = report_console()
   planner = Planner(config, target)

@@ -50,24 +50,16 @@ def prove(
         ended = run(tree, console=rich.console.Console(quiet=True))
         evals[name].append(ended.eval_loss)
         finals[name].append(ended.final_loss)
-  difference, spread = (
-    statistics.fmean(evals[label]) - statistics.fmean(evals["fp32"]),
-    _spread(evals["fp32"]),
-  )
+  difference = statistics.fmean(evals[label]) - statistics.fmean(evals["fp32"])
+  spread = _spread(evals["fp32"])
   conclusion = f"{label} ends {abs(difference):.2g} {'above' if difference > 0 else 'below'} fp32"
   if math.isnan(spread):
     conclusion += "; run more seeds to judge this"
   else:
     within = "within" if abs(difference) <= spread else "beyond"
     conclusion += f", {within} the {spread:.2g} by which seeds differ"
-  found = {
-    "label": label,
-    "steps": steps,
-    "seeds": tuple(seeds),
-    "eval_losses": evals,
-    "final_losses": finals,
-  }
-  return found | {"difference": difference, "conclusion": conclusion}
+  found = {"label": label, "steps": steps, "seeds": tuple(seeds), "difference": difference}
+  return found | {"eval_losses": evals, "final_losses": finals, "conclusion": conclusion}
 
 
 def proof_text(proof: dict[str, Any]) -> str:
