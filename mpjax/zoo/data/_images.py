@@ -27,7 +27,7 @@ def load_digits() -> Loaded:
   digits = sklearn.datasets.load_digits()
   images, labels = digits.images.astype(np.float32), digits.target.astype(np.int32)
   train, held_out = split_arrays(images, labels, 0.2)
-  return arrays_to_rows(train, held_out, "scikit-learn handwritten digits")
+  return images_to_rows(train, held_out, train[0], held_out[0], "scikit-learn handwritten digits")
 
 
 @register_data("npz")
@@ -69,7 +69,7 @@ def load_npz(
   labelled = {name: arrays[name] for name in ("labels", "eval_labels") if name in arrays}
   for name, labels in labelled.items():
     require_classes(labels, name, path, num_classes, sum(map(len, labelled.values())))
-  return arrays_to_rows(train, held_out, path, num_classes)
+  return images_to_rows(train, held_out, train[0], held_out[0], path, num_classes)
 
 
 # Images by position, which may be read on demand, and labels.
@@ -90,16 +90,6 @@ class Images:
     image = (self._images[index].astype(np.float32) - self._mean) / self._deviation
     label = self._labels[index].astype(np.int32)
     return {"images": image.astype(np.float32).reshape(self._shape), "labels": label}
-
-
-def arrays_to_rows(
-  train: tuple[np.ndarray, np.ndarray],
-  held_out: tuple[np.ndarray, np.ndarray],
-  title: str,
-  num_classes: int | None = None,
-) -> Loaded:
-  """Makes rows of images, standardised by the training split's mean and deviation."""
-  return images_to_rows(train, held_out, train[0], held_out[0], title, num_classes)
 
 
 def images_to_rows(
