@@ -27,9 +27,8 @@ _GROWING = {"train.steps", "optimizer.schedule_steps"}
 def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
   """Returns an error text if the configs of process 0 and another one differ; `None` if they match."""
   found = _differences(first, other, "in process 0", f"in process {process}", _OWN)
-  if not found:
-    return None
-  return f"the processes have different configs ({'; '.join(found[:3])}): start all with the same one"
+  said = f"the processes have different configs ({'; '.join(found[:3])}): start all with the same one"
+  return said if found else None
 
 
 def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any], *, may_grow: bool = True) -> str | None:
@@ -62,8 +61,6 @@ def _differences(
 
 
 def _short(value: object) -> str:
-  """Returns a value as text; only the beginning of a long mapping."""
-  if not isinstance(value, dict) or len(value) < 3:
-    return repr(value)
-  first = next(iter(value))
-  return f"{{{first!r}: {value[first]!r}, ...}}"
+  """Returns a value as text; of a mapping at most the beginning."""
+  text = repr(value)
+  return f"{text[:60]}...}}" if isinstance(value, dict) and len(text) > 60 else text

@@ -141,9 +141,6 @@ def register_model(kind: str) -> Callable[[_F], _F]:
   Args:
     kind: the name in a config.
 
-  Returns:
-    A decorator, which returns the function as it is.
-
   Raises:
     TypeError: if the signature of the function does not say which keys exist.
     ValueError: if the name is one of mpjax's own models.
@@ -170,9 +167,6 @@ def register_data(kind: str) -> Callable[[_F], _F]:
   Args:
     kind: the name in a config.
 
-  Returns:
-    A decorator, which returns the function as it is.
-
   Raises:
     TypeError: if the signature of the function does not say which keys exist, or takes `kind`, `batch_size`,
       `eval_batches` or `workers`.
@@ -195,9 +189,6 @@ def register_optimizer(target: str) -> Callable[[_F], _F]:
 
   Args:
     target: the name in a config.
-
-  Returns:
-    A decorator, which returns the function as it is.
 
   Raises:
     TypeError: if the signature of the function does not say which keys exist.
