@@ -82,10 +82,10 @@ class ExportedModel:
     leaves = jax.tree.leaves(self.params)
     dtypes = ", ".join(sorted({leaf.dtype.name for leaf in leaves}))
     parameters = f"{sum(leaf.size for leaf in leaves):,} parameters in {dtypes}"
-    return (
-      f"ExportedModel({self.config.model.kind}, {parameters}, "
-      f"policy {self.policy.label}; {_how_to_call(self.task)})"
-    )
+    logits = self.task.logits
+    call = "" if logits is None else f".logits({list(inspect.signature(logits).parameters)[1]}), "
+    named = f"{self.config.model.kind}, {parameters}, policy {self.policy.label}"
+    return f"ExportedModel({named}; {call}.params, .model_state)"
 
   def logits(self, inputs: ArrayLike) -> Float[Array, "*rows classes"]:
     """Returns logits in the policy's `output_dtype`.
@@ -155,13 +155,13 @@ def save_safetensors(
     for name in _fp8_names(config, info, policy):
       scale = scale_of(amax_of(master[name]), jnp.float8_e4m3fn)
       tensors |= {name: quantise(master[name], scale, jnp.float8_e4m3fn), name + _SCALE: 1 / scale}
-  sections = _without_folders(config.model_dump(mode="json", exclude={"policy", "out"}))
+  sections = _without_folders(config.model_dump(mode="json", exclude={"out"}))
   if config.optimizer.target is not None:  # a plug-in's, which a reader of the file may not have
     del sections["optimizer"]
   described = _FOLDERS.sub("", info.description)
   metadata = {
     "format": "mpjax-1",
-    "config": json.dumps({"policy": policy.to_dict(), **sections}),
+    "config": json.dumps(sections),
     "data": json.dumps(_without_folders(dataclasses.asdict(info)) | {"description": described}),
   }
   temporary = unfinished(path)
@@ -221,13 +221,6 @@ def _without_folders(tree: Any) -> Any:
 # The folders of an absolute path at the start of a text, or after a space, a quote or a bracket.
 _FOLDERS = re.compile(r"(?:(?<=[\s'\"\[(])|^)/(?:[^/:,]*/)*(?=[^/\s])")
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
-
-
-def _how_to_call(task: Task) -> str:
-  if task.logits is None:
-    return ".params, .model_state"
-  inputs = list(inspect.signature(task.logits).parameters)[1]
-  return f".logits({inputs}), .params, .model_state"
 
 
 def load_safetensors(path: str | pathlib.Path) -> ExportedModel:

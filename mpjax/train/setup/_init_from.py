@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from typing import NamedTuple
 
 import jax
 
@@ -23,15 +22,8 @@ from mpjax.train.setup._saved_run import read_checkpoint, run_config
 from mpjax.train.setup._setup import Setup, build_step
 
 
-class Start(NamedTuple):
-  """The first state of a run, and a text that says where it comes from."""
-
-  state: TrainState
-  source: str
-
-
-def start_from(setup: Setup, state: TrainState) -> Start:
-  """Returns the first state of a run with the parameters that `train.init_from` names.
+def start_from(setup: Setup, state: TrainState) -> tuple[TrainState, str]:
+  """Returns the first state of a run with the parameters that `train.init_from` names, and says whose.
 
   Args:
     setup: the new run's setup.
@@ -53,7 +45,7 @@ def start_from(setup: Setup, state: TrainState) -> Start:
   return _from_export(path, setup, state)
 
 
-def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
+def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> tuple[TrainState, str]:
   theirs = _like(run_config(path), setup.config)
   policy = theirs.resolve_policy()
   task, before = build_step(theirs, setup.info, policy, setup.layout.mesh)
@@ -66,8 +58,8 @@ def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
   if not setup.config.train.init_optimizer:
     masters = jax.jit(functools.partial(weights_of, policy, masters=True))(old)
     average = "the average of the " if keeps_other_weights(old.opt_state) else ""
-    return Start(_with_masters(setup, state, masters, old.model_state), f"{average}{source}")
-  return Start(_with_optimizer(path, setup.step, state, old, before), f"{source}, and its optimizer")
+    return _with_masters(setup, state, masters, old.model_state), f"{average}{source}"
+  return _with_optimizer(path, setup.step, state, old, before), f"{source}, and its optimizer"
 
 
 def _with_masters(setup: Setup, state: TrainState, masters: PyTree, model_state: PyTree) -> TrainState:
@@ -123,13 +115,13 @@ def _without_skips(opt_state: PyTree) -> PyTree:
   return jax.tree.map(lambda x: reset(x) if is_scale(x) else x, opt_state, is_leaf=is_scale)
 
 
-def _from_export(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
+def _from_export(path: pathlib.Path, setup: Setup, state: TrainState) -> tuple[TrainState, str]:
   model = load_safetensors(path)
   places = setup.layout.shardings(state)
   masters = jax.eval_shape(functools.partial(weights_of, setup.policy, which="last", masters=True), state)
   theirs = _taken(path, "params", model.params, masters, places.arrays)
   model_state = _taken(path, "model_state", model.model_state, state.model_state, places.model_state)
-  return Start(_with_masters(setup, state, theirs, model_state), f"parameters of {path}")
+  return _with_masters(setup, state, theirs, model_state), f"parameters of {path}"
 
 
 def _taken(path: pathlib.Path, name: str, theirs: PyTree, ours: PyTree, places: PyTree) -> PyTree:

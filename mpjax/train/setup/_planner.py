@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from mpjax._types import Mesh, PolicyLike
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
-from mpjax.sharding import AXES, BATCH_AXES, axis_sizes
+from mpjax.sharding import AXES, BATCH_AXES, axis_sizes, make_mesh
 from mpjax.step import GATHERS, Layout, TrainStep
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config, ConfigError
 from mpjax.train.data import Data, load_data
@@ -130,19 +130,13 @@ class Planner:
     train = self.config.train.model_copy(update={"recompute": recompute})
     layout = self.config.mesh.model_copy(update={"gather": gather})
     config = self.config.model_copy(update={"train": train, "mesh": layout})
-    mesh = _mesh(self.sizes, self.target, on_one=config.mesh.offload is not None)
+    mesh: Mesh | None = None  # for one device, unless it offloads
+    if math.prod(self.sizes.values()) > 1 or config.mesh.offload is not None:
+      types = (AxisType.Auto,) * len(AXES)
+      mesh = AbstractMesh(tuple(self.sizes.values()), AXES, axis_types=types)
+      if self.target.is_here:
+        mesh = make_mesh(self.sizes, jax.devices())
     return config, *build_step(config, self._data.info, policy, mesh, backend=self.target.kind)
-
-
-def _mesh(sizes: dict[str, int], target: Target, on_one: bool) -> Mesh | None:
-  """Makes a mesh of a target's devices; `None` for one device, unless `on_one`."""
-  shape, count = tuple(sizes.values()), math.prod(sizes.values())
-  if count == 1 and not on_one:
-    return None
-  types = (AxisType.Auto,) * len(AXES)
-  if target.is_here:
-    return jax.make_mesh(shape, AXES, devices=jax.devices()[:count], axis_types=types)
-  return AbstractMesh(shape, AXES, axis_types=types)
 
 
 def _label(policy: Policy, recompute: str, gather: str) -> str:
