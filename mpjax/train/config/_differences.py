@@ -61,6 +61,6 @@ def _differences(
 
 
 def _short(value: object) -> str:
-  """Returns a value as text; of a mapping at most the beginning."""
+  """Returns a value as text, and a mapping by at most its beginning."""
   text = repr(value)
   return f"{text[:60]}...}}" if isinstance(value, dict) and len(text) > 60 else text
