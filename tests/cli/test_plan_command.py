@@ -248,8 +248,11 @@ BAD = {
   "target": (["target=h20"], "unknown target 'h20': expected one of here, a100,"),
   "policy": ([*analytic("policy=fp61")], "policy: unknown policy 'fp61'"),
   "one of several policies": ([*analytic("policy=bf16,fp61")], "policy: unknown policy 'fp61'"),
-  "mesh": ([*analytic("mesh.data=8")], "mesh.data=8: target h200 has 1"),
-  "mesh of the slice": (["target=v5e:2x2", "--analytic", "mesh.data=8"], "mesh.data=8: target v5e:2x2 has 4"),
+  "mesh": ([*analytic("mesh.data=8")], "target=h200: mesh.data=8: there is 1 device"),
+  "mesh of the slice": (
+    ["target=v5e:2x2", "--analytic", "mesh.data=8"],
+    "target=v5e:2x2: mesh.data=8: there are 4 devices",
+  ),
   "batch and devices": (
     ["target=h200:3", "--analytic", "mesh.data=3"],
     "data.batch_size=8: expected a multiple of 3",
