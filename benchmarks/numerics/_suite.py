@@ -27,9 +27,9 @@ from flax import nnx
 import mpjax
 from benchmarks._record import origin, write
 from mpjax.numerics import inspection_programs
+from mpjax.numerics._watcher import Watcher
 from mpjax.planner import get_target
 from mpjax.train import load_config, make_setup
-from mpjax.train.loop._histograms import Watcher
 from mpjax.zoo.models import GPT
 
 SHAPE: dict[str, Any] = {"vocab_size": 50304, "max_len": 1024, "dim": 768, "layers": 12, "heads": 12}
@@ -70,7 +70,7 @@ def cost_in_time(config: str, policy: str) -> dict[str, Any]:
   setup = make_setup(load_config(f"configs/{config}.yaml", [f"policy={policy}", "mesh.data=1"]))
   state, batches = setup.first_state(), setup.data.train()
   batch = setup.place(next(batches))
-  watcher = Watcher(setup.step, 1)
+  watcher = Watcher(setup.step)
 
   def timed(run: Any) -> float:
     begin = time.perf_counter()

@@ -83,7 +83,7 @@ def test_a_run_that_overflows_stops_with_status_3_and_says_where(tmp_path, capsy
   overrides = ["policy={base: fp16, loss_scaling: 1e30}", "train.max_skips=3", f"out={out}"]
   assert main(["train", write_config(tmp_path, "plain"), *overrides, *OF_FILE]) == 3
   error = capsys.readouterr().err
-  assert "non-finite gradients: " in error
+  assert "non-finite: 2 of 2 gradients (head, up)" in error
   assert "overflowed in float16" in error
 
 

@@ -193,8 +193,9 @@ def test_a_run_stuck_at_the_lowest_scale_stops_and_says_why(tmp_path, capsys):
   error = capsys.readouterr().err
   assert "stopped at step 5" in error
   assert "up to which steps were under way, and the batch of step 5" in error
-  assert re.search(r"non-finite gradients: \S+ \(\d+ (NaN|\+inf|-inf)", error)
-  assert "policy=bf16" in error
+  assert re.search(r"overflowed in float16, (back|for)ward pass", error)
+  assert re.search(r"non-finite: (the loss and )?\d of 2 gradients \(", error)
+  assert "policy: bf16" in error
   assert "min_scale" in error
   assert np.load(out / "nonfinite_batch_5.npz")["x"].shape == (16, 4)
   # Nothing was learnt and nothing lost: the same command stops again, from the saved state.
@@ -206,7 +207,7 @@ def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys):
   assert main(["train", *write_line(tmp_path), *options]) == 3
   error = capsys.readouterr().err
   assert "stopped at step 4: the last 4 steps had non-finite gradients" in error
-  assert "non-finite batch: y (16 NaN of" in error
+  assert "batch['y'] holds 16 NaN of 16" in error
   assert "fix the data" in error
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import itertools
 import math
 import pathlib
 import signal
@@ -17,25 +19,26 @@ import yaml
 from grain import DatasetIterator
 
 from mpjax._types import PyTree
+from mpjax.numerics._watcher import Watcher
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
+from mpjax.train._export import WIDE, export_text, save_safetensors
 from mpjax.train._files import GONE
 from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, NonFiniteLeaves, nonfinite_text
-from mpjax.train.config._config import Config, OptimizerConfig
+from mpjax.train.config._config import Config
 from mpjax.train.config._differences import run_mismatch
 from mpjax.train.data import Batch, describe
 from mpjax.train.loop._diagnose import cannot_recover, state_report, step_report, way_on, why_skipped
-from mpjax.train.loop._histograms import Watcher
 from mpjax.train.loop._metrics_file import MetricsFile, plain
 from mpjax.train.loop._output import LOGGER
-from mpjax.train.loop._progress import Progress, show_header
-from mpjax.train.loop._result import leave_result
+from mpjax.train.loop._progress import Progress, show_header, show_summary
 from mpjax.train.loop._run_directory import RunDirectory
-from mpjax.train.loop._step_records import LAG, Profile, Records, evaluate
+from mpjax.train.loop._step_records import LAG, Profile, Records
 from mpjax.train.loop._trackers import Tracker, Trackers
 from mpjax.train.processes import Interrupt, Poll, Processes
+from mpjax.train.setup._evaluation import mean_of_batches, weights_of
 from mpjax.train.setup._init_from import start_from
-from mpjax.train.setup._optimizers import describe_end, describe_growth
+from mpjax.train.setup._optimizers import describe_schedule
 from mpjax.train.setup._setup import Setup
 
 
@@ -73,13 +76,13 @@ class TrainingRun:
     self.policy, self.data = setup.policy, setup.data
     self.checkpoints, _ = processes.agree(lambda: self._open_checkpoints(directory.path / "checkpoints"))
     self.step = 0
-    self._watcher = Watcher(setup.step, config.numerics.every)
+    self._watcher = Watcher(setup.step)
     self._looked: dict[int, Any] = {}  # what the watcher saw of pending steps
     self._pending: collections.deque[_Pending] = collections.deque()
     self._records = Records(setup, began)
     self._source = ""
     self._logged: int | None = None
-    self._stuck: _Pending | None = None
+    self._stuck: tuple[_Pending, dict[str, Any]] | None = None
 
   def _open_checkpoints(self, folder: pathlib.Path) -> Checkpoints:
     settings = self.config.distributed
@@ -149,17 +152,13 @@ class TrainingRun:
       self._metrics_file.close()
 
   def _grow(self, update: int) -> None:
-    """Continues a run whose number of steps has grown, and says what happens to its schedule.
-
-    Also says so for an optimiser that comes from another run.
-    """
-    optimizer, steps, before = self.config.optimizer, self.config.train.steps, self.directory.before
-    if self._source and (ended := describe_end(optimizer, steps, update)) is not None:
-      LOGGER.info(ended)
+    """Continues a run whose number of steps has grown; says where an older optimiser's schedule stands."""
+    steps, before = self.config.train.steps, self.directory.steps_before
+    if before is not None or (self._source and update):
+      grows = "" if before is None else f"train.steps grows from {before} to {steps}: "
+      LOGGER.info(grows + describe_schedule(self.config.optimizer, steps, update))
     if before is not None:
-      old = OptimizerConfig.model_validate(before["optimizer"])
-      LOGGER.info(describe_growth(optimizer, steps, old, before["train"]["steps"], update))
-      self.directory.grow(self.config)
+      self.directory.grow()
 
   @contextlib.contextmanager
   def storage_errors(self) -> Iterator[None]:
@@ -177,10 +176,13 @@ class TrainingRun:
 
   def _take(self, step: int) -> None:
     """Takes a step, and writes the record of an earlier one."""
-    rows = self._next_rows(step)
+    self._doing("data", f"the data of step {step}")
+    # The other processes would wait for the rows.
+    may_save = self.processes.count == 1 and not self._records.is_first(step)
+    rows = self._next_rows(self.iterator, f"the data of step {step}", save=may_save)
     self._doing("compile" if self._records.is_first(step) else "step", f"step {step}")
     batch = self.setup.place(rows)
-    if self._watcher.due(step):
+    if (every := self.config.numerics.every) and step % every == 0:
       self._looked[step] = self._watcher.look(self.state, batch)
     self.state, metrics = self.setup.step(self.state, batch)
     self.step = step
@@ -191,18 +193,17 @@ class TrainingRun:
     while len(self._pending) > LAG:
       self._write(self._fetch(self._pending.popleft()), {})
 
-  def _next_rows(self, step: int) -> Batch:
-    """Returns this process's rows of the next batch; if they cannot be read, saves a checkpoint."""
-    self._doing("data", f"the data of step {step}")
+  def _next_rows(self, batches: Iterator[Batch], what: str, *, save: bool = False) -> Batch:
+    """Returns this process's rows of the next batch, none at the end; may save a checkpoint if it fails."""
     try:
-      return next(self.iterator)
+      return next(batches, {})
     except Exception as error:  # a user's data source can raise anything
-      message = f"the data of step {step} cannot be read: {describe(error)}"
-      if self.processes.count == 1 and not self._records.is_first(step):  # others would wait for the rows
+      if save:
         self._write_pending()
         self._save()
         self.checkpoints.wait()
-      raise DataError(f"{message}; {self._resumes()} once the data is back") from error
+      message = f"{what} cannot be read: {describe(error)}; {self._resumes()} once the data is back"
+      raise DataError(message) from error
 
   def _resumes(self) -> str:
     if (step := self.checkpoints.latest()) is None:
@@ -215,7 +216,7 @@ class TrainingRun:
     Depends only on the step, the metrics and `signum`, which are the same in every process.
     """
     if self._stuck is not None:
-      self._stop(self._stuck)
+      self._stop(*self._stuck)
     settings, step = self.config.train, self.step
     last = step == settings.steps
     evaluate = last or step % settings.eval_every == 0
@@ -254,7 +255,7 @@ class TrainingRun:
     self._doing("step", f"step {pending.step}")
     record = self._records.of(pending.step, pending.metrics)
     if cannot_recover(record, self.policy.loss_scaling, self.config.train.max_skips):
-      self._stuck = self._stuck or pending
+      self._stuck = self._stuck or (pending, record)
     return record
 
   def _write_pending(self) -> None:
@@ -267,7 +268,7 @@ class TrainingRun:
     self._records.last |= record
     step = record["step"]
     if step in self._looked:
-      self._watcher.write(self._trackers, step, self.processes.fetch(self._looked.pop(step)))
+      self._track_figures(step)
     logged = bool(extra) or step % self.config.train.log_every == 0
     if logged:
       self._metrics_file.write(record)
@@ -275,7 +276,18 @@ class TrainingRun:
       self._trackers.each(lambda tracker: tracker.scalars(step, scalars))
     self._progress.step(step, record, logged)
 
-  def _stop(self, pending: _Pending) -> None:
+  def _track_figures(self, step: int) -> None:
+    """Gives the trackers what the watcher saw of a step."""
+    shares, histograms = self._watcher.figures(self.processes.fetch(self._looked.pop(step)))
+
+    def give(tracker: Tracker) -> None:
+      for name, (edges, counts) in histograms.items():
+        tracker.histogram(step, name, edges, counts)
+      tracker.scalars(step, {f"numerics/{name}": share for name, share in shares.items()})
+
+    self._trackers.each(give)
+
+  def _stop(self, pending: _Pending, record: dict[str, Any]) -> None:
     """Saves the state and the failing batch, and raises `Stuck` with the diagnosis."""
     self._write_pending()
     nonfinite = self._save()
@@ -288,14 +300,12 @@ class TrainingRun:
     elif self.processes.count > 1:  # the search runs operations on this process's devices only
       report = "the run was one of several processes: the command below says which operation began it"
     else:
-      report = step_report(
-        self.setup.step, self.state, pending.batch, pending.metrics, self.checkpoints.begun_with
-      )
+      report = step_report(self.setup.step, self.state, pending.batch)
     self.checkpoints.wait()
     saved = "" if nonfinite else f"a checkpoint of step {self.step}, up to which steps were under way, and "
-    why = why_skipped(pending.metrics, self.policy.loss_scaling, self._records.last.get("loss_scale"))
     raise Stuck(
-      f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps {why}\n{report}\n"
+      f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps "
+      f"{why_skipped(record, self.policy.loss_scaling)}\n{report}\n"
       f"saved: {saved}the batch of step {pending.step}, in {file}; mpjax numerics "
       f"{self.directory.path} --hunt searches again, also with another policy\n{self._way_on()}"
     )
@@ -306,11 +316,16 @@ class TrainingRun:
   def _evaluate(self) -> dict[str, float]:
     """Returns the evaluation of the state. Saves nothing: a run resumed from here would skip it."""
     self._doing("evaluation", f"the evaluation after step {self.step}")
-    try:
-      batch = lambda number: self.processes.doing(f"batch {number} of the evaluation")
-      return evaluate(self.setup, self.state, batch)
-    except DataError as error:
-      raise DataError(f"{error}; {self._resumes()} once the data is back") from error
+    setup, totals = self.setup, collections.defaultdict[str, list[Any]](list)
+    model, batches = setup.for_evaluation(self.state), iter(setup.data.eval(setup.rows))
+    for number in itertools.count(1):
+      if not (rows := self._next_rows(batches, "the evaluation data")):
+        break
+      for name, value in setup.evaluate(model, setup.place(rows)).items():
+        totals[name].append(value)
+        jax.block_until_ready(totals[name][-LAG:][0])
+      self.processes.doing(f"batch {number} of the evaluation")
+    return {name: mean_of_batches(values) for name, values in totals.items()}
 
   def _resume(self) -> None:
     """Restores the newest good checkpoint, or makes the first state."""
@@ -394,4 +409,20 @@ class TrainingRun:
       said = f"stopped at step {step}, the last: its loss is {loss}, so the run does not count as finished"
       raise Stuck(f"{said}\n{self._way_on()}")
     self._doing("checkpoint", "what the run leaves to be written")
-    return leave_result(self.setup, self.state, self._records, self.directory, self.processes)
+    return self._leave_result()
+
+  def _leave_result(self) -> dict[str, Any]:
+    """Exports the weights if asked to, and writes, shows and returns the summary."""
+    settings, path, first = self.config.train, self.directory.path, self.processes.first
+    summary = self._records.summary(self.state)
+    if settings.export is not None:  # gathered by all, written by one
+      weights = jax.jit(functools.partial(weights_of, self.policy, masters=settings.export_dtype in WIDE))
+      params, model_state = self.processes.fetch((weights(self.state), self.state.model_state))
+      if first:
+        file = path / "model.safetensors"
+        save_safetensors(file, self.config, self.data.info, params, model_state, settings.export_dtype)
+        LOGGER.info(export_text(file))
+    if first:
+      self.directory.write_summary(summary)
+      show_summary(summary, path)
+    return summary

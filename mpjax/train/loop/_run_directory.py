@@ -23,7 +23,7 @@ class RunDirectory:
 
   Attributes:
     path: its path.
-    before: the run's earlier config, as plain data, if it had fewer steps; else `None`.
+    steps_before: the run's earlier number of steps, if it was smaller; else `None`.
     said: lines for the user about the directory as it was found.
 
   Args:
@@ -43,13 +43,13 @@ class RunDirectory:
     if "\0" in str(config.out):
       raise ConfigError(f"out={config.out!r}: expected the name of a directory")
     self.path = pathlib.Path(str(config.out))
-    self.before: dict[str, Any] | None = None
+    self.steps_before: int | None = None
     if not owner:
       return
     text = config.to_yaml()
     try:
       if self.path.exists():
-        self.before = _require_same(self.path, text)
+        self.steps_before = _require_same(self.path, text)
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = _lock(self.path / ".lock")
       if _never_began(self.path):
@@ -64,7 +64,7 @@ class RunDirectory:
     `None` if the run has not finished, if its steps have grown since, and in a process that does not write.
     """
     file = self.path / "summary.json"
-    if self._lock is None or self.before is not None or not file.exists():
+    if self._lock is None or self.steps_before is not None or not file.exists():
       return None
     try:
       with contextlib.suppress(ValueError, RecursionError):  # no JSON
@@ -105,11 +105,11 @@ class RunDirectory:
     write_atomically(path / "config.yaml", self._config.to_yaml().encode())
     return path
 
-  def grow(self, config: Config) -> None:
+  def grow(self) -> None:
     """Writes the config with more steps; the run no longer counts as finished."""
     (self.path / "summary.json").unlink(missing_ok=True)
-    write_atomically(self.path / "config.yaml", config.to_yaml().encode())
-    self.before = None
+    write_atomically(self.path / "config.yaml", self._config.to_yaml().encode())
+    self.steps_before = None
 
   def write_summary(self, summary: dict[str, Any]) -> None:
     """Writes `summary.json`, which marks the run as finished."""
@@ -124,8 +124,8 @@ class RunDirectory:
       self._held = None
 
 
-def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
-  """Returns the config in a run directory if only its number of steps is smaller; `None` if it is the same.
+def _require_same(path: pathlib.Path, text: str) -> int | None:
+  """Returns the number of steps in a run directory's config if it is smaller; `None` if it is the same.
 
   Raises:
     ConfigError: for another config, or a directory that is not a run's.
@@ -154,7 +154,8 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
   except ConfigError as error:
     raise ConfigError(f"{error}; choose another out=") from error
   ours = yaml.safe_load(text)
-  grows = _steps(ours) > _steps(theirs) > 0
+  steps = _steps(theirs)
+  grows = _steps(ours) > steps > 0
   differ = run_mismatch(theirs, ours, may_grow=grows)
   if differ and _never_began(path):
     return None
@@ -163,7 +164,7 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
       f"out={path} holds a run of another config ({differ}): nothing was changed; choose another out=, "
       f"with train.init_from={path} to start from its parameters, or delete the directory to start over"
     )
-  return theirs if grows else None
+  return steps if grows else None
 
 
 def _never_began(path: pathlib.Path) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
 import pathlib
 import sys
 import time
@@ -15,15 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._average import Average
 from mpjax._types import Metrics, PyTree
+from mpjax.fp8._hardware import in_force
 from mpjax.loss_scale._state_access import find_scaler, find_states
 from mpjax.step import TrainState
-from mpjax.train._errors import DataError
-from mpjax.train.data import describe
 from mpjax.train.loop._metrics_file import plain
 from mpjax.train.loop._output import LOGGER
-from mpjax.train.setup._evaluation import mean_of_batches
 from mpjax.train.setup._setup import Setup
 
 # Number of newest steps whose metrics the host does not wait for.
@@ -129,11 +124,16 @@ class Records:
       name: value for name, value in record.items() if name not in hidden and isinstance(value, (int, float))
     }
 
-  def summary(self) -> dict[str, Any]:
-    """Returns the records' part of a run's summary."""
+  def summary(self, state: TrainState) -> dict[str, Any]:
+    """Returns the summary of a run that has ended with `state`."""
     step_time = self._step_time(len(self._times))
     self.enter(self._part)
+    config, policy = self._setup.config, self._setup.policy
     return {
+      "policy": config.policy if isinstance(config.policy, str) else str(policy),
+      **({} if policy.fp8 is None else {"fp8": in_force(policy.fp8)}),
+      "backend": jax.default_backend(),
+      "steps": config.train.steps,
       "skipped_steps": self.last["skipped_steps"],
       **({"loss_scale": self.last["loss_scale"]} if self._has_scale else {}),
       "learning_rate": self.last.get("learning_rate"),
@@ -145,6 +145,8 @@ class Records:
       "time_s": self._seconds,
       **({"time_since_step": self._steps_before} if self._steps_before else {}),
       "peak_memory_bytes": peak_memory(),
+      "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.arrays)),
+      "resolved_policy": policy.to_dict(),
     }
 
   def _step_time(self, steps: int) -> float | None:
@@ -178,33 +180,6 @@ def learning_rates(schedule: optax.Schedule, first: int, count: int) -> np.ndarr
   """Returns the learning rates of `count` updates from number `first` on: float32[count]."""
   rate = lambda update: jnp.asarray(schedule(update), jnp.float32)
   return np.asarray(jax.jit(jax.vmap(rate))(jnp.arange(first, first + max(count, 1))))
-
-
-def evaluate(setup: Setup, state: TrainState, doing: Callable[[int], None]) -> dict[str, float]:
-  """Returns the means over the evaluation batches, by `mean_of_batches`.
-
-  Args:
-    setup: the setup of the run.
-    state: the state to evaluate.
-    doing: is told the number of each batch, from 1.
-
-  Raises:
-    DataError: if a batch cannot be read.
-  """
-  totals: dict[str, list[jax.Array | Average]] = collections.defaultdict(list)
-  model, batches = setup.for_evaluation(state), iter(setup.data.eval(setup.rows))
-  for number in itertools.count(1):
-    try:
-      rows = next(batches, None)
-    except Exception as error:  # a user's data source can raise anything
-      raise DataError(f"the evaluation data cannot be read: {describe(error)}") from error
-    if rows is None:
-      break
-    for name, value in setup.evaluate(model, setup.place(rows)).items():
-      totals[name].append(value)
-      jax.block_until_ready(totals[name][-LAG:][0])
-    doing(number)
-  return {name: mean_of_batches(values) for name, values in totals.items()}
 
 
 def peak_memory() -> int | None:

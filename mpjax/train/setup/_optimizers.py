@@ -147,40 +147,15 @@ def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
   return ", ".join(parts)
 
 
-def describe_end(config: OptimizerConfig, steps: int, update: int) -> str | None:
-  """Returns a line about a schedule that has ended before update `update`; `None` if it still runs."""
+def describe_schedule(config: OptimizerConfig, steps: int, update: int) -> str:
+  """Says in one line where the schedule of a run of `steps` steps stands at update `update`, and its end."""
   end = config.schedule_steps or steps
-  if config.schedule == "constant" or update < end:
-    return None
-  return (
-    f"the optimizer comes with {update} updates, and the {config.schedule} schedule ends at step {end}: the "
-    f"learning rate stays at {float(make_schedule(config, steps)(update)):.3g} "
-    f"(optimizer.schedule_steps={update + steps} ends it with this run)"
-  )
-
-
-def describe_growth(
-  config: OptimizerConfig, steps: int, before: OptimizerConfig, steps_before: int, update: int
-) -> str:
-  """Says in one line what happens to the schedule of a run that grows from `steps_before` to `steps` steps.
-
-  Args:
-    config: the `optimizer` section now.
-    steps: number of steps now.
-    before: the `optimizer` section that the run had.
-    steps_before: number of steps that the run had.
-    update: the number of the next update.
-  """
-  line = f"train.steps grows from {steps_before} to {steps}"
+  stands = f"update {update} has the learning rate {float(make_schedule(config, steps)(update)):.3g}"
   if config.schedule == "constant":
-    return line
-  ends, ended = config.schedule_steps or steps, before.schedule_steps or steps_before
-  if ends == ended:
-    return f"{line}: the {config.schedule} schedule ends at step {ends}, as before"
-  old, new = (float(make_schedule(*of)(update)) for of in ((before, steps_before), (config, steps)))
+    return stands
+  verb = "ends" if update < end else "has ended"
   return (
-    f"{line}: the {config.schedule} schedule ends at step {ends}, no longer at {ended}; the learning rate is "
-    f"{new:.3g} instead of {old:.3g} (optimizer.schedule_steps={ended} keeps it as it was)"
+    f"{stands}, and the {config.schedule} schedule {verb} at {end} (optimizer.schedule_steps sets its end)"
   )
 
 

@@ -1,9 +1,9 @@
-"""Histograms of a run's numbers for its trackers, every `numerics.every` steps."""
+"""Figures of a step during training, from one more forward and backward pass: histograms and shares."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +17,29 @@ from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
 from mpjax.numerics._update_sums import as_numbers, descent, lost
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._micro_batches import first_of_batch
-from mpjax.train.loop._trackers import Trackers
+
+
+class Figures(NamedTuple):
+  """The figures of a step.
+
+  Attributes:
+    shares: shares of values and updates that are lost, by name.
+    histograms: by tensor, histograms over log2 of the finite, nonzero magnitudes: edges, and the counts
+      between them.
+  """
+
+  shares: dict[str, float]
+  histograms: dict[str, tuple[list[float], list[float]]]
 
 
 class Watcher:
   """Inspects steps of a run with one more forward and backward pass. Does not change them."""
 
-  def __init__(self, step: TrainStep, every: int):
-    self._step, self._every = step, every
+  def __init__(self, step: TrainStep):
+    self._step = step
     self._summary: Summary = binades()
     self._pass: Any = None
     self._points: list[Any] = []
-
-  def due(self, step: int) -> bool:
-    """Returns whether to inspect a step."""
-    return bool(self._every) and step % self._every == 0
 
   def look(self, state: TrainState, batch: PyTree) -> tuple[Seen, jax.Array | float]:
     """Inspects a step; the result stays on the devices. Call this before the step: it donates the state."""
@@ -43,35 +51,33 @@ class Watcher:
     scaler = find_scaler(state.opt_state)
     return self._pass(state, batch), 1.0 if scaler is None else jnp.copy(scaler.scale)
 
-  def write(self, trackers: Trackers, step: int, looked: tuple[Seen, jax.Array | float]) -> None:
-    """Writes the result: for each tensor a histogram of log2 of the magnitudes, and shares by kind."""
+  def figures(self, looked: tuple[Seen, jax.Array | float]) -> Figures:
+    """Returns the figures of a step that `look` has inspected."""
     seen, scale = jax.device_get(looked)
-    name = self._step.policy.compute_dtype.name
-    half = name if self._step.policy.compute_dtype.itemsize < 4 else "float16"
+    dtype = self._step.policy.compute_dtype
+    half = dtype.name if dtype.itemsize < 4 else "float16"
     totals: dict[str, Magnitudes] = {}
+    histograms = {}
     for kind, path, kept in self._tensors(seen):
       magnitudes = Magnitudes.of(self._summary, kept)
-      _histogram(trackers, f"{kind}s/{path}", magnitudes, step)
       totals[kind] = totals[kind] + magnitudes if kind in totals else magnitudes
-    shares: dict[str, float] = {}
+      counts = magnitudes.histogram[1]
+      if there := [i for i, count in enumerate(counts) if count]:
+        edges = [float(b) for b in range(BINS[there[0]], BINS[there[-1]] + 2)]
+        histograms[f"{kind}s/{path}"] = edges, counts[there[0] : there[-1] + 1]
+    totals.pop("update", None)
+    shares = {}
     for kind, total in totals.items():
-      if kind == "update":
-        continue
       # Gradients of activations include the loss scale; gradients of weights do not.
-      found = total.shares(half, float(scale) if kind == "weight gradient" else 1.0)
-      shares |= {
-        f"{kind}s lost in {half}": found.underflow * total.count / (total.above[0] or 1.0),
-        f"{kind}s overflown in {half}": found.overflow,
-        f"{kind}s zero": total.zero / total.count,
-      }
+      factor = float(scale) if kind == GRADIENTS[1] else 1.0
+      shares[f"{kind}s lost in {half}"] = total.underflow(half, factor)
+      shares[f"{kind}s overflown in {half}"] = total.shares(half, factor).overflow
+      shares[f"{kind}s zero"] = total.zero / total.count
     sums = np.sum([as_numbers(u) for u in seen.updates.values()], axis=0)
-    of_updates = {"updates lost in": lost(sums), "descent made by": descent(sums)[1]}
-    for what, by_format in of_updates.items():
+    for what, by_format in (("updates lost in", lost(sums)), ("descent made by", descent(sums)[1])):
       for name, share in by_format.items():
-        weights = f"bfloat16 with {name}" if name.startswith("int") else name
-        shares[f"{what} {weights} weights"] = share
-    values = {f"numerics/{name}": float(share) for name, share in shares.items()}
-    trackers.each(lambda tracker: tracker.scalars(step, values))
+        shares[f"{what} {f'bfloat16 with {name}' if name.startswith('int') else name} weights"] = share
+    return Figures(shares, histograms)
 
   def _tensors(self, seen: Seen) -> Iterator[tuple[str, str, Any]]:
     for point, kept in zip(self._points, seen.watched, strict=True):
@@ -86,13 +92,3 @@ class Watcher:
         yield kind, path, kept
     for path, sums in seen.updates.items():
       yield "update", path, sums.ratio
-
-
-def _histogram(trackers: Trackers, name: str, magnitudes: Magnitudes, step: int) -> None:
-  """Writes one histogram over log2 of the finite, nonzero magnitudes."""
-  _, counts = magnitudes.histogram
-  there = [i for i, count in enumerate(counts) if count]
-  if there:
-    first, last = there[0], there[-1]
-    edges = [float(b) for b in range(BINS[first], BINS[last] + 2)]
-    trackers.each(lambda tracker: tracker.histogram(step, name, edges, counts[first : last + 1]))
