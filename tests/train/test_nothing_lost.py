@@ -42,26 +42,30 @@ def line(step):
 
 METRICS = [  # content, the steps up to 4 that are kept, what is said
   (b"".join(map(line, range(1, 7))), [1, 2, 3, 4], []),
-  (line(1) + b"\n" + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is not a record"]),
-  (
-    line(1) + b"a note\n" + line(2) + b"[1]\n" + line(3) + line(4),
-    [1, 2, 3, 4],
-    ["lines 2, 4 are not records"],
-  ),
-  (line(1) + line(2) + b"\xff" + line(3) + line(4), [1, 2, 4], ["line 3 is no", "1 of 4 records"]),
-  (line(1) + b'{"step": true}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is not a record"]),
-  (line(1) + b'{"step": {}}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is not a record"]),
-  (line(1) + line(2) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 3 is not a record of a new step"]),
-  (b"[" * 100_000 + b"\n" + line(1) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 1 is not a record"]),
+  (line(1) + b"\n" + line(2) + line(3) + line(4), [1, 2, 3, 4], ["not a record of a new step: line 2;"]),
+  (line(1) + b"a note\n" + line(2) + b"[1]\n" + line(3) + line(4), [1, 2, 3, 4], ["line 2, 4;"]),
+  (line(1) + line(2) + b"\xff" + line(3) + line(4), [1, 2, 4], ["line 3;", "1 of 4 records"]),
+  (line(1) + b'{"step": true}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2;"]),
+  (line(1) + b'{"step": {}}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2;"]),
+  (line(1) + line(2) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 3;"]),
+  (b"[" * 100_000 + b"\n" + line(1) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 1;"]),
   (line(1) + line(2) + line(3) + line(4)[:-1], [1, 2, 3, 4], []),
   (line(1) + line(2) + line(3) + line(4) + line(5)[:9], [1, 2, 3, 4], []),
-  (line(1) + line(2), [1, 2], ["2 of 4 records up to step 4 are missing", "step 2 is the last"]),
+  (line(1) + line(2), [1, 2], ["2 of 4 records up to step 4 are missing", "the last is of step 2"]),
   (b"", [], ["4 of 4 records up to step 4 are missing"]),
 ]
 
 
-def test_every_readable_record_is_kept_and_the_rest_is_told(tmp_path):
-  for i, (content, kept, said) in enumerate(METRICS):
+@pytest.fixture
+def said(caplog):
+  """The lines of the logger."""
+  LINES.addHandler(caplog.handler)
+  yield caplog
+  LINES.removeHandler(caplog.handler)
+
+
+def test_every_readable_record_is_kept_and_the_rest_is_told(tmp_path, said):
+  for i, (content, kept, words) in enumerate(METRICS):
     file = tmp_path / str(i) / "metrics.jsonl"
     file.parent.mkdir()
     file.write_bytes(content)
@@ -70,16 +74,17 @@ def test_every_readable_record_is_kept_and_the_rest_is_told(tmp_path):
     metrics.sync()
     metrics.close()
     assert [json.loads(text)["step"] for text in file.read_text().splitlines()] == [*kept, 5], i
-    told = " ".join(metrics.said)
-    assert all(word in told for word in said), (i, told)
-    assert bool(told) == bool(said), (i, told)
+    told = " ".join(said.messages)
+    said.clear()
+    assert all(word in told for word in words), (i, told)
+    assert bool(told) == bool(words), (i, told)
     assert metrics.count == len(kept) + 1, i
-    has_bad, aside = ", and all others are kept" in told, file.parent / "damaged" / "metrics.jsonl"
+    has_bad, aside = "all others are kept" in told, file.parent / "damaged" / "metrics.jsonl"
     assert aside.exists() == has_bad, i
     assert not has_bad or aside.read_bytes() == content, i
     again = MetricsFile(file, resume_step=5, expected=metrics.count)
     again.close()
-    assert again.said == [], i
+    assert not said.messages, i
 
 
 class Broken(io.StringIO):
@@ -334,14 +339,14 @@ def test_a_directory_has_one_run_at_a_time(begun):
   RunDirectory(begun).close()
 
 
-def test_a_summary_that_is_none_is_no_end_of_a_run(begun, tmp_path):
+def test_a_summary_that_is_none_is_no_end_of_a_run(begun, tmp_path, said):
   moved = tmp_path / "run" / "damaged"
   for number, text in enumerate(["[]", "{}", '{"steps": 3}', "3", "[1", "[" * 100_000, "\0"]):
     (tmp_path / "run" / "summary.json").write_text(text)
     directory = RunDirectory(begun)
     assert directory.summary() is None, text[:9]
     directory.close()
-    assert "is not the summary of a run" in directory.said[0], text[:9]
+    assert "is not the summary of a run" in said.messages[-1], text[:9]
     assert (moved / ("summary.json" + f".{number}" * bool(number))).read_text() == text
   # One that cannot be set aside is an error of one line.
   (tmp_path / "run" / "summary.json").write_text("{}")

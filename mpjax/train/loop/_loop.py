@@ -128,8 +128,6 @@ class TrainingRun:
     path, count = self.directory.path, self.processes.count
     show_header(self.setup, self.state, path, run, count)
     self._metrics_file = MetricsFile(path / "metrics.jsonl", start, self._logged, owner=first)
-    for line in (*self.directory.said, *self._metrics_file.said):
-      LOGGER.info(line)
     self._doing("start", "the trackers")
     self._trackers = Trackers(self.config, path, start, self._own_trackers, owner=first)
     traces = path / "profile" / (f"process_{self.processes.process}" if count > 1 else "")

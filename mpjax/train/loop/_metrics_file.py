@@ -11,6 +11,7 @@ import numpy as np
 
 from mpjax._types import ArrayLike
 from mpjax.train._files import set_aside, write_atomically
+from mpjax.train.loop._output import LOGGER
 
 
 class MetricsFile:
@@ -21,7 +22,6 @@ class MetricsFile:
   is kept in `damaged/` in the same folder.
 
   Attributes:
-    said: lines for the user about the file as it was found.
     count: number of records in it.
 
   Args:
@@ -33,7 +33,6 @@ class MetricsFile:
 
   def __init__(self, path: pathlib.Path, resume_step: int, expected: int | None = None, owner: bool = True):
     self._file: IO[str] | None = None
-    self.said: list[str] = []
     self.count = 0
     if not owner:
       return
@@ -42,17 +41,14 @@ class MetricsFile:
     if wrong:
       copy = set_aside(path, keep=True)
       lines = ", ".join(map(str, wrong[:3])) + (", ..." if len(wrong) > 3 else "")
-      what = f"line {lines} is not a record" if len(wrong) == 1 else f"lines {lines} are not records"
-      self.said.append(
-        f"{path.name}: {what} of a new step, and all others are kept; the file as it was is {copy}"
+      LOGGER.info(
+        f"{path.name}: not a record of a new step: line {lines}; all others are kept, and the file as it was is {copy}"
       )
     self.count = len(records)
     if expected is not None and self.count < expected:
-      last = f", of which step {max(records)} is the last one" if records else ""
-      self.said.append(
-        f"{path.name}: {expected - self.count} of {expected} records up to step {resume_step} are missing: "
-        f"the checkpoint knows of {expected}, the file has {self.count}{last}"
-      )
+      last = f"; the last is of step {max(records)}" if records else ""
+      missing = f"{expected - self.count} of {expected} records up to step {resume_step} are missing"
+      LOGGER.info(f"{path.name}: {missing}{last}")
     write_atomically(path, b"".join(records.values()))
     self._file = path.open("a", buffering=1, encoding="utf-8")
 

@@ -9,6 +9,7 @@ import logging
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import IO, Any, TextIO, cast
 
 import rich.console
@@ -16,6 +17,11 @@ import rich.table
 
 LOG = "train.log"
 LOGGER = logging.getLogger("mpjax.train")
+
+
+def goes_on_without(what: str, error: Exception) -> None:
+  """Says that the run goes on without a part that has failed."""
+  LOGGER.info(f"the run goes on without {what}: {' '.join(f'{type(error).__name__}: {error}'.split())}")
 
 
 class Output(logging.Handler):
@@ -121,30 +127,25 @@ class _Steady(io.TextIOBase):
 
   def write(self, text: str) -> int:
     """Writes text, and passes it to the operating system."""
-    if not self.lost:
-      try:
-        try:
-          self._stream.write(text)
-        except UnicodeEncodeError:  # its own `encoding` may be only "charmap"
-          self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
-      except (OSError, ValueError) as error:
-        self._lose(error)
+    shown = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+    self._try(lambda: self._stream.write(shown))
     self.flush()
     return len(text)
 
   def flush(self) -> None:
     """Passes all text to the operating system, also what others wrote to the same stream."""
-    if not self.lost:
-      try:
-        self._stream.flush()
-      except (OSError, ValueError) as error:
-        self._lose(error)
+    self._try(lambda: self._stream.flush())
 
-  def _lose(self, error: OSError | ValueError) -> None:
-    self.lost = getattr(error, "strerror", None) or str(error)
-    with contextlib.suppress(OSError, ValueError):  # other writers, and Python when it ends, would raise
-      if (descriptor := self._stream.fileno()) in (1, 2):
-        _to_nowhere(descriptor)
+  def _try(self, action: Callable[[], object]) -> None:
+    if self.lost:
+      return
+    try:
+      action()
+    except (OSError, ValueError) as error:
+      self.lost = getattr(error, "strerror", None) or str(error)
+      with contextlib.suppress(OSError, ValueError):  # other writers, and Python when it ends, would raise
+        if (descriptor := self._stream.fileno()) in (1, 2):
+          _to_nowhere(descriptor)
 
 
 def _fill_descriptors() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import rich.progress
 import rich.table
 import rich.text
 
+from mpjax._render.plain_text import bytes_text, power_of_two_text
 from mpjax.fp8._hardware import in_force
 from mpjax.policy import Policy
 from mpjax.step import Layout, TrainState
@@ -86,7 +86,7 @@ class Progress:
     """Shows the metrics of a finished step."""
     shown = [f"loss {_number(record['loss'])}"]
     if self._has_scale:
-      shown.append(f"scale {_power(record['loss_scale'])}")
+      shown.append(f"scale {power_of_two_text(record['loss_scale'])}")
     if self._has_scale or record["skipped_steps"]:
       shown.append(f"skipped {record['skipped_steps']}")
     speed = record[f"{self._units}_per_s"]
@@ -121,7 +121,7 @@ def show_header(
   scaling, config = policy.loss_scaling, setup.config
   rows = {
     "policy": policy.reason or policy.full_label,
-    **fp8_row(policy),
+    **({} if policy.fp8 is None else {"fp8": in_force(policy.fp8)}),
     **({} if scaling is None else {"loss scale": f"{scaling.kind}, from {scaling.init_scale:g}"}),
     "model": f"{setup.config.model.kind}, {parameters:,} parameters",
     "data": setup.info.description,
@@ -144,21 +144,13 @@ def _devices(layout: Layout, policy: Policy) -> str:
   return f"{text} ({axes})" + (f", gradients cross in {dtype}" if layout.shards > 1 else "")
 
 
-def fp8_row(policy: Policy) -> dict[str, str]:
-  """Returns a row with the recipe and the formats in force on this machine, or none without a recipe."""
-  return {} if policy.fp8 is None else {"fp8": in_force(policy.fp8)}
-
-
 def show_summary(summary: Mapping[str, Any], directory: pathlib.Path) -> None:
   """Shows the figures of a finished run, and its directory."""
   rows = {}
   for name, value in summary.items():
-    hidden = name == "skipped_steps" and not value and "loss_scale" not in summary
-    if name == "time_s":
-      rows["time"] = _parts(value)
-    elif not (hidden or isinstance(value, dict)):
-      show = _size if name.endswith("_bytes") else _power if name == "loss_scale" else _number
-      rows[name.removesuffix("_bytes").replace("_", " ")] = show(value)
+    title, text = _SHOWN.get(name, (name.replace("_", " "), _number))
+    if name != "resolved_policy":
+      rows[title] = "unknown" if value is None else text(value)
   table = rich.table.Table(title="run finished", box=rich.box.ROUNDED, show_header=False)
   table.add_column(style="bold")
   table.add_column(justify="right", overflow="fold")  # a policy is written out, however long
@@ -169,25 +161,21 @@ def show_summary(summary: Mapping[str, Any], directory: pathlib.Path) -> None:
   LOGGER.info(f"run directory: {directory}")
 
 
-def _number(value: float | str | None) -> str:
-  if value is None:
-    return "unknown"
-  return (
-    f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-  )
-
-
-def _power(scale: float) -> str:
-  """Returns a power of two as `2^16`, and other numbers as they are."""
-  mantissa, exponent = math.frexp(scale)
-  return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
-
-
-def _size(value: float | None) -> str:
-  return "unknown" if value is None else f"{value / 1e6:,.1f} MB"
+def _number(value: float | str) -> str:
+  if isinstance(value, str):
+    return value
+  return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _parts(seconds: Mapping[str, float]) -> str:
   """Returns the sum of a time by part, and each part's share of it."""
   total = sum(seconds.values())
   return f"{total:.4g} s: " + ", ".join(f"{part} {n / total:.0%}" for part, n in seconds.items())
+
+
+# The title of a value of the summary and how it is shown, if not as a number.
+_SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
+  "loss_scale": ("loss scale", power_of_two_text),
+  "peak_memory_bytes": ("peak memory", bytes_text),
+  "time_s": ("time", _parts),
+}

@@ -16,6 +16,7 @@ from mpjax.train._files import GONE, set_aside, unfinished, unused, write_atomic
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import read_tree
 from mpjax.train.config._differences import run_mismatch
+from mpjax.train.loop._output import LOGGER
 
 
 class RunDirectory:
@@ -24,7 +25,6 @@ class RunDirectory:
   Attributes:
     path: its path.
     steps_before: the run's earlier number of steps, if it was smaller; else `None`.
-    said: lines for the user about the directory as it was found.
 
   Args:
     config: the config of the run.
@@ -39,7 +39,6 @@ class RunDirectory:
     self._lock: IO[str] | None = None
     self._held: int | None = None
     self._config = config
-    self.said: list[str] = []
     if "\0" in str(config.out):
       raise ConfigError(f"out={config.out!r}: expected the name of a directory")
     self.path = pathlib.Path(str(config.out))
@@ -74,7 +73,7 @@ class RunDirectory:
       moved = set_aside(file)
     except OSError as error:
       raise ConfigError(f"{file}: cannot be read or moved ({error.strerror})") from error
-    self.said.append(f"{file.name} is not the summary of a run; it was moved to {moved}, and the run goes on")
+    LOGGER.info(f"{file.name} is not the summary of a run; it was moved to {moved}, and the run goes on")
     return None
 
   @property

@@ -18,13 +18,13 @@ from mpjax.fp8._hardware import in_force
 from mpjax.loss_scale._state_access import find_scaler, find_states
 from mpjax.step import TrainState
 from mpjax.train.loop._metrics_file import plain
-from mpjax.train.loop._output import LOGGER
+from mpjax.train.loop._output import LOGGER, goes_on_without
 from mpjax.train.setup._setup import Setup
 
 # Number of newest steps whose metrics the host does not wait for.
 LAG = 2
 _SHOWN = 20  # steps over which time and speed are averaged
-_RATES = 2**16  # learning rates computed at once
+_RATES = 2**16  # learning rates computed at once, since each alone would wait for the device
 # The parts of a run's time.
 _PARTS = ("start", "compile", "data", "step", "evaluation", "checkpoint")
 
@@ -59,18 +59,15 @@ class Records:
     self._part, self._since = part, now
 
   def begin(self, state: TrainState, start: int) -> None:
-    """Sets the state and step that the next steps start from.
-
-    Computes many learning rates at once, because each alone would wait for the device.
-    """
+    """Sets the state and step that the next steps start from."""
     scaler = find_scaler(state.opt_state)
     skipped = 0 if scaler is None else int(np.asarray(scaler.skipped_steps))
-    count = updates_taken(state)
-    self.next_update = start - skipped if count is None else count
+    counts = find_states(state.opt_state, optax.ScaleByScheduleState).values()
+    counted = next((int(np.asarray(found.count)) for found in counts), start - skipped)
+    self._first_update = self.next_update = counted
     self._steps_before, self._skipped_before = start, skipped
-    self._first_update, self._rates_from = self.next_update, 0
-    self._rates = np.zeros(0, np.float32)
-    self._rate(self._first_update)
+    self._rates_from, self._rates = 0, np.zeros(0, np.float32)
+    self._rate(counted)
 
   def is_first(self, step: int) -> bool:
     """Returns whether a step is the first of this process."""
@@ -166,20 +163,9 @@ class Records:
     """Returns the learning rate of an update."""
     if not 0 <= update - self._rates_from < len(self._rates):
       self._rates_from = update
-      self._rates = learning_rates(self._setup.schedule, update, _RATES)
+      rate = lambda number: jnp.asarray(self._setup.schedule(number), jnp.float32)
+      self._rates = np.asarray(jax.jit(jax.vmap(rate))(jnp.arange(update, update + _RATES)))
     return float(self._rates[update - self._rates_from])
-
-
-def updates_taken(state: TrainState) -> int | None:
-  """Returns the number of updates that an optax schedule has counted; `None` without such a schedule."""
-  counts = find_states(state.opt_state, optax.ScaleByScheduleState).values()
-  return next((int(np.asarray(found.count)) for found in counts), None)
-
-
-def learning_rates(schedule: optax.Schedule, first: int, count: int) -> np.ndarray:
-  """Returns the learning rates of `count` updates from number `first` on: float32[count]."""
-  rate = lambda update: jnp.asarray(schedule(update), jnp.float32)
-  return np.asarray(jax.jit(jax.vmap(rate))(jnp.arange(first, first + max(count, 1))))
 
 
 def peak_memory() -> int | None:
@@ -235,8 +221,6 @@ class Profile:
     try:
       action()
     except Exception as error:  # no error of a profiler is worth a run
-      LOGGER.info(
-        f"the run goes on without a profile: {' '.join(f'{type(error).__name__}: {error}'.split())}"
-      )
+      goes_on_without("a profile", error)
       return False
     return True

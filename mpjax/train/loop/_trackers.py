@@ -20,7 +20,7 @@ from mpjax._render.install_text import pip_install
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import write_atomically
 from mpjax.train.config._config import Config
-from mpjax.train.loop._output import LOGGER
+from mpjax.train.loop._output import goes_on_without
 
 
 class Tracker(Protocol):
@@ -152,7 +152,9 @@ class Trackers:
       try:
         self._trackers.append(_TRACKERS[name](config, directory, start))
       except Exception as error:  # as in `each`
-        self._leave_out(name, error, is_file=name == "tensorboard")
+        if name == "tensorboard" and isinstance(error, OSError):
+          raise
+        goes_on_without(name, error)
 
   def each(self, action: Callable[[Tracker], None]) -> None:
     """Calls a method of each tracker."""
@@ -163,12 +165,9 @@ class Trackers:
         self._trackers.remove(tracker)
         with contextlib.suppress(Exception):  # as above
           tracker.close(None)
-        self._leave_out(type(tracker).__name__, error, is_file=isinstance(tracker, TensorBoard))
-
-  def _leave_out(self, name: str, error: Exception, is_file: bool) -> None:
-    if is_file and isinstance(error, OSError):
-      raise error
-    LOGGER.info(f"the run goes on without {name}: {' '.join(f'{type(error).__name__}: {error}'.split())}")
+        if isinstance(tracker, TensorBoard) and isinstance(error, OSError):
+          raise
+        goes_on_without(type(tracker).__name__, error)
 
 
 def check_trackers(config: Config) -> None:
