@@ -23,9 +23,7 @@ from mpjax.numerics._watcher import Watcher
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
 from mpjax.train._export import WIDE, export_text, save_safetensors
-from mpjax.train._files import GONE
-from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, NonFiniteLeaves, nonfinite_text
-from mpjax.train.config._config import Config
+from mpjax.train.checkpoints import Checkpoints, NonFiniteLeaves, nonfinite_text
 from mpjax.train.config._differences import run_mismatch
 from mpjax.train.data import Batch, describe
 from mpjax.train.loop._diagnose import cannot_recover, state_report, step_report, way_on, why_skipped
@@ -63,7 +61,6 @@ class TrainingRun:
 
   def __init__(
     self,
-    config: Config,
     setup: Setup,
     directory: RunDirectory,
     processes: Processes,
@@ -71,9 +68,9 @@ class TrainingRun:
     trackers: Sequence[Tracker],
     began: float,
   ):
-    self.config, self.setup, self.directory, self.processes = config, setup, directory, processes
+    self.setup, self.directory, self.processes = setup, directory, processes
     self.console, self._own_trackers = console, trackers
-    self.policy, self.data = setup.policy, setup.data
+    self.config, self.policy, self.data = setup.config, setup.policy, setup.data
     self.checkpoints, _ = processes.agree(lambda: self._open_checkpoints(directory.path / "checkpoints"))
     self.step = 0
     self._watcher = Watcher(setup.step)
@@ -158,20 +155,6 @@ class TrainingRun:
     if before is not None:
       self.directory.grow()
 
-  @contextlib.contextmanager
-  def storage_errors(self) -> Iterator[None]:
-    """Turns an operating system's error about the run's own files into a `CheckpointError`."""
-    try:
-      yield
-    except OSError as error:
-      lost = error.errno in GONE and not self.directory.is_there
-      if not (lost or error.errno in STORAGE_ERRORS):
-        raise
-      raise CheckpointError(
-        f"{self.directory.path} cannot be written: {error.strerror}; {self._resumes()} once there is room "
-        "and permission to write"
-      ) from error
-
   def _take(self, step: int) -> None:
     """Takes a step, and writes the record of an earlier one."""
     self._doing("data", f"the data of step {step}")
@@ -200,10 +183,11 @@ class TrainingRun:
         self._write_pending()
         self._save()
         self.checkpoints.wait()
-      message = f"{what} cannot be read: {describe(error)}; {self._resumes()} once the data is back"
+      message = f"{what} cannot be read: {describe(error)}; {self.resumes()} once the data is back"
       raise DataError(message) from error
 
-  def _resumes(self) -> str:
+  def resumes(self) -> str:
+    """Returns what the same command does, as a part of a sentence: start over, or resume from a step."""
     if (step := self.checkpoints.latest()) is None:
       return "no checkpoint was saved yet: the same command starts over"
     return f"the checkpoint of step {step} is in {self.directory.path}, and the same command resumes from it"

@@ -41,9 +41,8 @@ class MetricsFile:
     if wrong:
       copy = set_aside(path, keep=True)
       lines = ", ".join(map(str, wrong[:3])) + (", ..." if len(wrong) > 3 else "")
-      LOGGER.info(
-        f"{path.name}: not a record of a new step: line {lines}; all others are kept, and the file as it was is {copy}"
-      )
+      kept = f"all others are kept, and the file as it was is {copy}"
+      LOGGER.info(f"{path.name}: not a record of a new step: line {lines}; {kept}")
     self.count = len(records)
     if expected is not None and self.count < expected:
       last = f"; the last is of step {max(records)}" if records else ""

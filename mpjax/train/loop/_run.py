@@ -11,6 +11,9 @@ from typing import Any
 import rich.console
 import yaml
 
+from mpjax.train._errors import CheckpointError
+from mpjax.train._files import GONE
+from mpjax.train.checkpoints import STORAGE_ERRORS
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
 from mpjax.train.config._differences import config_mismatch
@@ -150,18 +153,22 @@ def train_together(
       LOGGER.info("this run has finished already; choose another out= for a new one")
       show_summary(summary, directory.path)
       return summary
-    return _train(TrainingRun(config, setup, directory, processes, console, trackers, began))
+    return _train(TrainingRun(setup, directory, processes, console, trackers, began))
   finally:
     directory.close()
 
 
 def _train(run: TrainingRun) -> dict[str, Any]:
+  """Trains, and turns the operating system's errors about the run's own files into a `CheckpointError`."""
   try:
-    with run.storage_errors():
-      summary = run.train()
+    summary = run.train()
   except BaseException as error:
     if run.processes.are_together(error):  # otherwise a pending write would wait for the others
       run.checkpoints.close()
+    is_lost = isinstance(error, OSError) and error.errno in GONE and not run.directory.is_there
+    if isinstance(error, OSError) and (is_lost or error.errno in STORAGE_ERRORS):
+      failed = f"{run.directory.path} cannot be written: {error.strerror}; {run.resumes()}"
+      raise CheckpointError(f"{failed} once there is room and permission to write") from error
     raise
   run.checkpoints.close()
   return summary

@@ -18,6 +18,9 @@ from mpjax.train.config._config_file import read_tree
 from mpjax.train.config._differences import run_mismatch
 from mpjax.train.loop._output import LOGGER
 
+_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log", "wandb-id")
+_FOLDERS = ("checkpoints", "tensorboard", "profile", "wandb", "damaged")
+
 
 class RunDirectory:
   """Opens or makes the directory of a run, and holds its lock.
@@ -137,15 +140,15 @@ def _require_same(path: pathlib.Path, text: str) -> int | None:
     )
   for entry in itertools.chain(path.iterdir(), path.glob("checkpoints/*"), path.glob("tensorboard/*")):
     if entry.is_symlink():  # a run could be made to overwrite any file of the user
-      raise ConfigError(
-        f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes only in its own "
-        "directory: nothing was changed; remove the link, or make out= the directory that it leads to"
-      )
-  for name, is_right in _KINDS.items():
-    entry = path / name
-    if entry.exists() and not is_right(entry):
-      kind = "a folder" if entry.is_dir() else "not a folder"
-      raise ConfigError(f"out={path}: {name} in it is {kind}, and nothing was changed; choose another out=")
+      wrong = "a link, and a run writes only in its own directory"
+    elif entry.name in _FILES and not entry.is_file():
+      wrong = "not a file"
+    elif entry.name in _FOLDERS and not entry.is_dir():
+      wrong = "not a folder"
+    else:
+      continue
+    name = entry.relative_to(path)
+    raise ConfigError(f"out={path}: {name} in it is {wrong}: nothing was changed; choose another out=")
   if not file.exists():
     return None
   try:
@@ -171,13 +174,6 @@ def _never_began(path: pathlib.Path) -> bool:
   metrics = path / "metrics.jsonl"
   kept = next(path.glob("checkpoints/*"), None) or (path / "summary.json").exists()
   return not (kept or (metrics.exists() and metrics.stat().st_size))
-
-
-# The type of each entry of a run directory.
-_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log", "wandb-id")
-_KINDS = dict.fromkeys(_FILES, pathlib.Path.is_file) | dict.fromkeys(
-  ("checkpoints", "tensorboard", "profile", "wandb", "damaged"), pathlib.Path.is_dir
-)
 
 
 def _steps(config: dict[str, Any]) -> int:

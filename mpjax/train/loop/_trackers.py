@@ -60,13 +60,10 @@ class TensorBoard:
 
   def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
     """Writes a histogram with an empty bucket on each side; TensorBoard draws what is between them."""
-    pairs = [((low + high) / 2, n) for low, high, n in zip(edges, edges[1:], counts, strict=False)]
     histogram = HistogramProto(
       min=edges[0],
       max=edges[-1],
       num=sum(counts),
-      sum=sum(n * centre for centre, n in pairs),
-      sum_squares=sum(n * centre**2 for centre, n in pairs),
       bucket_limit=[*edges, math.inf],
       bucket=[0.0, *counts, 0.0],
     )
