@@ -350,11 +350,9 @@ class TrainingRun:
     return nonfinite
 
   def _write_checkpoint(self, eval_loss: float | None) -> NonFiniteLeaves:
-    last = self._records.last
-    records = {"records": self._metrics_file.count} if self.processes.first else {}
-    loop = {"fingerprint": self.data.info.fingerprint, "last": last, **records}
-    skips = int(last.get("consecutive_skips", 0))
-    data = self.iterator.get_state()
+    last, records = self._records.last, self._metrics_file.count
+    loop = {"fingerprint": self.data.info.fingerprint, "last": last, "records": records}
+    skips, data = int(last.get("consecutive_skips", 0)), self.iterator.get_state()
     return self.checkpoints.save(self.step, self.state, data, loop, eval_loss, skips)
 
   def _require_directory(self, eval_loss: float | None = None) -> None:
@@ -382,8 +380,9 @@ class TrainingRun:
     raise CheckpointError(f"{gone}; {state_report(nonfinite) if nonfinite else f'{saved} from it'}")
 
   def _finish(self) -> dict[str, Any]:
-    """Waits for the last checkpoint, and writes and returns the summary."""
-    step = self.config.train.steps
+    """Waits for the last checkpoint, exports the weights if asked to, and writes and returns the summary."""
+    settings, path, first = self.config.train, self.directory.path, self.processes.first
+    step = settings.steps
     self._doing("checkpoint", f"the checkpoint of step {step} to be written")
     self.checkpoints.wait()
     loss = self._records.last["loss"]
@@ -391,11 +390,6 @@ class TrainingRun:
       said = f"stopped at step {step}, the last: its loss is {loss}, so the run does not count as finished"
       raise Stuck(f"{said}\n{self._way_on()}")
     self._doing("checkpoint", "what the run leaves to be written")
-    return self._leave_result()
-
-  def _leave_result(self) -> dict[str, Any]:
-    """Exports the weights if asked to, and writes, shows and returns the summary."""
-    settings, path, first = self.config.train, self.directory.path, self.processes.first
     summary = self._records.summary(self.state)
     if settings.export is not None:  # gathered by all, written by one
       weights = jax.jit(functools.partial(weights_of, self.policy, masters=settings.export_dtype in WIDE))
