@@ -1,7 +1,7 @@
 """What is imported at its first use: the public names of packages, and `flax.nnx`.
 
-So a program waits only for what it uses, and `mpjax --help` does not wait for JAX. nnx would double the time of
-`import mpjax`, also for users without an nnx module.
+So a program waits only for what it uses, and `mpjax --help` does not wait for JAX. nnx would double the time
+of `import mpjax`, also for users without an nnx module.
 """
 
 from __future__ import annotations

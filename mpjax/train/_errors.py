@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class ConfigError(ValueError):
   """The config is wrong: one line that names the key, the value and what to write instead."""
@@ -48,6 +50,20 @@ class Agreed(Exception):
 MENDABLE = (ConfigError, DataError, CheckpointError)
 # Errors that all processes of a run raise together.
 TOGETHER = (Agreed, Interrupted, Stuck)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+  """Yields an error, its cause, the cause of that, and so on."""
+  link: BaseException | None = error
+  while link is not None:
+    yield link
+    link = link.__cause__ or link.__context__
+
+
+def one_line(text: str) -> str:
+  """Returns the text of an error on one line of at most some 300 characters."""
+  text = " ".join(text.split())
+  return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def exit_status(error: BaseException) -> int | None:

@@ -8,7 +8,7 @@ is gone without a word is named, and what hangs ends.
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import itertools
 import json
 import logging
@@ -34,8 +34,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax import _compat
 from mpjax._types import Array, PyTree
-from mpjax.train._errors import MENDABLE, TOGETHER, Agreed, CheckpointError, ConfigError
+from mpjax.train._errors import MENDABLE, TOGETHER, Agreed, CheckpointError, ConfigError, causes, one_line
 from mpjax.train.config._config import DistributedConfig
+from mpjax.train.config._differences import mismatch
 
 T = TypeVar("T")
 
@@ -94,10 +95,10 @@ def start(flags: Flags, settings: DistributedConfig) -> Processes:
       jax.distributed.initialize(**options)
   except (RuntimeError, ValueError, OSError) as error:  # JAX's own are RuntimeErrors
     where = f" ({flags.coordinator} may be in use, or on another machine)" if flags.process == 0 else ""
-    raise ConfigError(f"the processes cannot be started together: {one_line(error)}{where}") from error
+    raise ConfigError(f"the processes cannot be started together: {one_line(str(error))}{where}") from error
   # Devices of several processes start together: a process with a wrong config would make the others wait.
   jax.devices()
-  return Processes(settings, started=True)
+  return Processes(settings)
 
 
 def processes_around() -> int:
@@ -113,34 +114,23 @@ def processes_around() -> int:
 
 
 def _are_several(flags: Flags) -> bool:
-  given = {
-    "--coordinator": flags.coordinator,
-    "--num-processes": flags.processes,
-    "--process-id": flags.process,
-  }
-  missing = [name for name, value in given.items() if value is None]
   if flags.processes == 1 and flags.process in (None, 0):
     return False
-  if len(missing) == len(given):
+  if flags == Flags():
     try:
       return processes_around() > 1
     except (RuntimeError, ValueError, OSError, LookupError) as error:
       raise ConfigError(
-        f"the environment does not say how many processes there are ({one_line(error)}); give "
+        f"the environment does not say how many processes there are ({one_line(str(error))}); give "
         "--coordinator, --num-processes and --process-id, or --num-processes 1 for this one alone"
       ) from error
-  if missing:
-    raise ConfigError(
-      f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: expected --coordinator "
-      "HOST:PORT, --num-processes N and --process-id I together, or none of them"
-    )
   host, _, port = (flags.coordinator or "").rpartition(":")
-  if not (host and port.isdecimal() and 0 < int(port) < 65536):
-    raise ConfigError(f"--coordinator {flags.coordinator}: expected HOST:PORT, as in 10.0.0.1:1234")
-  if flags.process not in range(flags.processes or 0):
+  is_address = host and port.isdecimal() and 0 < int(port) < 65536
+  if not is_address or flags.process not in range(flags.processes or 0):
+    given = zip(("--coordinator", "--num-processes", "--process-id"), flags, strict=True)
     raise ConfigError(
-      f"--num-processes {flags.processes} --process-id {flags.process}: expected ids from 0 to one less than "
-      "the number"
+      f"{' '.join(f'{name} {value}' for name, value in given if value is not None)}: expected --coordinator "
+      "HOST:PORT, --num-processes N and --process-id I, from 0 to N - 1, together, or none of them"
     )
   return True
 
@@ -181,15 +171,12 @@ class Processes:
 
   Args:
     settings: the time-outs.
-    may_exit: whether a hang may end this process if it is the only one; one of several always ends.
-    started: whether `jax.distributed` was started for this run, and ends with it.
+    may_exit: whether this process and `jax.distributed` end with the run. If not, a hang ends one of several
+      processes, but never the only one.
   """
 
-  def __init__(
-    self, settings: DistributedConfig | None = None, *, may_exit: bool = True, started: bool = False
-  ):
-    self.settings = settings or DistributedConfig()
-    self._may_exit, self._started = may_exit, started
+  def __init__(self, settings: DistributedConfig | None = None, *, may_exit: bool = True):
+    self.settings, self._may_exit = settings or DistributedConfig(), may_exit
     self.directory: pathlib.Path | None = None
     self._ending = threading.Lock()
     self._doing, self._since = "the start", time.monotonic()
@@ -210,8 +197,8 @@ class Processes:
     self._since = time.monotonic()
     if self.are_watched:
       threading.Thread(target=self._watch_over, daemon=True, name="watch over the run").start()
-    # Only if `jax.distributed` ends with the run: otherwise process 0 may be done before the rest.
-    if self._started and not self.first:
+    # Otherwise process 0 may be done before the rest.
+    if self._may_exit and not self.first:
       threading.Thread(target=self._watch_first, daemon=True, name="watch over process 0").start()
     return self
 
@@ -226,15 +213,15 @@ class Processes:
     self,
     work: Callable[[], T],
     tell: Callable[[T], Any] = lambda _: None,
-    check: Callable[[Any, Any, int], str | None] = lambda first, other, process: None,
+    *,
+    same: bool = False,
   ) -> tuple[T, Any]:
     """Does some work in every process; returns only if it succeeded in all of them.
 
     Args:
       work: the work; it may raise errors that the user can fix.
       tell: takes the work's result; returns what others must know, a JSON value.
-      check: takes what process 0 tells, what another process tells and the other's number; returns an error
-        text, or `None`.
+      same: whether all processes have to tell the same, a mapping by name.
 
     Returns:
       The work's result, and what process 0 tells.
@@ -242,9 +229,9 @@ class Processes:
     Raises:
       Agreed: in every process, if the work raised in one. In a run of one process, raises the work's error.
     """
-    if self._client is None:
+    if self.count == 1:
       result = work()
-      return result, tell(result)
+      return result, None if same else tell(result)
     done: list[T] = []
     try:
       done.append(work())
@@ -252,7 +239,7 @@ class Processes:
     except MENDABLE as error:
       told = {"problem": str(error), "status": error.exit_status}
     timeout_s = max(self.settings.start_timeout_s, self.settings.hang_timeout_s)
-    verdict = _verdict([json.loads(text) for text in everyone(json.dumps(told), timeout_s)], check)
+    verdict = _verdict(everyone(told, timeout_s), same)
     if "problem" in verdict:
       raise Agreed(verdict["problem"], verdict["status"])
     return done[0], verdict["told"]
@@ -285,19 +272,19 @@ class Processes:
         expected = outcome(error)
         if self.count == 1 and expected is None:
           raise
-        status, line = expected or (1, f"error: {type(error).__name__}: {one_line(error)}")
+        status, line = expected or (1, one_line(f"error: {type(error).__name__}: {error}"))
         if not self.are_together(error):
           self._end_alone(error, status, line, expected is not None)
     if line and self.first:
       logging.getLogger("mpjax.train").error(line)
-    if self._started:  # otherwise the caller ends it; a barrier, so that none takes another for lost
+    if self._client is not None:  # a barrier, so that none takes another for lost
       jax.distributed.shutdown()
     return status
 
   def _end_alone(self, error: BaseException, status: int, line: str, is_expected: bool) -> NoReturn:
     """Ends this process while the others still run."""
     if _is_broken(error) and (not is_expected or isinstance(error, CheckpointError)):
-      self._tell(LOST, f"the connection to another process broke ({one_line(error)})", lost=True)
+      self._tell(LOST, f"the connection to another process broke ({one_line(str(error))})", lost=True)
       self._end_by(self._word(_ANSWER_S))
     self._closed.set()  # the word is for the others
     if not is_expected:
@@ -357,11 +344,12 @@ class Processes:
     The runtime notices that, too, a moment later, and aborts without naming a process or a checkpoint.
     """
     host, _, port = (self._address or "").rpartition(":")
-    connected = False
-    while True:
+    began = 0.0
+    # One connection a second at most, where the other end closes each at once.
+    while not self._closed.wait(began + 1 - time.monotonic()):
       try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=60) as connection:
-          connected = True
+          began = time.monotonic()
           connection.settimeout(None)
           while connection.recv(4096):  # until the other end closes it, as it does with what says nothing
             pass
@@ -369,7 +357,7 @@ class Processes:
         continue
       except OSError:
         break
-    if connected and not self._closed.is_set():
+    if began and not self._closed.is_set():
       self._lost([0])
 
   def _end_by(self, word: dict[str, Any]) -> NoReturn:
@@ -407,9 +395,7 @@ class Processes:
 
   def _exit(self, status: int, line: str) -> NoReturn:
     """Exits at once: Python's usual end would wait for processes that are gone."""
-    if not self._ending.acquire(blocking=False):
-      while True:  # another thread is exiting
-        time.sleep(60)
+    self._ending.acquire()  # for ever if another thread is exiting
     shown = f"process {self.process}: {line}" if self.count > 1 else line
     with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads
       print(shown, file=sys.stderr, flush=True)
@@ -419,56 +405,44 @@ class Processes:
     os._exit(status)
 
 
-def _verdict(told_by: list[dict[str, Any]], check: Callable[[Any, Any, int], str | None]) -> dict[str, Any]:
+def _verdict(told_by: list[dict[str, Any]], same: bool) -> dict[str, Any]:
+  """Returns the problem of one process, or a difference as a problem, or what process 0 tells."""
   problems = [(i, told) for i, told in enumerate(told_by) if "problem" in told]
   if problems:
     number, told = problems[0]
     alike = len(problems) == len(told_by) and len({told["problem"] for _, told in problems}) == 1
     line = told["problem"] if number == 0 or alike else f"process {number}: {told['problem']}"
     return {"problem": line, "status": told["status"]}
-  for i, told in enumerate(told_by[1:], 1):
-    if (problem := check(told_by[0]["told"], told["told"], i)) is not None:
+  for i, told in enumerate(told_by[1:] if same else [], 1):
+    if (problem := mismatch(told_by[0]["told"], told["told"], i)) is not None:
       return {"problem": problem, "status": 2}
   return told_by[0]
 
 
 def _is_broken(error: BaseException) -> bool:
-  link: BaseException | None = error
-  while link is not None:
-    if isinstance(link, (RuntimeError, ValueError, OSError, CheckpointError)) and _BROKEN.search(str(link)):
-      return True
-    link = link.__cause__ or link.__context__
-  return False
+  expected = (RuntimeError, ValueError, OSError, CheckpointError)
+  return any(isinstance(link, expected) and _BROKEN.search(str(link)) for link in causes(error))
 
 
-def one_line(error: BaseException) -> str:
-  """Returns the text of an error on one line."""
-  text = " ".join(str(error).split()) or type(error).__name__
-  return text if len(text) <= 300 else f"{text[:300]}..."
+def everyone(value: object, timeout_s: float) -> list[Any]:
+  """Returns the JSON values of all processes, in their order. Every process has to call this.
 
-
-def everyone(text: str, timeout_s: float) -> list[str]:
-  """Returns the texts of all processes, in their order. Every process calls this and gets the same list.
-
-  The texts go through the coordination service: no device takes part, and there is a time-out.
-
-  Args:
-    text: this process's text.
-    timeout_s: how long to wait for the others, in seconds.
+  They go through the coordination service: no device takes part.
 
   Raises:
     TimeoutError: if another process did not call this in time.
   """
   client, process, count, _ = _compat.coordination()
+  text = json.dumps(value)
   if client is None:
-    return [text]
+    return [json.loads(text)]
   key, milliseconds = f"{_EVERYONE}/{next(_meetings)}", max(1, round(timeout_s * 1000))
   try:
     client.key_value_set(f"{key}/{process}", text)
     if process == 0:  # so that each of thousands of processes asks only once
       texts = [client.blocking_key_value_get(f"{key}/{i}", milliseconds) for i in range(count)]
-      client.key_value_set(f"{key}/all", json.dumps(texts))
-    found: list[str] = json.loads(client.blocking_key_value_get(f"{key}/all", milliseconds))
+      client.key_value_set(f"{key}/all", f"[{','.join(texts)}]")
+    found: list[Any] = json.loads(client.blocking_key_value_get(f"{key}/all", milliseconds))
   except jax.errors.JaxRuntimeError as error:
     raise TimeoutError(f"another process did not come within {timeout_s:g} s") from error
   return found
@@ -484,27 +458,6 @@ def versions() -> dict[str, str]:
 
   packages = (mpjax, jax, jaxlib, flax, optax, np)
   return {"python": platform.python_version()} | {each.__name__: each.__version__ for each in packages}
-
-
-def digest(text: str) -> str:
-  """Returns a digest of a program's text."""
-  return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def code_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
-  """Returns an error text if process 0 and another one run different code; `None` if they do not.
-
-  Args:
-    first: versions or digests by name, in process 0.
-    other: the same in another process.
-    process: the other process's number.
-  """
-  differ = [name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)]
-  if not differ:
-    return None
-  told = lambda name: f"{name}: {first.get(name)} in process 0, {other.get(name)} in process {process}"
-  shown = list(map(told, differ))
-  return f"the processes run different code ({'; '.join(shown[:3])}): give all of them the same"
 
 
 class Interrupt:
@@ -554,15 +507,18 @@ class Poll:
     if several:
       devices = np.array(jax.devices())
       mesh = jax.sharding.Mesh(devices, ("everywhere",), axis_types=(AxisType.Auto,))
-      self._sharding = NamedSharding(mesh, PartitionSpec("everywhere"))
+      one_each = NamedSharding(mesh, PartitionSpec("everywhere"))
       self._latest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
-      self._quiet = self._everywhere(0)
+      self._words = functools.cache(
+        lambda signum: jax.make_array_from_callback(
+          (devices.size,), one_each, lambda _: np.full(1, signum, np.int32)
+        )
+      )
 
   def ask(self, signum: int | None) -> None:
     """Tells the others, before a step, whether this process got a signal."""
     if self._several:
-      word = self._quiet if signum is None else self._everywhere(signum)
-      self._answers.append(self._latest(word))
+      self._answers.append(self._latest(self._words(signum or 0)))
 
   def answer(self, signum: int | None) -> int | None:
     """Returns the signal that any process reported one step ago; in a single process, its own at once."""
@@ -571,7 +527,3 @@ class Poll:
     if len(self._answers) < 2:
       return None
     return int(self._answers.pop(0)) or None
-
-  def _everywhere(self, signum: int) -> jax.Array:
-    word = np.full((1,), signum, np.int32)
-    return jax.make_array_from_callback((self._sharding.num_devices,), self._sharding, lambda _: word)

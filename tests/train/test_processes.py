@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -19,11 +20,7 @@ from mpjax.train import ConfigError
 from mpjax.train import processes as several
 from mpjax.train._errors import Agreed
 from mpjax.train.config._config import DistributedConfig
-from mpjax.train.config._differences import config_mismatch
-from mpjax.train.data import data_mismatch
-
-# What only several processes do, here with stand-ins for the others.
-from mpjax.train.processes import code_mismatch
+from mpjax.train.config._differences import mismatch
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
 from tests.train._own_config import PLUGIN, write_config
@@ -251,7 +248,7 @@ def test_a_state_that_rows_of_one_process_make_nan_is_saved_by_none(start, tmp_p
       "tests/train/_faulty_train.py",
       "policy=auto",
       '{"code": 1}',
-      "different code .program of the step: [0-9a-f]+ in process 0, [0-9a-f]+ in process 1",
+      r"\(program of the step: '[0-9a-f]+' in process 0, '[0-9a-f]+' in process 1\)",
     ),
   ],
 )
@@ -272,38 +269,36 @@ def test_processes_go_on_only_if_the_work_went_well_in_all_of_them_and_they_agre
   def failing():
     raise ConfigError("bad")
 
-  differ = lambda first, other, process: f"{first} here, {other} in {process}" if first != other else None
   ours = {"ok": lambda: "mine", "bad": failing}
+  tell = lambda result: {"data": result.upper()}
   monkeypatch.setattr(several._compat, "coordination", lambda: (object(), 0, 2, "127.0.0.1:1"))
   for work, other, said, status in [
-    ("ok", {"told": "MINE"}, None, None),
-    ("ok", {"told": "OTHER"}, "MINE here, OTHER in 1", 2),
+    ("ok", {"told": {"data": "MINE"}}, None, None),
+    ("ok", {"told": {"data": "OTHER"}}, "(data: 'MINE' in process 0, 'OTHER' in process 1)", 2),
     ("ok", {"problem": "full", "status": 4}, "process 1: full", 4),
-    ("bad", {"told": "MINE"}, "bad", 2),
+    ("bad", {"told": {"data": "MINE"}}, "bad", 2),
     ("bad", {"problem": "bad", "status": 2}, "bad", 2),
     ("bad", {"problem": "full", "status": 4}, "bad", 2),
   ]:
-    monkeypatch.setattr(several, "everyone", lambda text, timeout_s: [text, json.dumps(other)])
+    monkeypatch.setattr(several, "everyone", lambda told, timeout_s: [told, other])
     processes = several.Processes()
     if said is None:
-      assert processes.agree(ours[work], str.upper, differ) == ("mine", "MINE"), other
+      assert processes.agree(ours[work], tell, same=True) == ("mine", {"data": "MINE"}), other
       continue
     with pytest.raises(Agreed) as raised:
-      processes.agree(ours[work], str.upper, differ)
-    assert (str(raised.value), raised.value.exit_status) == (said, status), other
+      processes.agree(ours[work], tell, same=True)
+    assert said in str(raised.value), other
+    assert raised.value.exit_status == status
 
 
 def test_what_differs_between_processes_is_named():
-  assert code_mismatch({"jax": "1"}, {"jax": "1"}, 3) is None
-  text = code_mismatch({"jax": "1", "own": "a"}, {"jax": "2", "own": "a"}, 3)
-  assert "jax: 1 in process 0, 2 in process 3" in text
-  assert "own" not in text
-  assert data_mismatch("a", "a", 1) is None
-  assert data_mismatch("a", "b", 1).startswith("process 1 reads other data than process 0")
+  assert mismatch({"versions": {"jax": "1"}}, {"versions": {"jax": "1"}}, 3) is None
+  text = mismatch({"versions": {"jax": "1", "flax": "a"}}, {"versions": {"jax": "2", "flax": "a"}}, 3)
+  assert "(versions.jax: '1' in process 0, '2' in process 3)" in text
   config = {"seed": 3, "train": {"steps": 2, "checkpoint_wait": False}, "distributed": {"a": 1}}
   own = {"train": {"steps": 2, "checkpoint_wait": True}, "distributed": {"a": 2}}
-  assert config_mismatch(config, config | own, 1) is None
-  assert "(seed: 3 in process 0, 4 in process 1)" in config_mismatch(config, config | {"seed": 4}, 1)
+  assert mismatch(config, config | own, 1) is None
+  assert "(seed: 3 in process 0, 4 in process 1)" in mismatch(config, config | {"seed": 4}, 1)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -348,11 +343,15 @@ def test_one_whose_disk_fills_during_a_checkpoint_ends_all(start, tiny_gpt, tmp_
 
 
 def test_the_others_see_the_coordinators_port_close_and_no_other_end_of_a_connection(monkeypatch):
+  """What closes each connection at once gets one a second."""
+  waits = []
+  monkeypatch.setattr(several, "time", types.SimpleNamespace(monotonic=lambda: 7.0))
   with socket.create_server(("127.0.0.1", 0)) as port:
     address = f"127.0.0.1:{port.getsockname()[1]}"
     monkeypatch.setattr(several._compat, "coordination", lambda: (object(), 1, 2, address))
-    processes, lost = several.Processes(started=True), []
+    processes, lost = several.Processes(), []
     monkeypatch.setattr(processes, "_lost", lost.append)
+    monkeypatch.setattr(processes._closed, "wait", waits.append)
     watch = threading.Thread(target=processes._watch_first)
     watch.start()
     port.accept()[0].close()
@@ -361,6 +360,7 @@ def test_the_others_see_the_coordinators_port_close_and_no_other_end_of_a_connec
   connection.close()
   watch.join(60)
   assert lost == [[0]]
+  assert [max(wait, 0) for wait in waits] == [0, 1, 1]
 
 
 @pytest.mark.slow

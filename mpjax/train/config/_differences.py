@@ -24,11 +24,12 @@ _FREE = _OWN | {
 _GROWING = {"train.steps", "optimizer.schedule_steps"}
 
 
-def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
-  """Returns an error text if the configs of process 0 and another one differ; `None` if they match."""
+def mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
+  """Returns an error text if configs, code or data differ between process 0 and another; otherwise `None`."""
   found = _differences(first, other, "in process 0", f"in process {process}", _OWN)
-  said = f"the processes have different configs ({'; '.join(found[:3])}): start all with the same one"
-  return said if found else None
+  if not found:
+    return None
+  return f"the processes differ ({'; '.join(found[:3])}): give all the same config, code and data"
 
 
 def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any], *, may_grow: bool = True) -> str | None:

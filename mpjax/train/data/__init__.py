@@ -6,7 +6,7 @@ from mpjax.sharding import Rows
 from mpjax.train._errors import DataError
 from mpjax.train.config._config import DataConfig
 from mpjax.train.config._registry import DATASETS
-from mpjax.train.data._dataset import Batch, Data, RowSource, data_mismatch, describe, make_data
+from mpjax.train.data._dataset import Batch, Data, RowSource, describe, make_data
 from mpjax.train.data._info import DataInfo, MissingFact, ModelInfo
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
   "ModelInfo",
   "RowSource",
   "Rows",
-  "data_mismatch",
   "describe",
   "load_data",
 ]

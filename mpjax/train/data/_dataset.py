@@ -86,13 +86,6 @@ class Data:
     return whole if self.eval_batches is None else min(whole, self.eval_batches)
 
 
-def data_mismatch(first: str, other: str, process: int) -> str | None:
-  """Returns an error text if the fingerprints of process 0 and another differ; `None` if they are equal."""
-  if first == other:
-    return None
-  return f"process {process} reads other data than process 0: give all of them the same files"
-
-
 def describe(error: Exception) -> str:
   """Describes an error of reading rows in one line; file and reason for one of the operating system's."""
   if isinstance(error, DataError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,15 +17,13 @@ from mpjax.train._files import GONE
 from mpjax.train.checkpoints import STORAGE_ERRORS
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
-from mpjax.train.config._differences import config_mismatch
 from mpjax.train.config._plugins import load_plugins, plugin_digests
-from mpjax.train.data import data_mismatch
 from mpjax.train.loop._loop import TrainingRun
 from mpjax.train.loop._output import LOGGER, Output
 from mpjax.train.loop._progress import show_summary
 from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._trackers import Tracker, check_trackers
-from mpjax.train.processes import Processes, code_mismatch, digest, versions
+from mpjax.train.processes import Processes, versions
 from mpjax.train.setup._setup import Setup, make_setup
 
 
@@ -130,7 +129,7 @@ def train_together(
   """Agrees on config, step and directory with the other processes, then trains; returns the summary."""
   began = time.perf_counter()
   console = output.show_on(console, quiet=not processes.first)
-  config, _ = processes.agree(load, _tell_config, _config_mismatch)
+  config, _ = processes.agree(load, _tell_config, same=True)
   processes.directory = pathlib.Path(str(config.out))
 
   def set_up() -> Setup:
@@ -140,9 +139,7 @@ def train_together(
     made.check_step()
     return made
 
-  # A run of one process does not need the text of its program, which is long.
-  tell = _tell_setup if processes.count > 1 else lambda setup: None
-  setup, _ = processes.agree(set_up, tell, _setup_mismatch)
+  setup, _ = processes.agree(set_up, _tell_setup, same=True)
   directory, summary = processes.agree(
     lambda: RunDirectory(config, owner=processes.first), lambda directory: directory.summary()
   )
@@ -175,18 +172,9 @@ def _train(run: TrainingRun) -> dict[str, Any]:
 
 
 def _tell_config(config: Config) -> dict[str, Any]:
-  return {"config": yaml.safe_load(config.to_yaml()), "code": versions() | plugin_digests()}
-
-
-def _config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
-  differ = config_mismatch(first["config"], other["config"], process)
-  return differ or code_mismatch(first["code"], other["code"], process)
+  return {**yaml.safe_load(config.to_yaml()), "versions": versions(), "plug-ins": plugin_digests()}
 
 
 def _tell_setup(setup: Setup) -> dict[str, Any]:
-  return {"data": setup.info.fingerprint, "code": {"program of the step": digest(setup.program())}}
-
-
-def _setup_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
-  differ = data_mismatch(first["data"], other["data"], process)
-  return differ or code_mismatch(first["code"], other["code"], process)
+  program = hashlib.blake2b(setup.program().encode(), digest_size=8).hexdigest()
+  return {"data": setup.info.fingerprint, "program of the step": program}
