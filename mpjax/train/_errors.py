@@ -54,9 +54,11 @@ TOGETHER = (Agreed, Interrupted, Stuck)
 
 def causes(error: BaseException) -> Iterator[BaseException]:
   """Yields an error, its cause, the cause of that, and so on."""
+  found: list[BaseException] = []
   link: BaseException | None = error
-  while link is not None:
+  while link is not None and link not in found:
     yield link
+    found.append(link)
     link = link.__cause__ or link.__context__
 
 

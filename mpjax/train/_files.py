@@ -34,9 +34,12 @@ def unfinished(path: pathlib.Path) -> pathlib.Path:
   return path.with_name(path.name + ".tmp")
 
 
-def set_aside(path: pathlib.Path, *, keep: bool = False) -> pathlib.Path:
-  """Moves a file to `damaged/` in its folder, or copies it there with `keep`; returns the new path."""
-  target = unused(path.parent / "damaged" / path.name)
+def set_aside(path: pathlib.Path, run: pathlib.Path | None = None, *, keep: bool = False) -> pathlib.Path:
+  """Moves a file to `damaged/` in a run directory, or copies it there with `keep`; returns the new path.
+
+  Without `run`, the file's own folder is the run directory.
+  """
+  target = unused((run or path.parent) / "damaged" / path.name)
   target.parent.mkdir(exist_ok=True)
   if keep:
     shutil.copyfile(path, target)

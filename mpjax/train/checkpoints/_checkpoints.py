@@ -8,7 +8,6 @@ there for the others, which wait for it. `experimental.v1.training.Checkpointer`
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import pathlib
@@ -20,7 +19,7 @@ import jax
 
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError
-from mpjax.train._files import unused
+from mpjax.train._files import set_aside
 from mpjax.train.checkpoints import _integrity
 from mpjax.train.checkpoints._checksums import NonFiniteLeaves, examine
 from mpjax.train.checkpoints._integrity import Damaged, reason
@@ -104,10 +103,10 @@ class Checkpoints:
     """Starts writing a checkpoint of a finite state; the arrays are copied before this returns.
 
     Args:
-      step: the number of the step that made the state.
-      state: the state to save.
+      step: the step that made the state.
+      state: the state.
       data: the data iterator's state, a JSON value.
-      loop: the loop's own numbers, a JSON value.
+      loop: the loop's own numbers, JSON values.
       eval_loss: the state's evaluation loss, if it was evaluated.
       skips: how many steps in a row, up to this one, were skipped.
 
@@ -151,10 +150,24 @@ class Checkpoints:
     The shardings, the mesh and the number of processes may differ from those of the run that saved it.
 
     Raises:
-      CheckpointError: if it is damaged or not finite, or its state does not match `like`.
+      CheckpointError: in every process, if it is damaged or not finite, or its state does not match `like`.
     """
     self.wait()
-    return self._read(step, like)
+    record: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
+    fault = None
+    try:
+      record = _integrity.read_record(self._path(step))
+      self._require_own(step, record)
+      tree = _integrity.read_state(self._path(step), _to_tree(like), record)
+    except CheckpointError as error:
+      fault = isinstance(error, Damaged), str(error)
+    for is_damaged, text in filter(None, everyone(fault, self._timeout_s)):
+      raise (Damaged if is_damaged else CheckpointError)(f"the checkpoint of step {step} {text}")
+    if problem := _integrity.difference(record, examine(tree)):
+      raise Damaged(f"the checkpoint of step {step} {problem}")
+    self.begun_with = record["begun_with"]
+    return Restored(step, like.replace(**tree), record["data"], record["loop"])
 
   def restore_latest(self, like: TrainState) -> Restored | None:
     """Returns the newest good checkpoint, as `restore` does; `None` if there are no checkpoints.
@@ -170,7 +183,7 @@ class Checkpoints:
     damaged: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
-        restored = self._read(step, like)
+        restored = self.restore(step, like)
       except Damaged as damage:
         damaged[step] = str(damage)
         continue
@@ -226,24 +239,6 @@ class Checkpoints:
         f"and once there is room and permission to write, the same command {then}"
       ) from error
 
-  def _read(self, step: int, like: TrainState) -> Restored:
-    """Returns the checkpoint of a step in every process, or raises the same in every process."""
-    record: dict[str, Any] = {}
-    tree: dict[str, Any] = {}
-    fault = None
-    try:
-      record = _integrity.read_record(self._path(step))
-      self._require_own(step, record)
-      tree = _integrity.read_state(self._path(step), _to_tree(like), record)
-    except CheckpointError as error:
-      fault = isinstance(error, Damaged), str(error)
-    for is_damaged, text in filter(None, self._everyone(fault)):
-      raise (Damaged if is_damaged else CheckpointError)(f"the checkpoint of step {step} {text}")
-    if problem := _integrity.difference(record, examine(tree)):
-      raise Damaged(f"the checkpoint of step {step} {problem}")
-    self.begun_with = record["begun_with"]
-    return Restored(step, like.replace(**tree), record["data"], record["loop"])
-
   def _require_own(self, step: int, record: dict[str, Any]) -> None:
     """Raises `Damaged` if a record is not the one of `step` of this run."""
     if record["step"] != step:
@@ -285,16 +280,10 @@ class Checkpoints:
 
   def _moved_aside(self, damaged: dict[int, str]) -> dict[int, str]:
     """Moves checkpoints to `damaged/`, because their steps will be saved again; adds where to their lines."""
-    folder = self._directory.parent / "damaged"
-
-    def move() -> list[str]:
-      folder.mkdir(exist_ok=True)
-      targets = [str(unused(folder / str(step))) for step in damaged]
-      for step, target in zip(damaged, targets, strict=True):
-        os.rename(self._path(step), target)
-      return targets
-
-    failed = f"the damaged checkpoint of step {max(damaged)} in {self._directory} cannot be moved to {folder}"
+    run = self._directory.parent
+    move = lambda: [str(set_aside(self._path(step), run)) for step in damaged]
+    one = f"the damaged checkpoint of step {max(damaged)} in {self._directory}"
+    failed = f"{one} cannot be moved to {run / 'damaged'}"
     then = "move it away, and the same command resumes from an earlier one"
     for step, target in zip(damaged, self._by_first(move, failed, then), strict=True):
       del self._ranks[step]
@@ -309,17 +298,10 @@ class Checkpoints:
         value = work()
       except OSError as error:
         problem = reason(error)
-    value, problem = self._everyone((value, problem))[0]
+    value, problem = everyone((value, problem), self._timeout_s)[0]
     if problem:
       raise CheckpointError(f"{failed}: {problem}; {then}")
     return value
-
-  def _everyone(self, value: object) -> list[Any]:
-    """Returns the JSON values of all processes, in their order."""
-    try:
-      return [json.loads(text) for text in everyone(json.dumps(value), self._timeout_s)]
-    except TimeoutError as error:
-      raise CheckpointError(f"{self._directory} cannot be read: {error}") from error
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:

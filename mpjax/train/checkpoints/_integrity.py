@@ -26,7 +26,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from mpjax._types import PyTree
-from mpjax.train._errors import CheckpointError
+from mpjax.train._errors import CheckpointError, causes, one_line
 from mpjax.train.checkpoints._checksums import Examined, NonFiniteLeaves, kinds
 
 # The operating system's errors for files that cannot be written or read.
@@ -137,17 +137,15 @@ def _write_a_little(directory: pathlib.Path) -> None:
 
 def reason(error: BaseException) -> str:
   """Returns one line on what went wrong: the operating system's words if it caused the error."""
-  chain = [error]
-  while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
-    chain.append(link)
-  told = " ".join(map(str, chain))
+  told = " ".join(map(str, causes(error)))
   if known := [text for text in map(os.strerror, STORAGE_ERRORS) if text in told]:
     return known[0]
   if "DEADLINE_EXCEEDED" in told:
     return "another process did not do its part in time"
-  text = " ".join(str(error).split()).partition(" [tensorstore_spec")[0]
-  text = text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
-  return text if len(text) <= 300 else f"{text[:300]}..."
+  text = str(error).partition(" [tensorstore_spec")[0]
+  return one_line(
+    text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
+  )
 
 
 def _digest(record: Mapping[str, Any]) -> str:

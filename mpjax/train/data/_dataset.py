@@ -17,6 +17,7 @@ from mpjax._types import ArrayLike
 from mpjax.sharding import Rows
 from mpjax.train._errors import DataError
 from mpjax.train.config._config import DataConfig
+from mpjax.train.config._registry import DATASETS
 from mpjax.train.data._info import DataInfo
 
 Batch = dict[str, np.ndarray]
@@ -95,13 +96,23 @@ def describe(error: Exception) -> str:
   return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def make_data(made: object, spec: DataConfig, seed: int) -> Data:
-  """Makes a `Data` from what the function of a data kind returned.
+def load_data(spec: DataConfig, *, seed: int) -> Data:
+  """Loads the dataset that a config's `data` section describes.
+
+  Args:
+    spec: the section.
+    seed: seed of the order of training batches. The split does not depend on it.
 
   Raises:
-    DataError: if a split does not fill a batch, or the function did not return rows.
+    DataError: if data is missing or cannot be used, or does not fill a batch; one line.
   """
   title = f"data.kind={spec.kind}"
+  try:
+    made: Any = DATASETS.find(spec.kind).fun(**spec.options)
+  except DataError:
+    raise
+  except (OSError, ValueError) as error:  # from a user's function
+    raise DataError(f"{title}: {describe(error)}") from error
   if not isinstance(made, tuple) or len(made) not in (2, 3):
     raise DataError(
       f"{title}: its function returned a {type(made).__name__}: expected (train_rows, eval_rows) or "
