@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import json
 import logging
@@ -232,17 +233,14 @@ class Processes:
     if self.count == 1:
       result = work()
       return result, None if same else tell(result)
-    done: list[T] = []
+    result: Any = None
     try:
-      done.append(work())
-      told = {"told": tell(done[0])}
+      result = work()
+      told = {"told": tell(result)}
     except MENDABLE as error:
       told = {"problem": str(error), "status": error.exit_status}
     timeout_s = max(self.settings.start_timeout_s, self.settings.hang_timeout_s)
-    verdict = _verdict(everyone(told, timeout_s), same)
-    if "problem" in verdict:
-      raise Agreed(verdict["problem"], verdict["status"])
-    return done[0], verdict["told"]
+    return result, _agreed(everyone(told, timeout_s), same)
 
   def fetch(self, tree: PyTree) -> PyTree:
     """Returns global arrays as complete NumPy arrays in every process."""
@@ -386,10 +384,8 @@ class Processes:
 
   def _resume(self) -> str:
     again = "start all processes again, in any number" if self.count > 1 else "the same command again"
-    steps = []
-    if self.directory is not None:
-      steps = [int(p.name) for p in (self.directory / "checkpoints").glob("*") if p.name.isdecimal()]
-    if steps:
+    folders = [] if self.directory is None else (self.directory / "checkpoints").glob("*")
+    if steps := [int(folder.name) for folder in folders if folder.name.isdecimal()]:
       return f"the checkpoint of step {max(steps)} in {self.directory} is intact; {again}, to resume from it"
     return f"there is no checkpoint yet; {again}"
 
@@ -405,18 +401,18 @@ class Processes:
     os._exit(status)
 
 
-def _verdict(told_by: list[dict[str, Any]], same: bool) -> dict[str, Any]:
-  """Returns the problem of one process, or a difference as a problem, or what process 0 tells."""
+def _agreed(told_by: list[dict[str, Any]], same: bool) -> Any:
+  """Returns what process 0 tells; raises `Agreed` if one has a problem or, if `same`, tells other things."""
   problems = [(i, told) for i, told in enumerate(told_by) if "problem" in told]
   if problems:
     number, told = problems[0]
     alike = len(problems) == len(told_by) and len({told["problem"] for _, told in problems}) == 1
-    line = told["problem"] if number == 0 or alike else f"process {number}: {told['problem']}"
-    return {"problem": line, "status": told["status"]}
+    who = "" if number == 0 or alike else f"process {number}: "
+    raise Agreed(f"{who}{told['problem']}", told["status"])
   for i, told in enumerate(told_by[1:] if same else [], 1):
     if (problem := mismatch(told_by[0]["told"], told["told"], i)) is not None:
-      return {"problem": problem, "status": 2}
-  return told_by[0]
+      raise Agreed(problem, ConfigError.exit_status)
+  return told_by[0]["told"]
 
 
 def _is_broken(error: BaseException) -> bool:
@@ -450,28 +446,40 @@ def everyone(value: object, timeout_s: float) -> list[Any]:
 
 def versions() -> dict[str, str]:
   """Returns the versions of Python and of the packages that decide what a step computes."""
-  import flax
-  import jaxlib
-  import optax
-
-  import mpjax
-
-  packages = (mpjax, jax, jaxlib, flax, optax, np)
-  return {"python": platform.python_version()} | {each.__name__: each.__version__ for each in packages}
+  packages = ("mpjax", "jax", "jaxlib", "flax", "optax", "numpy")
+  found = {name: importlib.import_module(name).__version__ for name in packages}
+  return {"python": platform.python_version(), **found}
 
 
 class Interrupt:
   """Within its `with` block, the first SIGTERM, SIGHUP or SIGINT sets `signum`; a second acts as usual.
 
-  A SIGHUP that the process ignores (`nohup`) stays ignored.
+  A SIGHUP that the process ignores (`nohup`) stays ignored. Processes tell each other, so that all stop after
+  the same step: each asks before every step, and after it reads the answer to the question of the step
+  before. That answer is there by then, so nothing waits. One number crosses the devices.
 
   Attributes:
-    signum: the signal that was received, or `None`.
+    signum: the signal that this process received, or `None`.
+
+  Args:
+    several: whether there are other processes.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, several: bool = False) -> None:
     self.signum: int | None = None
     self._before: dict[int, Any] = {}
+    self._several = several
+    self._answers: list[Any] = []
+    if several:
+      devices = np.array(jax.devices())
+      mesh = jax.sharding.Mesh(devices, ("everywhere",), axis_types=(AxisType.Auto,))
+      one_each = NamedSharding(mesh, PartitionSpec("everywhere"))
+      self._latest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+      self._words = functools.cache(
+        lambda signum: jax.make_array_from_callback(
+          (devices.size,), one_each, lambda _: np.full(1, signum, np.int32)
+        )
+      )
 
   def __enter__(self) -> Interrupt:
     if threading.current_thread() is threading.main_thread():
@@ -490,40 +498,13 @@ class Interrupt:
     self.signum = signum
     signal.signal(signum, self._before[signum])
 
-
-class Poll:
-  """Tells all processes that one of them got a signal, so that they stop after the same step.
-
-  Every process asks before each step, and after it reads the answer to the question of the step before. That
-  answer is there by then, so nothing waits. One number crosses the devices.
-
-  Args:
-    several: whether there are other processes.
-  """
-
-  def __init__(self, several: bool):
-    self._several = several
-    self._answers: list[Any] = []
-    if several:
-      devices = np.array(jax.devices())
-      mesh = jax.sharding.Mesh(devices, ("everywhere",), axis_types=(AxisType.Auto,))
-      one_each = NamedSharding(mesh, PartitionSpec("everywhere"))
-      self._latest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
-      self._words = functools.cache(
-        lambda signum: jax.make_array_from_callback(
-          (devices.size,), one_each, lambda _: np.full(1, signum, np.int32)
-        )
-      )
-
-  def ask(self, signum: int | None) -> None:
+  def ask(self) -> None:
     """Tells the others, before a step, whether this process got a signal."""
     if self._several:
-      self._answers.append(self._latest(self._words(signum or 0)))
+      self._answers.append(self._latest(self._words(self.signum or 0)))
 
-  def answer(self, signum: int | None) -> int | None:
+  def answer(self) -> int | None:
     """Returns the signal that any process reported one step ago; in a single process, its own at once."""
     if not self._several:
-      return signum
-    if len(self._answers) < 2:
-      return None
-    return int(self._answers.pop(0)) or None
+      return self.signum
+    return int(self._answers.pop(0)) or None if len(self._answers) > 1 else None

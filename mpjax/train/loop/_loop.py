@@ -33,7 +33,7 @@ from mpjax.train.loop._progress import Progress, show_header, show_summary
 from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._step_records import LAG, Profile, Records
 from mpjax.train.loop._trackers import Tracker, Trackers
-from mpjax.train.processes import Interrupt, Poll, Processes
+from mpjax.train.processes import Interrupt, Processes
 from mpjax.train.setup._evaluation import mean_of_batches, weights_of
 from mpjax.train.setup._init_from import start_from
 from mpjax.train.setup._optimizers import describe_schedule
@@ -97,14 +97,14 @@ class TrainingRun:
     """Trains from the last checkpoint to the end and returns the summary."""
     self._begin()
     try:
-      with self._progress, Interrupt() as interrupt:
+      with self._progress, Interrupt(self.processes.count > 1) as interrupt:
         for step in range(self.step + 1, self.config.train.steps + 1):
-          self._poll.ask(interrupt.signum)
+          interrupt.ask()
           self._profile.before(step)
           with jax.profiler.StepTraceAnnotation("train", step_num=step):
             self._take(step)
           self._profile.after(step, self.state)
-          self._at_boundary(self._poll.answer(interrupt.signum))
+          self._at_boundary(interrupt.answer())
       self._profile.stop(self.step)
       summary = self._finish()
     except BaseException:
@@ -129,7 +129,6 @@ class TrainingRun:
     self._trackers = Trackers(self.config, path, start, self._own_trackers, owner=first)
     traces = path / "profile" / (f"process_{self.processes.process}" if count > 1 else "")
     self._profile = Profile(settings.profile_steps, start, traces)
-    self._poll = Poll(count > 1)
     has_scale = self.policy.loss_scaling is not None
     self._progress = Progress(self.console, settings.steps, start, self.setup.task.units[0], has_scale)
 
