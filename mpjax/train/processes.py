@@ -182,6 +182,7 @@ class Processes:
     self._ending = threading.Lock()
     self._doing, self._since = "the start", time.monotonic()
     self._closed = threading.Event()
+    self._watch = threading.Thread(target=self._watch_over, daemon=True, name="watch over the run")
     self._client, self.process, self.count, self._address = _compat.coordination()
 
   @property
@@ -197,7 +198,7 @@ class Processes:
   def __enter__(self) -> Processes:
     self._since = time.monotonic()
     if self.are_watched:
-      threading.Thread(target=self._watch_over, daemon=True, name="watch over the run").start()
+      self._watch.start()
     # Otherwise process 0 may be done before the rest.
     if self._may_exit and not self.first:
       threading.Thread(target=self._watch_first, daemon=True, name="watch over process 0").start()
@@ -205,6 +206,9 @@ class Processes:
 
   def __exit__(self, *_: object) -> None:
     self._closed.set()
+    # A thread that comes back from native code while Python exits aborts the process.
+    if self._watch.is_alive():
+      self._watch.join(self.settings.hang_timeout_s)
 
   def doing(self, what: str) -> None:
     """Records that the run has made progress, and what it waits for now."""

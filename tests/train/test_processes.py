@@ -12,6 +12,7 @@ import threading
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -328,6 +329,22 @@ def test_what_does_not_move_ends_the_process(tmp_path, monkeypatch, capsys):
   error = capsys.readouterr().err
   assert "waited for step 19 for more than distributed.hang_timeout_s=1 seconds" in error
   assert f"the checkpoint of step 40 in {tmp_path} is intact" in error
+
+
+def test_what_watches_ends_with_the_run(monkeypatch):
+  """Python would end it in native code when the process exits, which aborts the process."""
+  asked = threading.Event()
+
+  class Client:
+    def blocking_key_value_get(self, key, timeout_ms):
+      asked.set()
+      time.sleep(timeout_ms / 1000)
+      raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+  monkeypatch.setattr(several._compat, "coordination", lambda: (Client(), 0, 2, "127.0.0.1:1"))
+  with several.Processes():
+    assert asked.wait(60)
+  assert "watch over the run" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.slow
