@@ -235,8 +235,8 @@ class Processes:
       Agreed: in every process, if the work raised in one. In a run of one process, raises the work's error.
     """
     if self.count == 1:
-      result = work()
-      return result, None if same else tell(result)
+      alone = work()
+      return alone, None if same else tell(alone)
     result: Any = None
     try:
       result = work()
