@@ -13,7 +13,6 @@ import importlib.util
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from mpjax._lazy import import_name
 from mpjax._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -102,6 +101,37 @@ __all__ = [
   "with_loss_scaling",
 ]
 
+# The module of each name. `import mpjax` imports none of them: a name is imported when it is first used. So a
+# program waits only for what it uses, and `mpjax --help` does not wait for JAX.
+_NAMES = {
+  "_average": ("Average",),
+  "casting": ("OpLists", "autocast", "explain", "full_precision", "half_precision", "init_fp8_state"),
+  "dtypes": ("cast_floating",),
+  "loss_scale": (
+    "LossScaleState",
+    "LossScaling",
+    "all_finite",
+    "apply_updates",
+    "dynamic_loss_scale",
+    "get_loss_scale",
+    "keep_if_finite",
+    "scale_loss",
+    "static_loss_scale",
+    "value_and_grad",
+    "with_loss_scaling",
+  ),
+  "ops": ("linear_cross_entropy",),
+  "optim": ("master_weights", "quantized_state", "stochastic_round"),
+  "policy": ("Policy", "PrecisionWarning", "get_policy"),
+  "products": ("fp8_dot_general", "scaled_dot"),
+  "sharding": ("batch_axes",),
+  "step": ("TrainState", "TrainStep", "make_train_step"),
+  "numerics": ("NonfiniteReport", "NumericsReport", "find_nonfinite", "inspect_numerics"),
+  "planner": ("Plan", "cheapest", "largest_batch", "plan"),
+  "tuning": ("TuneResult", "tune"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+
 # Names that are public in a package alone, and what to write for the names of other libraries.
 _BELOW = {
   "loss_scale": "layerwise_loss_scale scaled_region track_skips skip_report scale_history loss_scale_metrics "
@@ -149,8 +179,10 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-  if name in __all__:
-    return import_name(__name__, name)
+  if name in _MODULE_OF:
+    value = getattr(importlib.import_module(f"mpjax.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
   if not name.startswith("_") and importlib.util.find_spec(f"mpjax.{name}"):
     return importlib.import_module(f"mpjax.{name}")
   package = next((package for package, names in _BELOW.items() if name in names.split()), None)

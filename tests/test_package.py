@@ -56,7 +56,10 @@ def test_names_imported_at_first_use_are_those_that_a_type_checker_sees(package)
   )
   names = {alias.name: node.module for node in seen for alias in node.names}
   packages = {name for name, module in names.items() if module == "mpjax"}
-  assert sorted({*names} - packages) == sorted(package.__all__)
+  assert {name: f"{package.__name__}.{module}" for name, module in package._MODULE_OF.items()} == {
+    name: module for name, module in names.items() if name not in packages
+  }
+  assert sorted(package._MODULE_OF) == sorted(package.__all__)
   assert {*dir(package)} >= {*names}
   for name in packages:
     assert getattr(package, name).__name__ == f"mpjax.{name}"

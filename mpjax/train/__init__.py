@@ -5,10 +5,10 @@ Needs packages such as grain and orbax, which come with the extra `train` and ar
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from mpjax._lazy import import_name
 from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
@@ -61,18 +61,37 @@ _LOGGER.propagate = False
 if _LOGGER.level == logging.NOTSET:
   _LOGGER.setLevel(logging.INFO)
 
+_MODULES = {
+  "config._config": ("Config", "parse_config"),
+  "config._config_file": ("load_config",),
+  "_errors": ("CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
+  "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
+  "config._registry": ("register_data", "register_model", "register_optimizer"),
+  "setup._optimizers": ("make_optimizer",),
+  "setup._planner": ("Planner",),
+  "config._plugins": ("load_plugins",),
+  "loop._run": ("RunResult", "run"),
+  "loop._trackers": ("Tracker",),
+  "setup._setup": ("make_setup",),
+  "setup._task": ("Task", "make_task"),
+  "data": ("DataInfo", "ModelInfo"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-  if name not in __all__:
+  if name not in _MODULE_OF:
     raise AttributeError(f"module 'mpjax.train' has no attribute {name!r}")
   try:
-    return import_name(__name__, name)
+    value = getattr(importlib.import_module(f"mpjax.train.{_MODULE_OF[name]}"), name)
   except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package in ("", "mpjax"):
       raise
     said = f"mpjax.train.{name} needs {package}: {pip_install('train')}"
     raise ModuleNotFoundError(said, name=error.name) from error
+  globals()[name] = value
+  return value
 
 
 def __dir__() -> list[str]:
