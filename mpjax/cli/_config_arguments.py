@@ -114,6 +114,13 @@ def add_tables(parser: argparse.ArgumentParser, by: Mapping[str, str] | None = N
     which.add_argument("--by", action=_By, const=by, choices=by, help=f"the same as {said}")
 
 
+def with_default(options: argparse.Namespace) -> argparse.Namespace:
+  """Returns parsed arguments with the default config if the first argument is a `key=value`."""
+  if "=" in options.config and not pathlib.Path(options.config).exists():
+    options.config, options.overrides = DEFAULT, [options.config, *options.overrides]
+  return options
+
+
 def whole_number(own: Mapping[str, str], key: str, default: int, least: int) -> int:
   """Returns a command's option as a number.
 

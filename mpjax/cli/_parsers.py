@@ -6,11 +6,10 @@ Does not import JAX, so that help, completion and errors about flags are fast an
 from __future__ import annotations
 
 import argparse
-import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from mpjax.cli._config_arguments import DEFAULT, add_config, add_plugin, add_tables
+from mpjax.cli._config_arguments import add_config, add_plugin, add_tables, with_default
 from mpjax.train.config._names import keys_meant, nearest
 
 # The keys of `key=value` arguments that belong to a command, not to its config.
@@ -38,8 +37,8 @@ def parse(command: str, arguments: Sequence[str], prog: str) -> argparse.Namespa
   if unknown:
     print(f"error: {prog} has no option {_advice(command, parser, unknown[0], arguments)}", file=sys.stderr)
     sys.exit(2)
-  if "=" in getattr(options, "config", "") and not pathlib.Path(options.config).exists():
-    options.config, options.overrides = DEFAULT, [options.config, *options.overrides]
+  if "config" in options:
+    options = with_default(options)
   if command in KEYS:
     is_own = lambda pair: "=" in pair and pair.partition("=")[0] in KEYS[command]
     options.own = dict(pair.split("=", 1) for pair in options.overrides if is_own(pair))
