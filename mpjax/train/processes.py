@@ -23,9 +23,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -54,112 +54,6 @@ _BROKEN = re.compile(
   re.IGNORECASE,
 )
 _meetings = itertools.count()
-
-
-class Flags(NamedTuple):
-  """Command-line options that say which process of which run this is; `None`: from the environment."""
-
-  coordinator: str | None = None
-  processes: int | None = None
-  process: int | None = None
-
-
-def start(flags: Flags, settings: DistributedConfig) -> Processes:
-  """Starts `jax.distributed` if there are several processes. Call it before anything uses a device.
-
-  Raises:
-    ConfigError: if flags are missing or wrong, or the environment is not clear.
-  """
-  if not _are_several(flags):
-    return Processes(settings)
-  # Its handler would take SIGTERM away from the loop, which lets all processes agree on it.
-  jax.config.update("jax_enable_preemption_service", False)
-  options: dict[str, Any] = {
-    # Longer than ours: where it ends, the runtime aborts this process.
-    "initialization_timeout": round(settings.start_timeout_s) + 60,
-    "heartbeat_timeout_seconds": max(1, round(settings.heartbeat_timeout_s)),
-    "shutdown_timeout_seconds": max(1, round(settings.hang_timeout_s)),
-  }
-  if flags.coordinator is not None:
-    host = flags.coordinator.rpartition(":")[0]
-    options |= {
-      "coordinator_address": flags.coordinator,
-      "num_processes": flags.processes,
-      "process_id": flags.process,
-      # A process started by hand uses all devices of its machine, in every allocation.
-      "cluster_detection_method": "deactivate",
-    }
-    if host in ("localhost", "127.0.0.1"):
-      options["coordinator_bind_address"] = flags.coordinator
-  try:
-    with _bounded(settings.start_timeout_s):
-      jax.distributed.initialize(**options)
-  except (RuntimeError, ValueError, OSError) as error:  # JAX's own are RuntimeErrors
-    where = f" ({flags.coordinator} may be in use, or on another machine)" if flags.process == 0 else ""
-    raise ConfigError(f"the processes cannot be started together: {one_line(str(error))}{where}") from error
-  # Devices of several processes start together: a process with a wrong config would make the others wait.
-  jax.devices()
-  return Processes(settings)
-
-
-def processes_around() -> int:
-  """Returns the number of processes by the environment (Slurm, Kubernetes, Cloud TPU, Open MPI)."""
-  if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
-    return 1  # a step of one task, such as an interactive shell, in a job of several
-  for kind in _compat.cluster_kinds():
-    # Without an index in a job, a machine in Kubernetes is alone.
-    lone = kind.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in os.environ
-    if not lone and kind.is_env_present():
-      return kind.get_process_count()
-  return 1
-
-
-def _are_several(flags: Flags) -> bool:
-  if flags.processes == 1 and flags.process in (None, 0):
-    return False
-  if flags == Flags():
-    try:
-      return processes_around() > 1
-    except (RuntimeError, ValueError, OSError, LookupError) as error:
-      raise ConfigError(
-        f"the environment does not say how many processes there are ({one_line(str(error))}); give "
-        "--coordinator, --num-processes and --process-id, or --num-processes 1 for this one alone"
-      ) from error
-  host, _, port = (flags.coordinator or "").rpartition(":")
-  is_address = host and port.isdecimal() and 0 < int(port) < 65536
-  if not is_address or flags.process not in range(flags.processes or 0):
-    given = zip(("--coordinator", "--num-processes", "--process-id"), flags, strict=True)
-    raise ConfigError(
-      f"{' '.join(f'{name} {value}' for name, value in given if value is not None)}: expected --coordinator "
-      "HOST:PORT, --num-processes N and --process-id I, from 0 to N - 1, together, or none of them"
-    )
-  return True
-
-
-@contextlib.contextmanager
-def _bounded(limit_s: float) -> Iterator[None]:
-  """Ends the process if the block takes too long, where JAX would abort, or at once on Ctrl-C."""
-
-  def give_up() -> None:
-    print(
-      f"error: the processes did not come together within distributed.start_timeout_s={limit_s:g} seconds: "
-      "one did not reach the coordinator, or not all were there in time",
-      file=sys.stderr,
-      flush=True,
-    )
-    os._exit(LOST)
-
-  timer = threading.Timer(limit_s, give_up)
-  timer.daemon = True
-  timer.start()
-  in_main = threading.current_thread() is threading.main_thread()
-  before = signal.signal(signal.SIGINT, signal.SIG_DFL) if in_main else None
-  try:
-    yield
-  finally:
-    timer.cancel()
-    if in_main:
-      signal.signal(signal.SIGINT, before)
 
 
 class Processes:

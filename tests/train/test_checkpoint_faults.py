@@ -20,11 +20,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax.cli import main
-from mpjax.step import TrainState
-from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity
 
 # Checksums are written nowhere by themselves.
-from mpjax.train.checkpoints._checksums import examine
+from mpjax.sharding._checksums import examine
+from mpjax.step import TrainState
+from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity
 from tests._quick_compile import environment as quick_environment
 from tests.train._runs import interrupt, raises_one_line, refused, write_line
 

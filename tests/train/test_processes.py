@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from mpjax.cli import main
+from mpjax.cli._start_processes import processes_around
 from mpjax.train import ConfigError
 from mpjax.train import processes as several
 from mpjax.train._errors import Agreed
@@ -417,4 +418,4 @@ def test_the_environment_says_how_many_processes_there_are(monkeypatch):
     with monkeypatch.context() as patch:
       for name, value in environment.items():
         patch.setenv(name, value)
-      assert several.processes_around() == count, environment
+      assert processes_around() == count, environment

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from mpjax.sharding._checksums import NonFiniteLeaves, examine
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError
 from mpjax.train._files import set_aside
 from mpjax.train.checkpoints import _integrity
-from mpjax.train.checkpoints._checksums import NonFiniteLeaves, examine
 from mpjax.train.checkpoints._integrity import Damaged, reason
 from mpjax.train.processes import everyone
 

@@ -26,8 +26,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from mpjax._types import PyTree
+from mpjax.sharding._checksums import Examined, NonFiniteLeaves, kinds
 from mpjax.train._errors import CheckpointError, causes, one_line
-from mpjax.train.checkpoints._checksums import Examined, NonFiniteLeaves, kinds
 
 # The operating system's errors for files that cannot be written or read.
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpjax._types import PyTree
 from mpjax.patterns import named_leaves
-from mpjax.sharding import on_device
+from mpjax.sharding._host_memory import on_device
 
 # "NaN", "inf" or both, for each leaf that holds them, by path.
 NonFiniteLeaves = dict[str, list[str]]
