@@ -375,7 +375,6 @@ def main() -> None:
     ("scaling_tpu_v5e", scaling),
     ("chaos_cpu", chaos_suite.table),
     ("chaos_table_before", chaos_table.table),
-    ("chaos_mutations", chaos_mutations.table),
     ("start_cpu", start_suite.table),
     ("mutations", lambda report: mutations_suite.table(report["before"], report["after"])),
     ("gather_v5e", gather_suite.table),
