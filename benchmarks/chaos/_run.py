@@ -140,10 +140,10 @@ class Run:
     if kind == "pause longer than hang_timeout_s":
       extra.append(f"distributed.hang_timeout_s={HANG_TIMEOUT_S}")
     if self.chance.random() < 0.2:
-      days = [self.chance.choice((-20000, -400, -40, -1, 10, 400, 7000)) for _ in range(2)]
+      now, then = (self.chance.choice((-20000, -400, -40, -1, 10, 400, 7000)) for _ in range(2))
       jump_s = self.chance.random() * 4
-      before.append(lambda: disturbance.move_clock(*days, jump_s))
-      noted.append(("clock moved", f"{days[0]:+} days, then {days[1]:+}"))
+      before.append(lambda: disturbance.move_clock(now, then, jump_s))
+      noted.append(("clock moved", f"{now:+} days, then {then:+}"))
     with contextlib.ExitStack() as stack:
       stdout, close = self._stdout(stack, noted, before)
       fill: Callable[[], None] = lambda: None

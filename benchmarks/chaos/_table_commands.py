@@ -52,16 +52,28 @@ def _mutation(trial: Trial, number: int) -> str:
 
 _INTEGERS = (0, 2**31 - 1, 2**32, 2**63, 10**30)
 _FLOATS = ("0", "1e-45", "3.5e38", "1e308", ".nan")
-_INTEGER_KEYS = ("seed", "model.dim", "model.heads", "data.seq_len", "data.batch_size", "data.eval_batches")
+_INTEGER_KEYS: tuple[str, ...] = (
+  "seed",
+  "model.dim",
+  "model.heads",
+  "data.seq_len",
+  "data.batch_size",
+  "data.eval_batches",
+)
 _INTEGER_KEYS += ("optimizer.warmup_steps", "optimizer.schedule_steps", "train.steps", "train.accumulate")
 _INTEGER_KEYS += ("train.log_every", "train.eval_every", "train.checkpoint_every", "train.max_skips")
 _INTEGER_KEYS += ("mesh.data", "mesh.fsdp", "policy.loss_scaling.growth_interval")
-_FLOAT_KEYS = ("optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm", "model.dropout")
+_FLOAT_KEYS: tuple[str, ...] = (
+  "optimizer.learning_rate",
+  "optimizer.weight_decay",
+  "optimizer.clip_norm",
+  "model.dropout",
+)
 _FLOAT_KEYS += ("data.valid_fraction", "distributed.hang_timeout_s", "distributed.heartbeat_timeout_s")
 _FLOAT_KEYS += tuple(
   f"policy.loss_scaling.{name}" for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale")
 )
-_MORE = ("model.layers=0", "model.layers=3000", "data.workers=-1", "data.workers=2147483648")
+_MORE: tuple[str, ...] = ("model.layers=0", "model.layers=3000", "data.workers=-1", "data.workers=2147483648")
 _NO_EFFECT = ("growth_factor=1.00000001", "backoff_factor=0.9999999999999999")  # both are 1 as float32
 _MORE += tuple(f"policy.loss_scaling.{setting}" for setting in _NO_EFFECT)
 _MORE += ("out=", f"out={'a' * 300}", "out=/proc/x", "out=/dev/null", "out=/", "out=nodir/deep/x")
@@ -95,7 +107,13 @@ def _extremes() -> dict[str, Case]:
   return each(tried, {setting[:60]: (setting,) for setting in settings})
 
 
-_SMALL = ("model.layers=1", "model.dim=16", "model.heads=2", "data.seq_len=16", "data.batch_size=4")
+_SMALL: tuple[str, ...] = (
+  "model.layers=1",
+  "model.dim=16",
+  "model.heads=2",
+  "data.seq_len=16",
+  "data.batch_size=4",
+)
 _SMALL += ("data.eval_batches=1",)
 _FILES = ("/", "/proc/x", "nodir/x", "a" * 300, "/dev/full/x")
 
@@ -147,7 +165,16 @@ def _arguments(prepared: Prepared) -> dict[str, Case]:
 
 
 def _exports() -> dict[str, Case]:
-  wrong = ("dtype=", "dtype=int8", "dtype=bf16,fp16", "step=-1", "step=999", "step=last", "out=/", "out=.")
+  wrong: tuple[str, ...] = (
+    "dtype=",
+    "dtype=int8",
+    "dtype=bf16,fp16",
+    "step=-1",
+    "step=999",
+    "step=last",
+    "out=/",
+    "out=.",
+  )
   wrong += ("out=/proc/x", "out=nodir/x.st", f"out={'a' * 300}", "x=1", "--nonsense")
 
   def export(trial: Trial, argument: str) -> None:

@@ -14,7 +14,12 @@ import numpy as np
 
 from benchmarks.chaos._trial import Case, Prepared, Row, Trial, bound_by_permissions, each, says
 
-_STEPS = ("train.steps=2", "train.log_every=1", "train.eval_every=2", "train.checkpoint_every=2")
+_STEPS: tuple[str, ...] = (
+  "train.steps=2",
+  "train.log_every=1",
+  "train.eval_every=2",
+  "train.checkpoint_every=2",
+)
 _STEPS += (
   "policy=bf16",
   "data.batch_size=4",
@@ -115,7 +120,7 @@ def _arrays() -> dict[str, Case]:
 def _archives() -> dict[str, Case]:
   def good() -> bytes:
     file = io.BytesIO()
-    np.savez(file, **_good())
+    np.savez(file, allow_pickle=False, **_good())
     return file.getvalue()
 
   def with_code() -> bytes:
@@ -203,7 +208,16 @@ def _texts() -> dict[str, Case]:
     words = ["data.kind=text", f"data.path={place}", "data.seq_len=16"]
     return _train(trial, "gpt_stdlib", *words, refused=True)
 
-  paths = ("/nowhere", "/proc/1", "nothing/*.txt", "[/nowhere]", "tiny.txt", "''", "/dev/null", "[]")
+  paths: tuple[str, ...] = (
+    "/nowhere",
+    "/proc/1",
+    "nothing/*.txt",
+    "[/nowhere]",
+    "tiny.txt",
+    "''",
+    "/dev/null",
+    "[]",
+  )
   paths += ("a" * 300, "/dev/zero")
   return {
     **each(tried, makes),

@@ -28,7 +28,7 @@ from benchmarks.chaos._trial import (
 )
 
 ROOT = pathlib.Path(__file__).parents[2]
-OTHER_CONFIGS = ("policy=bf16", "policy=fp32", "seed=1", "model.dim=32", "model.layers=2")
+OTHER_CONFIGS: tuple[str, ...] = ("policy=bf16", "policy=fp32", "seed=1", "model.dim=32", "model.layers=2")
 OTHER_CONFIGS += ("data.batch_size=8", "data.seq_len=32", "optimizer.learning_rate=1e-3")
 OTHER_CONFIGS += ("optimizer.name=lion", "train.accumulate=2", "optimizer.schedule=constant")
 
@@ -224,7 +224,15 @@ def _overrides() -> dict[str, Case]:
 
 
 def _links() -> dict[str, Case]:
-  inside = ("config.yaml", "metrics.jsonl", ".lock", "checkpoints", "tensorboard", "damaged", "train.log")
+  inside: tuple[str, ...] = (
+    "config.yaml",
+    "metrics.jsonl",
+    ".lock",
+    "checkpoints",
+    "tensorboard",
+    "damaged",
+    "train.log",
+  )
   inside += ("summary.json", "checkpoints/NEWEST", "checkpoints/NEWEST/state")
   inside += ("checkpoints/NEWEST/loop/metadata", "tensorboard/EVENTS")
 
@@ -259,7 +267,12 @@ def _links() -> dict[str, Case]:
   def out_of_run(trial: Trial) -> None:
     trial.stopped().rename(trial.folder / "target")
     trial.out.symlink_to(trial.folder / "target")
-    trial.goes_on_or_is_refused(lambda: (trial.out.unlink(), (trial.folder / "target").rename(trial.out)))
+
+    def mend() -> None:
+      trial.out.unlink()
+      (trial.folder / "target").rename(trial.out)
+
+    trial.goes_on_or_is_refused(mend)
 
   def out_of_another(trial: Trial) -> None:
     target = trial.folder / "target"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import resource
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 POLICIES = ("fp32", "bf16", "fp16", "bf16_pure")
 _RNG = np.random.default_rng(0)
 _PARAMS = {name: np.float32(_RNG.normal(size=(16, 16)) / 4) for name in ("w", "v")}
-_X = np.float32(_RNG.normal(size=(8, 16)))
+_X = _RNG.normal(size=(8, 16)).astype(np.float32)
 _GPT = ("gpt_stdlib", "model.layers=1", "model.dim=16", "model.heads=2", "data.seq_len=16", "data.kind=text")
 _PROGRAMS = {
   "fp16": (*_GPT, "policy=fp16"),
@@ -34,7 +36,7 @@ _PROGRAMS = {
   "ViT": ("vit_digits", "policy=fp16", "model.layers=1", "model.dim=16", "model.heads=2"),
   "ResNet": ("resnet_digits", "policy=fp16", "model.stages=[1]", "model.width=4"),
 }
-_MODES = {
+_MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
   "checking_leaks": jax.checking_leaks,
   "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
   "debug_nans": lambda: jax.debug_nans(True),
@@ -179,7 +181,12 @@ def _static(trial: Trial) -> None:
   if base == scaled or mpjax.get_policy(str(scaled)) != scaled:
     raise Wrong("policies that differ are equal, or equal ones are not")
   seen: list[Any] = []
-  traced = jax.jit(lambda x, policy: (seen.append(policy), x)[1], static_argnums=1)
+
+  def trace(x: Any, policy: Any) -> Any:
+    seen.append(policy)
+    return x
+
+  traced = jax.jit(trace, static_argnums=1)
   for policy in (base, scaled, mpjax.get_policy("fp16")):
     traced(1.0, policy)
   if len(seen) != 2:

@@ -89,8 +89,8 @@ def _kills(kill: Callable[[Team, Any], disturbance.Disturbed]) -> dict[str, Case
     statuses, _ = trial.end(team, happened.statuses)
     trial.train(*settings)
     if kill is _kill_in_evaluation:
-      found = [contents(out, trial.folder) for out in (trial.out, trial.folder / "twin")]
-      if told := difference(*found, set()):
+      found, twin = (contents(out, trial.folder) for out in (trial.out, trial.folder / "twin"))
+      if told := difference(found, twin, set()):
         raise Wrong(f"not as its twin: {told}")
     else:
       trial.is_as_its_twin()
@@ -256,9 +256,9 @@ def _moves() -> dict[str, Case]:
     refuge = re.search(r"with out=(\S+) resumes", said)
     if refuge is None:
       raise Wrong(f"said nothing of where the run is: {said[-800:]}")
-    if "replaced" in fate and (there := sorted(path.name for path in trial.out.iterdir())) != ["mine"]:
-      raise Wrong(f"wrote in the directory that took its place: {', '.join(there)}")
-    lost = frozenset() if "moved" in fate else frozenset(range(1, 61))
+    if "replaced" in fate and (names := sorted(path.name for path in trial.out.iterdir())) != ["mine"]:
+      raise Wrong(f"wrote in the directory that took its place: {', '.join(names)}")
+    lost: frozenset[int] = frozenset() if "moved" in fate else frozenset(range(1, 61))
     trial.goes_on(*settings, out=pathlib.Path(refuge[1]), destroyed=lost)
     return f"status {statuses[0]}"
 
@@ -271,7 +271,17 @@ def _clocks() -> dict[str, Case]:
   def moved(trial: Trial, days: float, then: float) -> None:
     trial.goes_on(before=lambda _: disturbance.move_clock(days, then, trial.chance.uniform(0.6, 1.6)))
 
-  offsets = [(0, -1), (0, -24), (0, -25), (0, -40), (0, -20000), (0, 10), (0, 400), (0, 7000), (-40, 7000)]
+  offsets: list[tuple[float, float]] = [
+    (0, -1),
+    (0, -24),
+    (0, -25),
+    (0, -40),
+    (0, -20000),
+    (0, 10),
+    (0, 400),
+    (0, 7000),
+    (-40, 7000),
+  ]
   offsets += [(7000, -400), (-20000, 0), (0.001, -0.001)]
   return each(moved, {f"{days:+g} days, then {then:+g}": (days, then) for days, then in offsets})
 
@@ -390,7 +400,7 @@ def _others() -> dict[str, Case]:
       clip = optax.clip_by_global_norm
       optax.clip_by_global_norm = lambda norm: clip(norm * 2)
 
-  others = (
+  others: tuple[str, ...] = (
     "seed=4",
     "policy=bf16",
     "optimizer.learning_rate=0.5",

@@ -24,7 +24,10 @@ from benchmarks.chaos._starts import HUNG, OUT_OF_TIME, Team, checkpoints, ended
 from mpjax.cli import main
 
 TIMEOUT_S, SECONDS = 600, 60  # of waiting, and of processor time
-TINY = ("policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 20}}", "model.layers=1")
+TINY: tuple[str, ...] = (
+  "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 20}}",
+  "model.layers=1",
+)
 TINY += ("model.heads=2", "model.dim=16", "model.dropout=0.1", "data.kind=text", "data.seq_len=16")
 TINY += ("data.batch_size=4", "data.eval_batches=2")
 _ERROR = re.compile(r"^(?:process \d+: |mpjax [\w ]*: )?error: ", re.MULTILINE)
@@ -84,7 +87,11 @@ class Row(NamedTuple):
 
 def each(case: Callable[..., str | None], cases: Mapping[str, tuple[Any, ...]]) -> dict[str, Case]:
   """Returns a case for each name: a function of a trial and what stands beside the name."""
-  return {name: lambda trial, values=values: case(trial, *values) for name, values in cases.items()}
+
+  def of(values: tuple[Any, ...]) -> Case:
+    return lambda trial: case(trial, *values)
+
+  return {name: of(values) for name, values in cases.items()}
 
 
 def prepare(root: pathlib.Path, older: str) -> Prepared:
