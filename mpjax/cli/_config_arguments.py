@@ -25,7 +25,8 @@ def require_file(flag: str, name: str, *, is_new: bool = False) -> None:
     is_new: whether the file must not exist.
   """
   file = pathlib.Path(name)
-  if file.is_dir() or not file.parent.is_dir():
+  # `Path.is_dir` raises for a name that is too long.
+  if os.path.isdir(file) or not os.path.isdir(file.parent):
     raise ConfigError(f"{flag} {name}: expected a file in a folder that exists")
   there = os.path.lexists(file)
   if is_new and there:

@@ -158,6 +158,7 @@ ERRORS = {
   "keep": (["keep=1.5"], "keep=1.5: expected a share between 0 and 1"),
   "a file in no folder": (["--json", "nowhere/x.json"], "--json nowhere/x.json"),
   "a folder for a file": (["--html", "."], "--html ."),
+  "too long a name": (["--html", "x" * 300], "cannot be written (File name too long)"),
   "a config that is there": (["--apply", "taken.yaml"], "exists; it is not overwritten"),
   "an unknown key": (["numerics.evry=5"], "did you mean 'every'"),
   "a hunt without a checkpoint": (["--hunt"], "expected a checkpoint"),
