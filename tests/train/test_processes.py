@@ -247,10 +247,11 @@ def test_a_state_that_rows_of_one_process_make_nan_is_saved_by_none(start, tmp_p
   ("script", "own", "faults", "told"),
   [
     # The policy is "auto", which asks for the devices: those of all processes come up together or not at all.
-    ("scripts/train.py", "seed=4", "{}", r"\(seed: 3 in process 0, 4 in process 1\)"),
+    ("scripts/train.py", ["seed=4"], "{}", r"\(seed: 3 in process 0, 4 in process 1\)"),
+    ("scripts/train.py", ["--num-processes", "3"], "{}", r"\(number of processes: 2 in process 0, 3 in "),
     (
       "tests/train/_faulty_train.py",
-      "policy=auto",
+      ["policy=auto"],
       '{"code": 1}',
       r"\(program of the step: '[0-9a-f]+' in process 0, '[0-9a-f]+' in process 1\)",
     ),
@@ -260,7 +261,7 @@ def test_processes_of_different_configs_or_code_are_refused_together(
   start, tiny_gpt, tmp_path, script, own, faults, told
 ):
   out = tmp_path / "run"
-  group = start(2, [*tiny_gpt, "mesh.data=-1", f"out={out}"], script, own={1: [own]}, FAULTS=faults)
+  group = start(2, [*tiny_gpt, "mesh.data=-1", f"out={out}"], script, own={1: own}, FAULTS=faults)
   statuses, shown, errors = group.end()
   assert statuses == [2, 2], errors
   assert re.search(told, errors[0])

@@ -129,7 +129,7 @@ def train_together(
   """Agrees on config, step and directory with the other processes, then trains; returns the summary."""
   began = time.perf_counter()
   console = output.show_on(console, quiet=not processes.first)
-  config, _ = processes.agree(load, _tell_config, same=True)
+  config, _ = processes.agree(load, lambda config: _tell_config(config, processes.count), same=True)
   processes.directory = pathlib.Path(str(config.out))
 
   def set_up() -> Setup:
@@ -171,8 +171,10 @@ def _train(run: TrainingRun) -> dict[str, Any]:
   return summary
 
 
-def _tell_config(config: Config) -> dict[str, Any]:
-  return {**yaml.safe_load(config.to_yaml()), "versions": versions(), "plug-ins": plugin_digests()}
+def _tell_config(config: Config, count: int) -> dict[str, Any]:
+  # `jax.distributed` does not compare the number that each process expects.
+  about = {"number of processes": count, "versions": versions(), "plug-ins": plugin_digests()}
+  return {**yaml.safe_load(config.to_yaml()), **about}
 
 
 def _tell_setup(setup: Setup) -> dict[str, Any]:
