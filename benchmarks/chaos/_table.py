@@ -142,7 +142,13 @@ def _verdict(one: _Running, cpu_s: float, root: pathlib.Path) -> Verdict:
   except (OSError, ValueError):  # the check itself failed, or did not end
     verdict, detail = WRONG, f"not judged: {(one.folder / 'case.log').read_text(errors='replace')[-1500:]}"
   detail = detail.replace(str(one.folder), "").replace(str(root), "")
-  return Verdict(one.row.name, one.case, verdict, detail, cpu_s)
+  return Verdict(one.row.name, one.case, verdict, _without_places(detail), cpu_s)
+
+
+def _without_places(text: str) -> str:
+  """Returns a text with paths as they are on every machine: below the checkout, or Python's installation."""
+  text = text.replace(f"{pathlib.Path(__file__).parents[2]}/", "")
+  return re.sub(r"(?:/[^/\s\"']+)+/(?=(?:site-packages|lib/python[\d.]+)/)", "", text)
 
 
 def _told(row: Row, verdicts: Sequence[Verdict]) -> dict[str, Any]:

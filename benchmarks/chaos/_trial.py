@@ -255,8 +255,14 @@ def judge(found: Sequence[int], said: str, allowed: Sequence[int]) -> None:
   elif {2, 3, 4} & set(found) and (not errors if len(found) > 1 else errors != 1):
     problem = f"status {', '.join(map(str, found))} with {errors} error lines"
   if problem:
-    at = max(said.find(_TRACEBACK) - 200, 0) or len(said) - 1500
-    raise Wrong(f"{problem}; it said: {said[max(at, 0) :][:1500].strip()}")
+    at = said.find(_TRACEBACK)
+    part = said[max(at - 200, 0) :][:1500] if at >= 0 else said[-1500:]
+    # Whole lines: of a path that is cut, the report could not tell where it was.
+    raise Wrong(f"{problem}; it said: {_whole_lines(part, said)}")
+
+
+def _whole_lines(part: str, said: str) -> str:
+  return (part if part == said else part.partition("\n")[2].rpartition("\n")[0] or part).strip()
 
 
 def says(said: str, *words: str) -> None:
