@@ -81,10 +81,14 @@ class Checkpoints:
     self._read_only, self._run, self._mismatch = read_only, run, mismatch
     self.begun_with: NonFiniteLeaves = {}
     self._writing: int | None = None
+    self._held: int | None = None
+    self._target = self._directory
     failed = f"{self._directory} cannot be opened for checkpoints"
     found = self._by_first(self._open, failed, "no checkpoint was changed")
     # The evaluation loss of each, infinity for none, and how many steps in a row were skipped.
     self._ranks: dict[int, tuple[float, int]] = {step: (loss, skips) for step, loss, skips in found}
+    if not read_only:
+      self._hold()
     self._writer = _integrity.writer(write_timeout_s or timeout_s)
 
   def nonfinite(self, state: TrainState) -> NonFiniteLeaves:
@@ -128,7 +132,7 @@ class Checkpoints:
     record = {"step": step, "run": self._run, "data": data, "loop": loop, "rank": rank}
     record |= {"leaves": examined.leaves, "begun_with": self.begun_with}
     with self._explained(step):
-      _integrity.write(self._writer, self._path(step), tree, record)
+      _integrity.write(self._writer, self._target / str(step), tree, record)
     self._ranks[step], self._writing = rank, step
     return {}
 
@@ -220,6 +224,10 @@ class Checkpoints:
     finally:
       with contextlib.suppress(Exception):  # every error was reported already
         self._writer.close()
+    # After an error it stays open: threads of tensorstore may still write where its number leads.
+    if self._held is not None:
+      os.close(self._held)
+      self._held = None
 
   @contextlib.contextmanager
   def _explained(self, step: int) -> Iterator[None]:
@@ -232,10 +240,11 @@ class Checkpoints:
       if jax.process_count() == 1:
         self._delete_unfinished(ignore_errors=True)
       whole = [step for step in self.steps() if self._path(step).exists()]
+      problem = reason(error).replace(str(self._target), str(self._directory))
       left = f"that of step {whole[-1]} is whole" if whole else "there is no earlier one"
       then = f"resumes from step {whole[-1]}" if whole else "starts over"
       raise CheckpointError(
-        f"the checkpoint of step {step} cannot be written in {self._directory}: {reason(error)}; {left}, "
+        f"the checkpoint of step {step} cannot be written in {self._directory}: {problem}; {left}, "
         f"and once there is room and permission to write, the same command {then}"
       ) from error
 
@@ -257,6 +266,13 @@ class Checkpoints:
     names = os.listdir(self._directory) if self._directory.exists() else []
     return [(int(name), *self._rank(name)) for name in names if name.isdecimal() and str(int(name)) == name]
 
+  def _hold(self) -> None:
+    """Opens the folder, to write in it and in no other that takes its name: orbax makes what is missing."""
+    with contextlib.suppress(OSError):
+      if os.path.isdir("/proc/self/fd"):  # only Linux has paths of what is open
+        self._held = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        self._target = pathlib.Path(f"/proc/self/fd/{self._held}")
+
   def _rank(self, name: str) -> tuple[float, int]:
     try:
       loss, skips = _integrity.read_record(self._directory / name)["rank"]
@@ -272,10 +288,10 @@ class Checkpoints:
     for step in {*steps} - {*steps[-self._keep :], *taken[-1:], self.best()}:
       del self._ranks[step]
       if jax.process_index() == 0:
-        shutil.rmtree(self._path(step))
+        shutil.rmtree(self._target / str(step))
 
   def _delete_unfinished(self, ignore_errors: bool = False) -> None:
-    for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
+    for path in self._target.glob("*.orbax-checkpoint-tmp*"):
       shutil.rmtree(path, ignore_errors)
 
   def _moved_aside(self, damaged: dict[int, str]) -> dict[int, str]:

@@ -383,7 +383,10 @@ class TrainingRun:
     settings, path, first = self.config.train, self.directory.path, self.processes.first
     step = settings.steps
     self._doing("checkpoint", f"the checkpoint of step {step} to be written")
-    self.checkpoints.wait()
+    try:
+      self.checkpoints.wait()
+    finally:
+      self._require_directory()
     loss = self._records.last["loss"]
     if not math.isfinite(float(loss)):
       said = f"stopped at step {step}, the last: its loss is {loss}, so the run does not count as finished"
