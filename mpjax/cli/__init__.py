@@ -6,6 +6,7 @@ Help, the version, completion and errors about flags do not import JAX, which ta
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -16,6 +17,7 @@ from mpjax._render.install_text import pip_install
 from mpjax._version import __version__
 from mpjax.cli._exit_status import outcome_of
 from mpjax.cli._parsers import parse
+from mpjax.train._interrupt import Interrupt
 from mpjax.train.config._names import nearest
 
 __all__ = ["COMMANDS", "main", "run_command"]
@@ -85,9 +87,11 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
     if name == "bench":  # it parses its own arguments
       return importlib.import_module("mpjax.cli._bench_command").run(arguments, prog)
     options = parse(name, arguments, prog)
-    command = importlib.import_module(f"mpjax.cli._{name}_command")
-    _silence()
-    return command.run(options) or 0
+    # A run counts a signal from here on, also while JAX is imported.
+    with Interrupt() if name == "train" else contextlib.nullcontext() as options.interrupt:
+      command = importlib.import_module(f"mpjax.cli._{name}_command")
+      _silence()
+      return command.run(options) or 0
   except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package in ("", "mpjax"):

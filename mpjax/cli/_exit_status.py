@@ -5,7 +5,8 @@
 - 3: every step was skipped, or the state or the last loss is not finite.
 - 4: a checkpoint or another file of the run cannot be written, or no checkpoint can be read.
 - 5: another process of the run was lost, or there was no progress for `distributed.hang_timeout_s`.
-- 130, 143, 129: Ctrl-C, SIGTERM or SIGHUP stopped the run after a checkpoint was saved.
+- 130, 143, 129: Ctrl-C, SIGTERM or SIGHUP stopped the run: before the first step, or after a checkpoint was
+  saved.
 
 Each process of several ends with the status of the one that ended the run. JAX's runtime aborts a process
 that cannot watch the coordinator when the coordinator is lost (134 in a shell).
@@ -16,8 +17,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from mpjax.train import ConfigError, Interrupted
+from mpjax.train import ConfigError
 from mpjax.train._errors import exit_status
+
+_SIGNALS = 128  # a signal's status is its number and this
 
 
 def outcome_of(error: BaseException) -> tuple[int, str] | None:
@@ -27,7 +30,7 @@ def outcome_of(error: BaseException) -> tuple[int, str] | None:
   status = exit_status(error)
   if status is None:
     return None
-  return status, str(error) if isinstance(error, Interrupted) else f"error: {error}"
+  return status, str(error) if status > _SIGNALS else f"error: {error}"
 
 
 @contextlib.contextmanager

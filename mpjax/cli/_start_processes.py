@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import jax
 from mpjax import _compat
 from mpjax.train import ConfigError
 from mpjax.train._errors import one_line
+from mpjax.train._interrupt import Interrupt
 from mpjax.train.config._config import DistributedConfig
 from mpjax.train.processes import LOST, Processes
 
@@ -27,14 +27,15 @@ class Flags(NamedTuple):
   process: int | None = None
 
 
-def start(flags: Flags, settings: DistributedConfig) -> Processes:
+def start(flags: Flags, settings: DistributedConfig, interrupt: Interrupt) -> Processes:
   """Starts `jax.distributed` if there are several processes. Call it before anything uses a device.
 
   Raises:
     ConfigError: if flags are missing or wrong, or the environment is not clear.
+    Interrupted: if a signal came before.
   """
   if not _are_several(flags):
-    return Processes(settings)
+    return Processes(settings, interrupt)
   # Its handler would take SIGTERM away from the loop, which lets all processes agree on it.
   jax.config.update("jax_enable_preemption_service", False)
   options: dict[str, Any] = {
@@ -55,14 +56,15 @@ def start(flags: Flags, settings: DistributedConfig) -> Processes:
     if host in ("localhost", "127.0.0.1"):
       options["coordinator_bind_address"] = flags.coordinator
   try:
-    with _bounded(settings.start_timeout_s):
+    # It waits in native code, where a flag is not looked at.
+    with interrupt.off(), _bounded(settings.start_timeout_s):
       jax.distributed.initialize(**options)
   except (RuntimeError, ValueError, OSError) as error:  # JAX's own are RuntimeErrors
     where = f" ({flags.coordinator} may be in use, or on another machine)" if flags.process == 0 else ""
     raise ConfigError(f"the processes cannot be started together: {one_line(str(error))}{where}") from error
   # Devices of several processes start together: a process with a wrong config would make the others wait.
   jax.devices()
-  return Processes(settings)
+  return Processes(settings, interrupt)
 
 
 def processes_around() -> int:
@@ -101,7 +103,7 @@ def _are_several(flags: Flags) -> bool:
 
 @contextlib.contextmanager
 def _bounded(limit_s: float) -> Iterator[None]:
-  """Ends the process if the block takes too long, where JAX would abort, or at once on Ctrl-C."""
+  """Ends the process if the block takes too long, where JAX would abort."""
 
   def give_up() -> None:
     print(
@@ -115,11 +117,7 @@ def _bounded(limit_s: float) -> Iterator[None]:
   timer = threading.Timer(limit_s, give_up)
   timer.daemon = True
   timer.start()
-  in_main = threading.current_thread() is threading.main_thread()
-  before = signal.signal(signal.SIGINT, signal.SIG_DFL) if in_main else None
   try:
     yield
   finally:
     timer.cancel()
-    if in_main:
-      signal.signal(signal.SIGINT, before)

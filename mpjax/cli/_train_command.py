@@ -15,14 +15,14 @@ from mpjax.train.loop._run import train_together
 
 def run(options: argparse.Namespace) -> int:
   """Runs the command and returns its exit status."""
-  flags = Flags(options.coordinator, options.num_processes, options.process_id)
   with Output() as output:
-    return _train(options, flags, output)
+    return _train(options, output)
 
 
-def _train(options: argparse.Namespace, flags: Flags, output: Output) -> int:
+def _train(options: argparse.Namespace, output: Output) -> int:
+  flags = Flags(options.coordinator, options.num_processes, options.process_id)
   try:
-    processes = start(flags, read_waits(options.config, options.overrides))
+    processes = start(flags, read_waits(options.config, options.overrides), options.interrupt)
   except ConfigError as error:
     LOGGER.error(f"error: {error}")
     return 2

@@ -30,7 +30,7 @@ class CheckpointError(Exception):
 
 
 class Interrupted(Exception):
-  """A signal, `signum`, stopped the run after its checkpoint was saved."""
+  """A signal, `signum`, stopped the run: after its checkpoint was saved, or before the first step."""
 
   def __init__(self, signum: int, message: str):
     super().__init__(message)

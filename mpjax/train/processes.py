@@ -17,14 +17,12 @@ import os
 import pathlib
 import platform
 import re
-import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -35,7 +33,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax import _compat
 from mpjax._types import Array, PyTree
-from mpjax.train._errors import MENDABLE, TOGETHER, Agreed, CheckpointError, ConfigError, causes, one_line
+from mpjax.train._errors import (
+  MENDABLE,
+  TOGETHER,
+  Agreed,
+  CheckpointError,
+  ConfigError,
+  Interrupted,
+  causes,
+  one_line,
+)
+from mpjax.train._interrupt import Interrupt
 from mpjax.train.config._config import DistributedConfig
 from mpjax.train.config._differences import mismatch
 
@@ -63,15 +71,24 @@ class Processes:
     process: the number of this process.
     count: the number of processes.
     directory: the run directory once it is known; messages name its last checkpoint.
+    interrupt: what receives the signals of this process.
 
   Args:
     settings: the time-outs.
+    interrupt: what receives the signals of this process; by default nothing does.
     may_exit: whether this process and `jax.distributed` end with the run. If not, a hang ends one of several
       processes, but never the only one.
   """
 
-  def __init__(self, settings: DistributedConfig | None = None, *, may_exit: bool = True):
+  def __init__(
+    self,
+    settings: DistributedConfig | None = None,
+    interrupt: Interrupt | None = None,
+    *,
+    may_exit: bool = True,
+  ):
     self.settings, self._may_exit = settings or DistributedConfig(), may_exit
+    self.interrupt = interrupt or Interrupt()
     self.directory: pathlib.Path | None = None
     self._ending = threading.Lock()
     self._doing, self._since = "the start", time.monotonic()
@@ -115,7 +132,7 @@ class Processes:
     *,
     same: bool = False,
   ) -> tuple[T, Any]:
-    """Does some work in every process; returns only if it succeeded in all of them.
+    """Does some work in every process, before the first step; returns only if it succeeded in all of them.
 
     Args:
       work: the work; it may raise errors that the user can fix.
@@ -126,16 +143,19 @@ class Processes:
       The work's result, and what process 0 tells.
 
     Raises:
-      Agreed: in every process, if the work raised in one. In a run of one process, raises the work's error.
+      Agreed: in every process, if the work raised in one, or one received a signal before it. In a run of one
+        process, raises the work's error or `Interrupted`.
     """
     if self.count == 1:
+      self.interrupt.check()
       alone = work()
       return alone, None if same else tell(alone)
     result: Any = None
     try:
+      self.interrupt.check()
       result = work()
       told = {"told": tell(result)}
-    except MENDABLE as error:
+    except (*MENDABLE, Interrupted) as error:
       told = {"problem": str(error), "status": error.exit_status}
     timeout_s = max(self.settings.start_timeout_s, self.settings.hang_timeout_s)
     return result, _agreed(everyone(told, timeout_s), same)
@@ -349,24 +369,19 @@ def versions() -> dict[str, str]:
   return {"python": platform.python_version(), **found}
 
 
-class Interrupt:
-  """Within its `with` block, the first SIGTERM, SIGHUP or SIGINT sets `signum`; a second acts as usual.
+class SignalOfAny:
+  """The signal that any process of a run received, so that all stop after the same step.
 
-  A SIGHUP that the process ignores (`nohup`) stays ignored. Processes tell each other, so that all stop after
-  the same step: each asks before every step, and after it reads the answer to the question of the step
-  before. That answer is there by then, so nothing waits. One number crosses the devices.
-
-  Attributes:
-    signum: the signal that this process received, or `None`.
+  Each process asks before every step, and after it reads the answer to the question of the step before. That
+  answer is there by then, so nothing waits. One number crosses the devices.
 
   Args:
+    interrupt: what receives the signals of this process.
     several: whether there are other processes.
   """
 
-  def __init__(self, several: bool = False) -> None:
-    self.signum: int | None = None
-    self._before: dict[int, Any] = {}
-    self._several = several
+  def __init__(self, interrupt: Interrupt, several: bool) -> None:
+    self._interrupt, self._several = interrupt, several
     self._answers: list[Any] = []
     if several:
       devices = np.array(jax.devices())
@@ -379,30 +394,13 @@ class Interrupt:
         )
       )
 
-  def __enter__(self) -> Interrupt:
-    if threading.current_thread() is threading.main_thread():
-      hangup = getattr(signal, "SIGHUP", None)
-      signals = [signal.SIGTERM, signal.SIGINT]
-      if hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN:
-        signals.append(hangup)
-      self._before = {signum: signal.signal(signum, self._receive) for signum in signals}
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    for signum, handler in self._before.items():
-      signal.signal(signum, handler)
-
-  def _receive(self, signum: int, _: FrameType | None) -> None:
-    self.signum = signum
-    signal.signal(signum, self._before[signum])
-
   def ask(self) -> None:
     """Tells the others, before a step, whether this process got a signal."""
     if self._several:
-      self._answers.append(self._latest(self._words(self.signum or 0)))
+      self._answers.append(self._latest(self._words(self._interrupt.signum or 0)))
 
   def answer(self) -> int | None:
     """Returns the signal that any process reported one step ago; in a single process, its own at once."""
     if not self._several:
-      return self.signum
+      return self._interrupt.signum
     return int(self._answers.pop(0)) or None if len(self._answers) > 1 else None

@@ -16,6 +16,7 @@ import rich.console
 import rich.table
 
 from mpjax.train import ConfigError, DataError, parse_config, register_data
+from mpjax.train._interrupt import Interrupt
 from mpjax.train.data import Data
 from mpjax.train.loop._metrics_file import MetricsFile
 
@@ -24,7 +25,6 @@ from mpjax.train.loop._output import Output
 from mpjax.train.loop._progress import Progress
 from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._trackers import Trackers
-from mpjax.train.processes import Interrupt
 from tests._quick_compile import environment as quick_environment
 from tests.train._runs import Points, curve, refused, train, write_line
 from tests.train._tiny_gpt import records

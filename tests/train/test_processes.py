@@ -284,6 +284,7 @@ def test_processes_go_on_only_if_the_work_went_well_in_all_of_them_and_they_agre
     ("bad", {"told": {"data": "MINE"}}, "bad", 2),
     ("bad", {"problem": "bad", "status": 2}, "bad", 2),
     ("bad", {"problem": "full", "status": 4}, "bad", 2),
+    ("ok", {"problem": "SIGTERM: stopped", "status": 143}, "process 1: SIGTERM: stopped", 143),
   ]:
     monkeypatch.setattr(several, "everyone", lambda told, timeout_s: [told, other])
     processes = several.Processes()

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import yaml
 
-from mpjax.cli import main
+from mpjax.cli import _train_command, main
+from mpjax.train import Interrupted
+from mpjax.train.loop import _run
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
 from tests.train._runs import Killed, curve, interrupt, kill, refused, train, write_line
@@ -136,6 +138,24 @@ def test_ctrl_c_saves_a_checkpoint_too(tmp_path, monkeypatch, capsys):
   assert "Ctrl-C: checkpoint of step 6 saved" in capsys.readouterr().err
   assert main(command) == 0
   assert "resumed after step 6" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_is_not_lost(tmp_path, monkeypatch, capsys, signum):
+  class Destructor:
+    def __del__(self):  # Python drops what is raised here
+      signal.raise_signal(signum)
+
+  monkeypatch.setattr(_run, "load_plugins", lambda plugins: Destructor())
+  monkeypatch.setattr(_train_command, "load_plugins", lambda plugins: Destructor())
+  name = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
+  arguments, out = write_line(tmp_path), tmp_path / "run"
+  assert main(["train", *arguments, f"out={out}"]) == 128 + signum
+  assert capsys.readouterr().err == f"{name}: stopped before the first step\n"
+  with pytest.raises(Interrupted) as raised:
+    _run.run(arguments[0], [*arguments[1:], f"out={out}"])
+  assert raised.value.signum == signum
+  assert not out.exists()
 
 
 def command(arguments, **environment):

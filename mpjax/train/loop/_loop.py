@@ -8,7 +8,6 @@ import functools
 import itertools
 import math
 import pathlib
-import signal
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from mpjax.numerics._watcher import Watcher
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
 from mpjax.train._export import WIDE, export_text, save_safetensors
+from mpjax.train._interrupt import signal_name
 from mpjax.train.checkpoints import Checkpoints, NonFiniteLeaves, nonfinite_text
 from mpjax.train.config._differences import run_mismatch
 from mpjax.train.data import Batch, describe
@@ -33,7 +33,7 @@ from mpjax.train.loop._progress import Progress, show_header, show_summary
 from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._step_records import LAG, Profile, Records
 from mpjax.train.loop._trackers import Tracker, Trackers
-from mpjax.train.processes import Interrupt, Processes
+from mpjax.train.processes import Processes, SignalOfAny
 from mpjax.train.setup._evaluation import mean_of_batches, weights_of
 from mpjax.train.setup._init_from import start_from
 from mpjax.train.setup._optimizers import describe_schedule
@@ -97,14 +97,15 @@ class TrainingRun:
     """Trains from the last checkpoint to the end and returns the summary."""
     self._begin()
     try:
-      with self._progress, Interrupt(self.processes.count > 1) as interrupt:
+      signals = SignalOfAny(self.processes.interrupt, self.processes.count > 1)
+      with self._progress:
         for step in range(self.step + 1, self.config.train.steps + 1):
-          interrupt.ask()
+          signals.ask()
           self._profile.before(step)
           with jax.profiler.StepTraceAnnotation("train", step_num=step):
             self._take(step)
           self._profile.after(step, self.state)
-          self._at_boundary(interrupt.answer())
+          self._at_boundary(signals.answer())
       self._profile.stop(self.step)
       summary = self._finish()
     except BaseException:
@@ -219,11 +220,8 @@ class TrainingRun:
     self._records.restart_clock()
     if signum is not None and not last:
       self.checkpoints.wait()
-      name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
-      message = (
-        f"{name}: checkpoint of step {step} saved in {self.directory.path}; the same command resumes from it"
-      )
-      raise Interrupted(signum, message)
+      saved = f"{signal_name(signum)}: checkpoint of step {step} saved in {self.directory.path}"
+      raise Interrupted(signum, f"{saved}; the same command resumes from it")
 
   def _fetch_pending(self) -> list[dict[str, Any]]:
     """Returns the records of all pending steps; waits for the last one."""

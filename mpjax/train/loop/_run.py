@@ -14,6 +14,7 @@ import yaml
 
 from mpjax.train._errors import CheckpointError
 from mpjax.train._files import GONE
+from mpjax.train._interrupt import Interrupt
 from mpjax.train.checkpoints import STORAGE_ERRORS
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
@@ -78,7 +79,8 @@ def run(
 ) -> RunResult:
   """Trains a config's model, or resumes an unfinished run, as `mpjax train` does. Works in notebooks.
 
-  Ctrl-C (or the notebook's stop button) saves a checkpoint before it raises; the same call resumes from it.
+  Ctrl-C (or the notebook's stop button) saves a checkpoint before it raises; the same call resumes from it. A
+  second one acts as usual.
 
   ```python
   result = mpjax.train.run("vit_digits", ["policy=fp16", "train.steps=100"])
@@ -103,7 +105,7 @@ def run(
   Raises:
     ConfigError, DataError: if the config cannot be run; nothing was written.
     CheckpointError: if a checkpoint cannot be written, or none can be read.
-    Interrupted: after SIGTERM or Ctrl-C; a checkpoint was saved.
+    Interrupted: after SIGTERM, SIGHUP or Ctrl-C; a checkpoint was saved if a step was taken.
     Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale; if the state is not finite
       when a checkpoint is due; or if the last loss is not finite.
     Agreed: in a run of several processes, if one of them met any of these before the first step.
@@ -113,7 +115,11 @@ def run(
     load_plugins(plugins)
     return load_config(config, overrides)
 
-  with Output() as output, Processes(read_waits(config, overrides), may_exit=False) as processes:
+  with (
+    Output() as output,
+    Interrupt() as interrupt,
+    Processes(read_waits(config, overrides), interrupt, may_exit=False) as processes,
+  ):
     summary = train_together(load, processes, output, console, trackers)
     assert processes.directory is not None
     return RunResult(processes.directory, summary)
