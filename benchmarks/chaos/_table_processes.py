@@ -33,6 +33,7 @@ def rows(prepared: Prepared) -> list[Row]:
   """Returns the rows about processes."""
   same = "the same command ends as an undisturbed run, bit for bit"
   return [
+    Row("a run, its resume after SIGKILL and its twin", "the same, bit for bit", _twins()),
     *(Row(f"SIGKILL {moment}", same, _kills(kill)) for moment, kill in _KILLS.items()),
     Row("Ctrl-C, SIGTERM, SIGHUP", f"130, 143 or 129, after a checkpoint; {same}", _signals()),
     Row("full disks, small files", f"4 in one line (2 at the start), or went on; {same}", _disks()),
@@ -49,6 +50,31 @@ def rows(prepared: Prepared) -> list[Row]:
       "two processes: late, missing, same number, port taken", "0, or 5 or 134 in bounded time", _numbers()
     ),
   ]
+
+
+def _twins() -> dict[str, Case]:
+  def same(trial: Trial, overrides: Sequence[str], options: dict[str, int]) -> None:
+    trial.train(*overrides, out=trial.folder / "twin", **options)
+    team = trial.start(*overrides, **options)
+    team.wait_until(lambda: team.has_logged(25))
+    team.signal(signal.SIGKILL)
+    trial.end(team, (KILLED,))
+    trial.train(*overrides, **options)
+    _as_twin(trial)
+
+  cases: dict[str, tuple[Sequence[str], dict[str, int]]] = {
+    "one device": ((), {}),
+    "`mesh.data` of 8 devices": (("mesh.data=8", "data.batch_size=8"), {"devices": 8}),
+    "two processes": (_PAIR, {"processes": 2}),
+  }
+  return each(same, cases)
+
+
+def _as_twin(trial: Trial) -> None:
+  """Compares a run with the one in `twin`, bit for bit."""
+  found = [contents(out, trial.folder) for out in (trial.out, trial.folder / "twin")]
+  if told := difference(*found, set()):
+    raise Wrong(f"not as its twin: {told}")
 
 
 def _kill_in_evaluation(team: Team, chance: Any) -> disturbance.Disturbed:
@@ -89,9 +115,7 @@ def _kills(kill: Callable[[Team, Any], disturbance.Disturbed]) -> dict[str, Case
     statuses, _ = trial.end(team, happened.statuses)
     trial.train(*settings)
     if kill is _kill_in_evaluation:
-      found, twin = (contents(out, trial.folder) for out in (trial.out, trial.folder / "twin"))
-      if told := difference(found, twin, set()):
-        raise Wrong(f"not as its twin: {told}")
+      _as_twin(trial)
     else:
       trial.is_as_its_twin()
     return "killed" if KILLED in statuses else "had ended before"
