@@ -53,7 +53,7 @@ def rows(prepared: Prepared) -> list[Row]:
 
 
 def _twins() -> dict[str, Case]:
-  def same(trial: Trial, overrides: Sequence[str], options: dict[str, int]) -> None:
+  def same(trial: Trial, overrides: Sequence[str], options: dict[str, Any]) -> None:
     trial.train(*overrides, out=trial.folder / "twin", **options)
     team = trial.start(*overrides, **options)
     team.wait_until(lambda: team.has_logged(25))
@@ -62,7 +62,7 @@ def _twins() -> dict[str, Case]:
     trial.train(*overrides, **options)
     _as_twin(trial)
 
-  cases: dict[str, tuple[Sequence[str], dict[str, int]]] = {
+  cases: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     "one device": ((), {}),
     "`mesh.data` of 8 devices": (("mesh.data=8", "data.batch_size=8"), {"devices": 8}),
     "two processes": (_PAIR, {"processes": 2}),
@@ -72,8 +72,8 @@ def _twins() -> dict[str, Case]:
 
 def _as_twin(trial: Trial) -> None:
   """Compares a run with the one in `twin`, bit for bit."""
-  found = [contents(out, trial.folder) for out in (trial.out, trial.folder / "twin")]
-  if told := difference(*found, set()):
+  found, twin = (contents(out, trial.folder) for out in (trial.out, trial.folder / "twin"))
+  if told := difference(found, twin, set()):
     raise Wrong(f"not as its twin: {told}")
 
 
