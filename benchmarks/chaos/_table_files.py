@@ -234,7 +234,7 @@ def _links() -> dict[str, Case]:
     "train.log",
   )
   inside += ("summary.json", "checkpoints/NEWEST", "checkpoints/NEWEST/state")
-  inside += ("checkpoints/NEWEST/loop/metadata", "tensorboard/EVENTS")
+  inside += ("checkpoints/NEWEST/record/metadata", "tensorboard/EVENTS")
 
   def in_it(trial: Trial, place: str) -> str:
     trial.stopped()
