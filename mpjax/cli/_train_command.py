@@ -9,13 +9,13 @@ from mpjax.cli._start_processes import Flags, start
 from mpjax.policy._precision_warning import bare_dtype_advice
 from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train.config._config_file import read_waits
-from mpjax.train.loop._output import LOGGER, Output
+from mpjax.train.loop._output import LOGGER, Output, say_last
 from mpjax.train.loop._run import train_together
 
 
 def run(options: argparse.Namespace) -> int:
   """Runs the command and returns its exit status."""
-  with Output() as output:
+  with Output() as output, output.of_everyone():
     return _train(options, output)
 
 
@@ -24,7 +24,7 @@ def _train(options: argparse.Namespace, output: Output) -> int:
   try:
     processes = start(flags, read_waits(options.config, options.overrides), options.interrupt)
   except ConfigError as error:
-    LOGGER.error(f"error: {error}")
+    say_last(f"error: {error}")
     return 2
 
   def load() -> Config:

@@ -46,7 +46,8 @@ def prove(
       with tempfile.TemporaryDirectory() as directory:
         out = str(pathlib.Path(directory) / "run")
         tree = config.model_dump() | {"policy": spec, "seed": seed, "out": out}
-        tree["train"] |= {"steps": steps, "eval_every": steps, "checkpoint_every": steps, "init_from": None}
+        tree["train"] |= {"steps": steps, "eval_every": steps, "checkpoint_every": steps, "trackers": []}
+        tree["train"] |= {"init_from": None, "init_optimizer": False, "export": None, "profile_steps": None}
         ended = run(tree, console=rich.console.Console(quiet=True))
         evals[name].append(ended.eval_loss)
         finals[name].append(ended.final_loss)

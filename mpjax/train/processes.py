@@ -12,7 +12,6 @@ import functools
 import importlib
 import itertools
 import json
-import logging
 import os
 import pathlib
 import platform
@@ -46,6 +45,7 @@ from mpjax.train._errors import (
 from mpjax.train._interrupt import Interrupt
 from mpjax.train.config._config import DistributedConfig
 from mpjax.train.config._differences import mismatch
+from mpjax.train.loop._output import say_last
 
 T = TypeVar("T")
 
@@ -192,7 +192,7 @@ class Processes:
         if not self.are_together(error):
           self._end_alone(error, status, line, expected is not None)
     if line and self.first:
-      logging.getLogger("mpjax.train").error(line)
+      say_last(line)
     if self._client is not None:  # a barrier, so that none takes another for lost
       jax.distributed.shutdown()
     return status

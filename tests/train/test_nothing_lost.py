@@ -1,5 +1,6 @@
 """Runs through what a month of use brings: damaged metrics, lost terminals, moved directories, strange checkpoints."""
 
+import contextlib
 import errno
 import io
 import json
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import rich.console
@@ -21,7 +23,7 @@ from mpjax.train.data import Data
 from mpjax.train.loop._metrics_file import MetricsFile
 
 # The lines of a command, and what a run shows of a step, to disturb it there.
-from mpjax.train.loop._output import Output
+from mpjax.train.loop._output import Output, say_last
 from mpjax.train.loop._progress import Progress
 from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._trackers import Trackers
@@ -151,7 +153,8 @@ def test_a_console_of_the_caller_may_break_and_stays_as_it_was(tmp_path):
   assert console.file is file
   told, *rest = (tmp_path / "train.log").read_text().splitlines()
   assert told.startswith("the console cannot be written (Broken pipe)")
-  assert rest == ["above the bar"]  # frames of the bar are not lines
+  # Frames of the bar are not lines.
+  assert rest == ["compiling the training step", "step 1/10  loss 0.5", "above the bar"]
 
 
 def test_the_logger_takes_handlers_and_levels_of_the_user(tmp_path, capsys, caplog):
@@ -392,3 +395,38 @@ def test_a_terminal_that_hangs_up_is_an_interruption_unless_it_is_ignored(ignore
     assert interrupt.signum == (None if ignored else signal.SIGHUP)
   finally:
     signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_is_heard_though_a_plug_in_turns_logging_off(tmp_path, capsys):
+  with Output():
+    logging.disable()
+    try:
+      say_last("error: the end")
+    finally:
+      logging.disable(logging.NOTSET)
+  assert capsys.readouterr().err == "error: the end\n"
+
+
+def test_runs_in_two_threads_do_not_show_each_other_s_lines():
+  shown = [io.StringIO(), io.StringIO()]
+  both = threading.Barrier(2, timeout=60)
+
+  def run(number):
+    with Output() as output:
+      output.show_on(rich.console.Console(file=shown[number]), quiet=False)
+      both.wait()
+      LINES.info(f"line {number}")
+      both.wait()
+
+  threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert [file.getvalue() for file in shown] == ["line 0\n", "line 1\n"]
+
+
+def test_what_a_plug_in_prints_ends_no_command(tmp_path):
+  file = Broken()
+  with contextlib.redirect_stdout(file), Output() as output, output.of_everyone():
+    print("from a plug-in", flush=True)

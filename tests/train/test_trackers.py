@@ -183,5 +183,5 @@ def test_the_summary_has_the_time_by_part(alone, tmp_path, capsys):
   assert min(parts.values()) > 0
   assert took / 2 < sum(parts.values()) < took
   assert f"{sum(parts.values()):.4g} s: start " in capsys.readouterr().out.replace("\n", "")
-  assert "time_since_step" not in result.summary
-  assert mpjax.train.run(alone[0][0], [f"out={out}", "train.steps=22"])["time_since_step"] == 20
+  assert "time_s_from_step" not in result.summary
+  assert mpjax.train.run(alone[0][0], [f"out={out}", "train.steps=22"])["time_s_from_step"] == 20

@@ -211,7 +211,7 @@ class Checkpoints:
     if step is not None:
       with self._explained(step):
         self._writer.wait_until_finished()
-        self._delete_old()
+      self._delete_old()
 
   def close(self) -> None:
     """Waits, then releases the threads.
@@ -288,7 +288,11 @@ class Checkpoints:
     for step in {*steps} - {*steps[-self._keep :], *taken[-1:], self.best()}:
       del self._ranks[step]
       if jax.process_index() == 0:
-        shutil.rmtree(self._target / str(step))
+        try:
+          shutil.rmtree(self._target / str(step))
+        except OSError as error:
+          what = f"the old checkpoint of step {step} in {self._directory}"
+          raise CheckpointError(f"{what} cannot be deleted: {reason(error)}") from error
 
   def _delete_unfinished(self, ignore_errors: bool = False) -> None:
     for path in self._target.glob("*.orbax-checkpoint-tmp*"):

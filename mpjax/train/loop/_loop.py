@@ -110,9 +110,9 @@ class TrainingRun:
       summary = self._finish()
     except BaseException:
       with contextlib.suppress(OSError):  # a full disk was reported already
-        self._close(None)
+        self._close()
       raise
-    self._close(summary)
+    self._close()
     return summary
 
   def _begin(self) -> None:
@@ -138,11 +138,10 @@ class TrainingRun:
     self.processes.doing(what)
     self._records.enter(part)
 
-  def _close(self, summary: dict[str, Any] | None) -> None:
+  def _close(self) -> None:
     try:
-      if self.directory.is_there:  # a trace would make it again
-        self._profile.stop(self.step)
-      self._trackers.each(lambda tracker: tracker.close(summary))
+      self._profile.stop(self.step, keep=self.directory.is_there)
+      self._trackers.close(None)
     finally:
       self._metrics_file.close()
 
@@ -398,6 +397,7 @@ class TrainingRun:
         file = path / "model.safetensors"
         save_safetensors(file, self.config, self.data.info, params, model_state, settings.export_dtype)
         LOGGER.info(export_text(file))
+    self._trackers.close(summary)  # before the run counts as finished
     if first:
       self.directory.write_summary(summary)
       show_summary(summary, path)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import io
 import logging
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any, TextIO, cast
 
 import rich.console
@@ -17,6 +18,15 @@ import rich.table
 
 LOG = "train.log"
 LOGGER = logging.getLogger("mpjax.train")
+# The output of the run in this thread: another one's lines are not for it.
+_CURRENT: contextvars.ContextVar[Output | None] = contextvars.ContextVar("output", default=None)
+
+
+def say_last(line: str) -> None:
+  """Shows the line that a command ends with, also if the user's code has turned logging off."""
+  record = LOGGER.makeRecord(LOGGER.name, logging.ERROR, __file__, 0, line, (), None)
+  LOGGER.disabled = False
+  LOGGER.handle(record)
 
 
 def goes_on_without(what: str, error: Exception) -> None:
@@ -29,7 +39,8 @@ class Output(logging.Handler):
 
   A reader that goes away, a full disk or a closed stream does not end a run: further lines go to `train.log`
   in the run directory, whose first line says so. A character that the terminal cannot show appears as its
-  code. A record may bring something else for the console, as `extra={"shown": renderable}`.
+  code. A record may bring something else for the console, as `extra={"shown": renderable}`, or `None` for
+  nothing.
   """
 
   def __init__(self) -> None:
@@ -41,14 +52,26 @@ class Output(logging.Handler):
     self._unwritten: list[str] = []
 
   def __enter__(self) -> Output:
+    self._before = _CURRENT.set(self)
+    self.addFilter(lambda _: _CURRENT.get() in (None, self))
     LOGGER.addHandler(self)
     return self
 
   def __exit__(self, *_: object) -> None:
     LOGGER.removeHandler(self)
+    _CURRENT.reset(self._before)
     self._out.flush()
     self._err.flush()
     self.close()
+
+  @contextlib.contextmanager
+  def of_everyone(self) -> Iterator[None]:
+    """Keeps what a plug-in or a library prints from ending the run, too, where nobody reads it."""
+    with (
+      contextlib.redirect_stdout(cast(TextIO, self._out)),
+      contextlib.redirect_stderr(cast(TextIO, self._err)),
+    ):
+      yield
 
   def show_on(self, console: rich.console.Console | None, *, quiet: bool) -> rich.console.Console:
     """Sets the console, which is standard output by default; returns one like it that does not raise.
@@ -77,8 +100,7 @@ class Output(logging.Handler):
       stream.write(f"{line}\n")
     elif self._console.quiet:
       return
-    else:
-      shown = getattr(record, "shown", line)
+    elif (shown := getattr(record, "shown", line)) is not None:
       is_table = isinstance(shown, rich.table.Table)
       self._console.print(shown, highlight=False, markup=False, soft_wrap=not is_table)
     if stream.lost:
@@ -120,6 +142,13 @@ class _Steady(io.TextIOBase):
   def encoding(self) -> str:  # type: ignore[override]
     """Returns the encoding, by which rich chooses the lines of a table."""
     return getattr(self._stream, "encoding", None) or "utf-8"
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
+
+  def fileno(self) -> int:
+    """Returns the descriptor of the stream."""
+    return int(self._stream.fileno())
 
   def isatty(self) -> bool:
     """Returns whether the stream is a terminal that still works."""

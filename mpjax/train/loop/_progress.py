@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import pathlib
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +30,7 @@ _SECONDS = 0.25
 class Progress:
   """Shows progress as a bar on a terminal or in a notebook; elsewhere as one line per logged step.
 
-  Lines of steps that a bar shows have the level `DEBUG`.
+  A bar takes the place of lines of steps, which other handlers of the logger get all the same.
 
   Args:
     console: where to show the bar.
@@ -64,7 +63,7 @@ class Progress:
     if self._console.is_jupyter:  # IPython is enough; rich would need ipywidgets
       display = importlib.import_module("IPython.display").display
       self._cell = display(self._bar, display_id=True)
-    LOGGER.log(self._level, "compiling the training step")
+    LOGGER.info("compiling the training step", extra=self._beside_bar)
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -72,9 +71,9 @@ class Progress:
     self._update_cell(at_once=True)
 
   @property
-  def _level(self) -> int:
-    """Returns the level of lines that repeat what a bar shows."""
-    return logging.DEBUG if self._console.is_terminal or self._console.is_jupyter else logging.INFO
+  def _beside_bar(self) -> dict[str, Any]:
+    """Returns what keeps lines off the console that repeat what a bar shows."""
+    return {"shown": None} if self._console.is_terminal or self._console.is_jupyter else {}
 
   def _update_cell(self, at_once: bool = False) -> None:
     now = time.monotonic()
@@ -96,7 +95,7 @@ class Progress:
     self._bar.update(self._task, completed=step, status=status)
     self._update_cell()
     if logged:
-      LOGGER.log(self._level, f"step {step}/{self._steps}  {status}")
+      LOGGER.info(f"step {step}/{self._steps}  {status}", extra=self._beside_bar)
 
   def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Shows an evaluation."""

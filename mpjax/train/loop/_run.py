@@ -137,6 +137,7 @@ def train_together(
   console = output.show_on(console, quiet=not processes.first)
   config, _ = processes.agree(load, lambda config: _tell_config(config, processes.count), same=True)
   processes.directory = pathlib.Path(str(config.out))
+  LOGGER.disabled = False  # plug-ins that configure logging turn other loggers off by default
 
   def set_up() -> Setup:
     if processes.first:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -140,7 +142,7 @@ class Records:
       "best_eval_loss": self.last.get("best_eval_loss"),
       "steps_per_s": None if step_time is None else 1 / step_time,
       "time_s": self._seconds,
-      **({"time_since_step": self._steps_before} if self._steps_before else {}),
+      **({"time_s_from_step": self._steps_before} if self._steps_before else {}),
       "peak_memory_bytes": peak_memory(),
       "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.arrays)),
       "resolved_policy": policy.to_dict(),
@@ -208,9 +210,14 @@ class Profile:
       jax.block_until_ready(state)
       self.stop(step)
 
-  def stop(self, step: int) -> None:
-    """Ends and writes the trace, if there is one, after a step."""
-    if self._is_on and self._try(jax.profiler.stop_trace):
+  def stop(self, step: int, *, keep: bool = True) -> None:
+    """Ends and writes the trace, if there is one, after a step; deletes it again unless `keep`."""
+    if self._is_on and self._try(jax.profiler.stop_trace) and not keep:
+      shutil.rmtree(self._folder, ignore_errors=True)
+      for parent in list(self._folder.parents)[:2]:  # of a run directory that was moved
+        with contextlib.suppress(OSError):
+          parent.rmdir()
+    elif self._is_on and keep:
       LOGGER.info(
         f"a profile of steps {self._first} to {step} is in {self._folder}: open it with xprof --logdir "
         f"{self._folder}, or its trace.json.gz in Perfetto"

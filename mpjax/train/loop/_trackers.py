@@ -150,21 +150,32 @@ class Trackers:
         self._trackers.append(_TRACKERS[name](config, directory, start))
       except Exception as error:  # as in `each`
         if name == "tensorboard" and isinstance(error, OSError):
+          self.close(None)
           raise
         goes_on_without(name, error)
 
-  def each(self, action: Callable[[Tracker], None]) -> None:
-    """Calls a method of each tracker."""
+  def close(self, summary: Mapping[str, Any] | None) -> None:
+    """Closes each tracker that is open; `summary` is `None` if the run did not finish."""
+    self.each(lambda tracker: tracker.close(summary), last=True)
+    self._trackers = []
+
+  def each(self, action: Callable[[Tracker], None], *, last: bool = False) -> None:
+    """Calls a method of each tracker; `last` says that it closes them. All were called if this raises."""
+    failed: OSError | None = None
     for tracker in tuple(self._trackers):
       try:
         action(tracker)
       except Exception as error:  # others' code can raise anything, and the run must go on
         self._trackers.remove(tracker)
-        with contextlib.suppress(Exception):  # as above
-          tracker.close(None)
+        if not last:
+          with contextlib.suppress(Exception):  # as above
+            tracker.close(None)
         if isinstance(tracker, TensorBoard) and isinstance(error, OSError):
-          raise
-        goes_on_without(type(tracker).__name__, error)
+          failed = error
+        else:
+          goes_on_without(type(tracker).__name__, error)
+    if failed is not None:
+      raise failed
 
 
 def check_trackers(config: Config) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import pathlib
 
 from mpjax.step import TrainState
-from mpjax.train._errors import ConfigError
+from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.checkpoints._checkpoints import Restored
 from mpjax.train.config._config import Config
@@ -45,4 +45,9 @@ def read_checkpoint(directory: pathlib.Path, which: str, like: TrainState) -> Re
     if step is None:
       there = f"{', '.join(map(str, steps))}, best, latest" if steps else "none"
       raise ConfigError(f"{directory} has no checkpoint {which!r}: there are {there}")
-    return checkpoints.restore(step, like)
+    try:
+      return checkpoints.restore(step, like)
+    except CheckpointError:
+      if (directory / "checkpoints" / str(step)).exists():
+        raise
+  return read_checkpoint(directory, which, like)  # the run has deleted it meanwhile
