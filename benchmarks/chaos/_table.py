@@ -124,7 +124,10 @@ def _begin(row: Row, case: str, root: pathlib.Path, prepared: Prepared | None) -
     try:
       trial = Trial(folder, prepared, random.Random(f"{row.name} {case}"))  # type: ignore[arg-type]
       detail = row.cases[case](trial) or ""
-      found = (RIGHT, f"{detail}, tensorstore wrote tracebacks".removeprefix(", ") if trial.noisy else detail)
+      found = (
+        RIGHT,
+        f"{detail}, dropped reads wrote tracebacks".removeprefix(", ") if trial.noisy else detail,
+      )
     except Wrong as error:
       found = (WRONG, str(error))
     except NotHere as error:
