@@ -457,6 +457,14 @@ def _numbers() -> dict[str, Case]:
   def same_number(trial: Trial, number: int) -> str:
     return ends(trial, own={1 - number: ["--process-id", str(number)]})
 
+  def one_expects_three(trial: Trial) -> str:
+    """Process 0 says how many there are: the other's number is of no effect, or ends both."""
+    team = _pair(trial, "distributed.start_timeout_s=8", own={1: ["--num-processes", "3"]})
+    statuses, _ = trial.end(team, (0, 2, 5, 134))
+    if statuses == [0, 0]:
+      trial.is_as_its_twin(pair=True)
+    return f"statuses {' '.join(map(str, statuses))}"
+
   def port_taken(trial: Trial) -> str:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
       address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -467,6 +475,6 @@ def _numbers() -> dict[str, Case]:
     **each(missing, {f"process {i} does not come": (i,) for i in (0, 1)}),
     **each(same_number, {f"two of number {i}": (i,) for i in (0, 1)}),
     "the number is too large": lambda trial: ends(trial, own={1: ["--process-id", "7"]}),
-    "one expects three": lambda trial: ends(trial, own={1: ["--num-processes", "3"]}),
+    "one expects three": one_expects_three,
     "port taken": port_taken,
   }
