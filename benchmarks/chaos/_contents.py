@@ -62,7 +62,7 @@ def _contents(out: pathlib.Path) -> dict[str, Any]:
 
 
 def _untimed(values: dict[str, Any]) -> dict[str, Any]:
-  timed = ("step_time_s", "peak_memory_bytes", "time_s", "time_since_step")
+  timed = ("step_time_s", "peak_memory_bytes", "time_s", "time_s_from_step")
   return {name: x for name, x in values.items() if name not in timed and not name.endswith("_per_s")}
 
 
