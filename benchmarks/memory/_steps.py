@@ -13,9 +13,9 @@ import numpy as np
 from benchmarks._worker import serve
 from mpjax.planner import CompileError, Plan, Target, get_target, plan, policy_on_target
 from mpjax.policy import get_policy
+from mpjax.registry._info import DataInfo
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.train import load_config, make_optimizer, make_task
-from mpjax.train.data import DataInfo
 from mpjax.train.loop._step_records import peak_memory
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"

@@ -17,8 +17,8 @@ from mpjax._render.install_text import pip_install
 from mpjax._version import __version__
 from mpjax.cli._exit_status import outcome_of
 from mpjax.cli._parsers import parse
+from mpjax.registry._names import nearest
 from mpjax.train._interrupt import Interrupt
-from mpjax.train.config._names import nearest
 
 __all__ = ["COMMANDS", "main", "run_command"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from mpjax.cli import COMMANDS
 from mpjax.cli._parsers import ADD, KEYS, takes_config
 from mpjax.policies import presets
-from mpjax.train.config._names import config_keys, examples
+from mpjax.registry._names import config_keys, examples
 
 
 def complete() -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mpjax.cli._config_arguments import add_config, add_plugin, add_tables, with_default
-from mpjax.train.config._names import keys_meant, nearest
+from mpjax.registry._names import keys_meant, nearest
 
 # The keys of `key=value` arguments that belong to a command, not to its config.
 KEYS: dict[str, tuple[str, ...]] = {

@@ -16,15 +16,21 @@ if TYPE_CHECKING:
   from mpjax.train._export import ExportedModel, export_run, load_safetensors, save_safetensors
   from mpjax.train.config._config import Config, parse_config
   from mpjax.train.config._config_file import load_config
-  from mpjax.train.config._plugins import load_plugins
-  from mpjax.train.config._registry import register_data, register_model, register_optimizer
-  from mpjax.train.data import DataInfo, ModelInfo
+  from mpjax.train.config._plugins import (
+    DataInfo,
+    ModelInfo,
+    Task,
+    load_plugins,
+    register_data,
+    register_model,
+    register_optimizer,
+  )
   from mpjax.train.loop._run import RunResult, run
   from mpjax.train.loop._trackers import Tracker
   from mpjax.train.setup._optimizers import make_optimizer
   from mpjax.train.setup._planner import Planner
   from mpjax.train.setup._setup import make_setup
-  from mpjax.train.setup._task import Task, make_task
+  from mpjax.train.setup._task import make_task
 
 __all__ = [
   "CheckpointError",
@@ -66,15 +72,21 @@ _MODULES = {
   "config._config_file": ("load_config",),
   "_errors": ("CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
-  "config._registry": ("register_data", "register_model", "register_optimizer"),
   "setup._optimizers": ("make_optimizer",),
   "setup._planner": ("Planner",),
-  "config._plugins": ("load_plugins",),
+  "config._plugins": (
+    "DataInfo",
+    "ModelInfo",
+    "Task",
+    "load_plugins",
+    "register_data",
+    "register_model",
+    "register_optimizer",
+  ),
   "loop._run": ("RunResult", "run"),
   "loop._trackers": ("Tracker",),
   "setup._setup": ("make_setup",),
-  "setup._task": ("Task", "make_task"),
-  "data": ("DataInfo", "ModelInfo"),
+  "setup._task": ("make_task",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-
-class ConfigError(ValueError):
-  """The config is wrong: one line that names the key, the value and what to write instead."""
-
-  exit_status = 2
-
-
-class DataError(ValueError):
-  """Data is missing or cannot be used: one line that names it."""
-
-  exit_status = 2
+from mpjax.registry._errors import ConfigError as ConfigError
+from mpjax.registry._errors import DataError as DataError
 
 
 class Stuck(Exception):

@@ -37,15 +37,15 @@ from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.optim._weight_average import keeps_other_weights
 from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, get_policy
+from mpjax.registry._info import DataInfo
+from mpjax.registry._registry import MODELS
+from mpjax.registry._task import Task
 from mpjax.step import TrainState
 from mpjax.train._files import unfinished
 from mpjax.train.config._config import Config, ConfigError, MeshConfig, export_dtype, parse_config
-from mpjax.train.config._registry import MODELS
-from mpjax.train.data import DataInfo
 from mpjax.train.setup._evaluation import apply, weights_of
 from mpjax.train.setup._saved_run import read_checkpoint, run_config
 from mpjax.train.setup._setup import build_step, init_state, make_setup
-from mpjax.train.setup._task import Task
 
 WIDE = ("float32", "float16")  # dtypes of an export of master weights
 _FP8 = "float8_e4m3fn"

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from mpjax.cli import COMMANDS
+from mpjax.registry._names import config_keys
+from mpjax.registry._registry import DATASETS, MODELS
 from mpjax.train import Config
-from mpjax.train.config._names import config_keys
-from mpjax.train.config._registry import DATASETS, MODELS
 
 ROOT = pathlib.Path(__file__).parents[2]
 # A line up to the cursor, and what the last word of it may become.

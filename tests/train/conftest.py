@@ -5,13 +5,12 @@ import pytest
 import mpjax.zoo  # noqa: F401 - kinds that it registers later would be forgotten, too
 
 # A test's kinds are to be forgotten, for which there is no public function.
-from mpjax.train.config._registry import DATASETS, MODELS, TARGETS
+from mpjax.registry._registry import DATASETS, MODELS, TARGETS
 from tests.train._runs import register_line
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _kinds():
-  MODELS.registered()  # mpjax's own are registered before, and stay
   with pytest.MonkeyPatch.context() as patch:
     for kinds in (MODELS, DATASETS, TARGETS):
       patch.setattr(kinds, "_kinds", dict(kinds._kinds))

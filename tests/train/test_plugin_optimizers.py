@@ -4,10 +4,10 @@ import pytest
 import yaml
 
 from mpjax.cli import main
-from mpjax.train import load_safetensors
 
 # What is registered is to be forgotten.
-from mpjax.train.config._registry import TARGETS
+from mpjax.registry._registry import TARGETS
+from mpjax.train import load_safetensors
 from tests.train._runs import curve, refused, train, write_line
 
 PLUGIN = """

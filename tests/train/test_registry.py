@@ -8,10 +8,9 @@ import pydantic
 import pytest
 import yaml
 
-from mpjax.train import ConfigError, parse_config, register_data, register_model
-
 # What a registered name leads to.
-from mpjax.train.config._registry import MODELS
+from mpjax.registry._registry import MODELS
+from mpjax.train import ConfigError, parse_config, register_data, register_model
 from tests.train._runs import raises_one_line
 
 REST = {"data": {"kind": "digits"}}

@@ -17,9 +17,9 @@ import mpjax
 # Which kernel is taken, and a step in float32 beside another, of what no run of this machine shows.
 from mpjax.cli._subject import open_subject
 from mpjax.numerics import inspection_programs
+from mpjax.registry._info import ModelInfo
 from mpjax.train import ConfigError, load_config, load_safetensors, make_setup, save_safetensors
 from mpjax.train.checkpoints import Checkpoints
-from mpjax.train.data import ModelInfo
 from mpjax.zoo.models import GPT, ViT, _fused_attention, gpt_sharding
 from mpjax.zoo.models._attention import attention
 from mpjax.zoo.models._fused_attention import chosen_attention, on_parts

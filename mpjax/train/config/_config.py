@@ -10,11 +10,12 @@ import yaml
 
 from mpjax.dtypes import DTYPE_NAMES
 from mpjax.policy import Policy, get_policy
+from mpjax.registry._checks import Float, Int, Natural, Positive, Section, Seed, checked
+from mpjax.registry._registry import DATASETS, MODELS, TARGETS, KindSection
 from mpjax.sharding import AXES, ShardingRules
 from mpjax.step._checks import require_honoured
 from mpjax.train._errors import ConfigError
-from mpjax.train.config._checks import Float, Int, Natural, Positive, Section, Seed, checked
-from mpjax.train.config._registry import DATASETS, MODELS, TARGETS, KindSection
+from mpjax.train.config import _plugins  # noqa: F401 (mpjax's own kinds)
 
 
 class ModelConfig(KindSection):

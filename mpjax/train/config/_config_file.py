@@ -16,10 +16,10 @@ import yaml
 
 from mpjax.dtypes import did_you_mean
 from mpjax.policy import get_policy
+from mpjax.registry._checks import checked
+from mpjax.registry._names import examples
 from mpjax.train._errors import ConfigError
-from mpjax.train.config._checks import checked
 from mpjax.train.config._config import Config, DistributedConfig, parse_config
-from mpjax.train.config._names import examples
 
 # A file, the name of an example, a mapping of keys or a config.
 ConfigSource = str | pathlib.Path | Mapping[str, Any] | Config

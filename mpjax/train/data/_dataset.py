@@ -14,11 +14,11 @@ import jax
 import numpy as np
 
 from mpjax._types import ArrayLike
+from mpjax.registry._info import DataInfo
+from mpjax.registry._registry import DATASETS
 from mpjax.sharding import Rows
 from mpjax.train._errors import DataError
 from mpjax.train.config._config import DataConfig
-from mpjax.train.config._registry import DATASETS
-from mpjax.train.data._info import DataInfo
 
 Batch = dict[str, np.ndarray]
 

@@ -148,7 +148,8 @@ def show_summary(summary: Mapping[str, Any], directory: pathlib.Path) -> None:
   rows = {}
   for name, value in summary.items():
     title, text = _SHOWN.get(name, (name.replace("_", " "), _number))
-    if name != "resolved_policy":
+    hidden = name == "skipped_steps" and not value and "loss_scale" not in summary
+    if name != "resolved_policy" and not hidden:
       rows[title] = "unknown" if value is None else text(value)
   table = rich.table.Table(title="run finished", box=rich.box.ROUNDED, show_header=False)
   table.add_column(style="bold")

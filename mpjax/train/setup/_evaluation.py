@@ -17,11 +17,11 @@ from mpjax.casting import autocast
 from mpjax.optim import evaluation_weights
 from mpjax.optim._weight_average import keeps_other_weights
 from mpjax.policy import Policy, matmul_precision
+from mpjax.registry._task import Task
 from mpjax.sharding import on_device
 from mpjax.step import TrainState
 from mpjax.step._loss import row_count, row_keys
 from mpjax.step._optimizer import on_masters
-from mpjax.train.setup._task import Task
 
 
 def for_evaluation(policy: Policy, state: TrainState) -> TrainState:

@@ -14,6 +14,8 @@ from mpjax._types import Array, Mesh, PyTree
 from mpjax.casting import Explanation
 from mpjax.optim import average_weights
 from mpjax.policy import Policy
+from mpjax.registry._info import DataInfo
+from mpjax.registry._task import Task
 from mpjax.sharding import (
   Rows,
   ShardingRules,
@@ -25,10 +27,10 @@ from mpjax.sharding import (
 )
 from mpjax.step import Layout, TrainState, TrainStep, make_train_step
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config, ConfigError, MeshConfig
-from mpjax.train.data import Data, DataInfo, load_data
+from mpjax.train.data import Data, load_data
 from mpjax.train.setup._evaluation import evaluate, for_evaluation
 from mpjax.train.setup._optimizers import make_optimizer, make_schedule
-from mpjax.train.setup._task import Task, make_task, model_errors
+from mpjax.train.setup._task import make_task, model_errors
 
 
 @dataclasses.dataclass(frozen=True)

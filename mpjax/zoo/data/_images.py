@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import numpy as np
 import pydantic
 
-from mpjax.train import DataError, register_data
-from mpjax.train.config._checks import Positive
+from mpjax.registry._checks import Positive
+from mpjax.registry._errors import DataError
+from mpjax.registry._registry import register_data
 from mpjax.zoo.data._text import Loaded, Share
 
 # With more classes, no classifier's last layer would fit on a device.

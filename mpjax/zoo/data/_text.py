@@ -15,8 +15,9 @@ from typing import Annotated, Any
 import numpy as np
 import pydantic
 
-from mpjax.train import DataError, register_data
-from mpjax.train.config._checks import Positive
+from mpjax.registry._checks import Positive
+from mpjax.registry._errors import DataError
+from mpjax.registry._registry import register_data
 
 # The share of rows that is held out.
 Share = Annotated[float, pydantic.Field(gt=0, lt=1)]

@@ -10,8 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from mpjax.train import DataError, register_data
-from mpjax.train.config._checks import Natural, Positive
+from mpjax.registry._checks import Natural, Positive
+from mpjax.registry._errors import DataError
+from mpjax.registry._registry import register_data
 from mpjax.zoo.data._text import Loaded, Share
 
 # Rows that are read before a run, for the fingerprint and to find numbers outside the vocabulary.

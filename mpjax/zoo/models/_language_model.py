@@ -14,8 +14,10 @@ from jaxtyping import Float, Key, PRNGKeyArray
 from mpjax._average import Average
 from mpjax._types import Array
 from mpjax.ops import linear_cross_entropy
-from mpjax.train import ModelInfo, Task, register_model
-from mpjax.train.config._checks import Natural, Positive
+from mpjax.registry._checks import Natural, Positive
+from mpjax.registry._info import ModelInfo
+from mpjax.registry._registry import register_model
+from mpjax.registry._task import Task
 from mpjax.zoo.models._fused_attention import chosen_attention
 from mpjax.zoo.models._gpt import GPT
 from mpjax.zoo.models._losses import cross_entropy, masked_cross_entropy

@@ -7,8 +7,8 @@ from typing import Annotated, TypeVar
 
 import pydantic
 
-from mpjax.train._errors import ConfigError
-from mpjax.train.config._names import config_keys, keys_meant
+from mpjax.registry._errors import ConfigError
+from mpjax.registry._names import config_keys, keys_meant
 
 
 def _no_bool(value: object) -> object:

@@ -9,7 +9,7 @@ import pathlib
 import re
 from collections.abc import Iterable
 
-_PACKAGE = pathlib.Path(__file__).parents[2]
+_PACKAGE = pathlib.Path(__file__).parents[1]
 # A wheel has the example configs inside the package, a checkout next to it.
 _EXAMPLES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 # Other trainers' names of our keys.

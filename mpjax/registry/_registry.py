@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import types
 import typing
@@ -14,8 +13,8 @@ import pydantic
 import pydantic_core
 
 from mpjax.dtypes import did_you_mean
-from mpjax.train._errors import ConfigError
-from mpjax.train.config._checks import Float, Int, Section, checked
+from mpjax.registry._checks import Float, Int, Section, checked
+from mpjax.registry._errors import ConfigError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -80,7 +79,6 @@ class Kinds:
 
   def registered(self) -> dict[str, Registered]:
     """Returns all registered kinds by name."""
-    importlib.import_module("mpjax.zoo")  # registers mpjax's own
     return dict(self._kinds)
 
   def find(self, name: object) -> Registered:
