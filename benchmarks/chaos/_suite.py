@@ -34,6 +34,7 @@ from benchmarks.chaos import (
   _table_data,
   _table_files,
   _table_library,
+  _table_pairs,
   _table_processes,
 )
 from benchmarks.chaos._disturbance import Place, places
@@ -97,7 +98,7 @@ def _table_of_faults(root: pathlib.Path, options: argparse.Namespace) -> tuple[d
 
 def table_rows(prepared: Prepared) -> list[Row]:
   """Returns the rows of the fault table."""
-  families = (_table_files, _table_processes, _table_commands, _table_data, _table_library)
+  families = (_table_files, _table_processes, _table_pairs, _table_commands, _table_data, _table_library)
   return [row for family in families for row in family.rows(prepared)]
 
 
