@@ -1,8 +1,4 @@
-"""The models and datasets that come with mpjax, registered as a plug-in's are.
+"""The models and datasets that come with mpjax.
 
-`mpjax.train` knows none of them by name: this package needs only what a user's plug-in needs.
+A model here is a plain Flax module. `mpjax.zoo.registered` registers all for configs, as a plug-in does.
 """
-
-from mpjax.zoo import data, models
-
-__all__ = ["data", "models"]

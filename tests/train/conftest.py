@@ -2,7 +2,7 @@
 
 import pytest
 
-import mpjax.zoo  # noqa: F401 - kinds that it registers later would be forgotten, too
+import mpjax.zoo.registered  # noqa: F401 - kinds that it registers later would be forgotten, too
 
 # A test's kinds are to be forgotten, for which there is no public function.
 from mpjax.registry._registry import DATASETS, MODELS, TARGETS

@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Iterable
 
-from mpjax import zoo as zoo
 from mpjax.registry._info import DataInfo as DataInfo
 from mpjax.registry._info import ModelInfo as ModelInfo
 from mpjax.registry._registry import DATASETS, MODELS, TARGETS, Registered
@@ -19,6 +18,7 @@ from mpjax.registry._registry import register_model as register_model
 from mpjax.registry._registry import register_optimizer as register_optimizer
 from mpjax.registry._task import Task as Task
 from mpjax.train._errors import ConfigError
+from mpjax.zoo import registered as registered
 
 # Names of the modules that are plug-ins.
 _LOADED: set[str] = set()

@@ -213,7 +213,7 @@ def split_by_name(
   documents: Mapping[str, Document], fraction: float
 ) -> tuple[dict[str, Document], dict[str, Document]]:
   """Returns (train, held out), at least one document each; a hash of the name chooses about `fraction`."""
-  order = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest())
+  order = sorted(documents, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
   count = min(max(1, round(len(order) * fraction)), len(order) - 1)
   held_out = set(order[:count])
   part = lambda inside: {n: text for n, text in documents.items() if (n in held_out) == inside}

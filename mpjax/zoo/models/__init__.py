@@ -1,6 +1,5 @@
 """Models that follow the dtype of their parameters and inputs, without dtype arguments."""
 
-from mpjax.zoo.models import _classifiers, _language_model  # noqa: F401 (they register the models)
 from mpjax.zoo.models._gpt import GPT
 from mpjax.zoo.models._model_sharding import gpt_sharding, resnet_sharding, vit_sharding
 from mpjax.zoo.models._resnet import ResNet
