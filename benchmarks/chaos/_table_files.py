@@ -201,6 +201,7 @@ def _summaries() -> dict[str, Case]:
   texts: dict[str, bytes | None] = {"emptied": b"", "a list": b"[]", "an object": b"{}", "a number": b"3"}
   texts |= {
     "of few keys": b'{"steps": 60}',
+    "of another form": b'{"steps": 60, "final_loss": 4.09, "time_s": 3}',
     "halved": b'{"final_loss": 4.09',
     "zeros": b"\0" * 99,
     "a folder": None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
-  from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
+  from mpjax.train._errors import Agreed, CheckpointError, ConfigError, DataError, Interrupted, Stuck
   from mpjax.train._export import ExportedModel, export_run, load_safetensors, save_safetensors
   from mpjax.train.config._config import Config, parse_config
   from mpjax.train.config._config_file import load_config
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
   from mpjax.train.setup._task import make_task
 
 __all__ = [
+  "Agreed",
   "CheckpointError",
   "Config",
   "ConfigError",
@@ -70,7 +71,7 @@ if _LOGGER.level == logging.NOTSET:
 _MODULES = {
   "config._config": ("Config", "parse_config"),
   "config._config_file": ("load_config",),
-  "_errors": ("CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
+  "_errors": ("Agreed", "CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
   "setup._optimizers": ("make_optimizer",),
   "setup._planner": ("Planner",),

@@ -95,6 +95,7 @@ WRONG = [
   (["train.steps=true"], ["train.steps", "boolean"]),
   (["train.average=1"], ["train.average=1", "less than 1"]),
   (["train.profile_steps=[5, 3]"], ["profile_steps=[5, 3]", "[10, 12]"]),
+  (["train.profile_steps=[5, 9]", "train.steps=4"], ["profile_steps=[5, 9]", "ends after step 4"]),
   (["train.profile_steps=[5]"], ["profile_steps=[5]", "[10, 12]"]),
   (["train.profile_steps=[0, 3]"], ["train.profile_steps.0=0", "greater than 0"]),
   (["train.trackers=[wand]"], ["train.trackers.0='wand'", "expected 'tensorboard' or 'wandb'"]),

@@ -147,7 +147,7 @@ def test_a_console_of_the_caller_may_break_and_stays_as_it_was(tmp_path):
   console = rich.console.Console(file=file, force_terminal=True)
   with Output() as output:
     output.log_to(tmp_path)
-    with Progress(output.show_on(console, quiet=True), 10, 0, "rows", has_scale=False) as bar:
+    with Progress(output.show_on(console, quiet=False), 10, 0, "rows", has_scale=False) as bar:
       bar.step(1, {"loss": 0.5, "skipped_steps": 0, "rows_per_s": None}, logged=True)
       LINES.info("above the bar")
   assert console.file is file
@@ -344,7 +344,8 @@ def test_a_directory_has_one_run_at_a_time(begun):
 
 def test_a_summary_that_is_none_is_no_end_of_a_run(begun, tmp_path, said):
   moved = tmp_path / "run" / "damaged"
-  for number, text in enumerate(["[]", "{}", '{"steps": 3}', "3", "[1", "[" * 100_000, "\0"]):
+  of_no_run = '{"steps": 3, "final_loss": 1.5, "time_s": 3}'
+  for number, text in enumerate(["[]", "{}", '{"steps": 3}', of_no_run, "3", "[1", "[" * 100_000, "\0"]):
     (tmp_path / "run" / "summary.json").write_text(text)
     directory = RunDirectory(begun)
     assert directory.summary() is None, text[:9]

@@ -56,6 +56,9 @@ def test_text_is_split_by_file_whatever_paths_lead_to_it(corpus):
     train, held_out = split_letters(path)
     assert train | held_out == set(range(65, 85)), path
     assert len(held_out) == 5, path
+  os.rename(corpus / "part0" / "0.txt", os.fsencode(corpus / "part0") + b"/\xff.txt")  # no UTF-8
+  train, held_out = split_letters(str(corpus))
+  assert train | held_out == set(range(65, 85))
   for i in range(20):  # a link to a file is the file
     (corpus / f"link{i}.txt").symlink_to(corpus / f"part{i % 3}" / f"{i}.txt")
   split_letters(str(corpus))

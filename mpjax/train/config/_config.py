@@ -127,7 +127,7 @@ class MeshConfig(Section):
 
 Recompute = Literal["islands", "dots", "blocks", "nothing"]
 DEFAULT_RECOMPUTE: Recompute = "islands"
-Tracker = Literal["tensorboard", "wandb"]
+TrackerName = Literal["tensorboard", "wandb"]
 ExportDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 
 
@@ -178,13 +178,15 @@ class TrainConfig(Section):
   export_dtype: _AnyExportDtype = None
   average: Annotated[Float, pydantic.Field(gt=0, lt=1)] | None = None
   profile_steps: tuple[Positive, ...] | None = None
-  trackers: tuple[Tracker, ...] = ("tensorboard",)
+  trackers: tuple[TrackerName, ...] = ("tensorboard",)
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> TrainConfig:
     steps = self.profile_steps
     if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
       raise ValueError(f"profile_steps={list(steps)}: expected the first step and the last, as in [10, 12]")
+    if steps is not None and steps[0] > self.steps:
+      raise ValueError(f"profile_steps={list(steps)}: the run ends after step {self.steps}")
     if len(set(self.trackers)) < len(self.trackers):
       raise ValueError(f"trackers={list(self.trackers)}: expected each only once")
     if self.init_optimizer and self.init_from is None:
@@ -193,7 +195,7 @@ class TrainConfig(Section):
 
 
 class NumericsConfig(Section):
-  """`every`: steps between two summaries of a run's numbers in TensorBoard; 0: no summaries."""
+  """`every`: steps between two summaries of a run's numbers in its trackers; 0: no summaries."""
 
   every: Natural = 0
 

@@ -71,7 +71,10 @@ class TrainingRun:
     self.setup, self.directory, self.processes = setup, directory, processes
     self.console, self._own_trackers = console, trackers
     self.config, self.policy, self.data = setup.config, setup.policy, setup.data
-    self.checkpoints, _ = processes.agree(lambda: self._open_checkpoints(directory.path / "checkpoints"))
+    self.checkpoints, self._are_tracked = processes.agree(
+      lambda: self._open_checkpoints(directory.path / "checkpoints"),
+      lambda _: bool(trackers or setup.config.train.trackers),
+    )
     self.step = 0
     self._watcher = Watcher(setup.step)
     self._looked: dict[int, Any] = {}  # what the watcher saw of pending steps
@@ -162,7 +165,7 @@ class TrainingRun:
     rows = self._next_rows(self.iterator, f"the data of step {step}", save=may_save)
     self._doing("compile" if self._records.is_first(step) else "step", f"step {step}")
     batch = self.setup.place(rows)
-    if (every := self.config.numerics.every) and step % every == 0:
+    if (every := self.config.numerics.every) and step % every == 0 and self._are_tracked:
       self._looked[step] = self._watcher.look(self.state, batch)
     self.state, metrics = self.setup.step(self.state, batch)
     self.step = step

@@ -78,13 +78,12 @@ class Output(logging.Handler):
 
     Args:
       console: the console, or `None`.
-      quiet: whether the default console shows nothing.
+      quiet: whether to show nothing, except for warnings and errors.
     """
-    if console is None:
-      self._console.quiet = quiet
-    else:
+    if console is not None:
       self._out, self._console = _Steady(console.file, "the console"), copy.copy(console)
       self._console.file = cast(TextIO, self._out)
+    self._console.quiet |= quiet
     return self._console
 
   def log_to(self, directory: pathlib.Path) -> None:

@@ -170,7 +170,7 @@ def _number(value: float | str) -> str:
 def _parts(seconds: Mapping[str, float]) -> str:
   """Returns the sum of a time by part, and each part's share of it."""
   total = sum(seconds.values())
-  return f"{total:.4g} s: " + ", ".join(f"{part} {n / total:.0%}" for part, n in seconds.items())
+  return f"{total:.4g} s: " + ", ".join(f"{part} {n / (total or 1):.0%}" for part, n in seconds.items())
 
 
 # The title of a value of the summary and how it is shown, if not as a number.

@@ -33,7 +33,7 @@ class RunResult:
   """The result of a run. `result["policy"]` is a value of the summary.
 
   Attributes:
-    directory: the run directory, with `config.yaml`, `metrics.jsonl`, `checkpoints/` and `tensorboard/`.
+    directory: the run directory: `config.yaml`, `metrics.jsonl`, `checkpoints/` and what trackers write.
     summary: the contents of its `summary.json`.
   """
 
@@ -108,7 +108,7 @@ def run(
     Interrupted: after SIGTERM, SIGHUP or Ctrl-C; a checkpoint was saved if a step was taken.
     Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale; if the state is not finite
       when a checkpoint is due; or if the last loss is not finite.
-    Agreed: in a run of several processes, if one of them met any of these before the first step.
+    Agreed: in each of several processes, if one of them met any of these before the first step.
   """
 
   def load() -> Config:

@@ -9,6 +9,7 @@ import os
 import pathlib
 from typing import IO, Any
 
+import pydantic
 import yaml
 
 from mpjax.train._errors import ConfigError
@@ -20,6 +21,19 @@ from mpjax.train.loop._output import LOGGER
 
 _FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log", "wandb-id")
 _FOLDERS = ("checkpoints", "tensorboard", "profile", "wandb", "damaged")
+
+
+class _Summary(pydantic.BaseModel):
+  """What tells a summary from other files: two values that each has, and the types of what is shown."""
+
+  model_config = pydantic.ConfigDict(extra="allow", strict=True)
+  __pydantic_extra__: dict[str, int | float | str | None]
+  steps: int
+  final_loss: float | str
+  loss_scale: float = 1.0
+  peak_memory_bytes: int | None = None
+  time_s: dict[str, float] = {}
+  resolved_policy: dict[str, Any] = {}
 
 
 class RunDirectory:
@@ -69,10 +83,10 @@ class RunDirectory:
     if self._lock is None or self.steps_before is not None or not file.exists():
       return None
     try:
-      with contextlib.suppress(ValueError, RecursionError):  # no JSON
-        summary = json.loads(file.read_bytes())
-        if isinstance(summary, dict) and "final_loss" in summary and isinstance(summary.get("steps"), int):
-          return summary
+      text = file.read_bytes()
+      with contextlib.suppress(ValueError):  # another content, or no JSON
+        _Summary.model_validate_json(text)
+        return dict(json.loads(text))
       moved = set_aside(file)
     except OSError as error:
       raise ConfigError(f"{file}: cannot be read or moved ({error.strerror})") from error

@@ -25,7 +25,7 @@ from mpjax.train.setup._setup import Setup
 
 # Number of newest steps whose metrics the host does not wait for.
 LAG = 2
-_SHOWN = 20  # steps over which time and speed are averaged
+_AVERAGED = 20  # steps over which time and speed are averaged
 _RATES = 2**16  # learning rates computed at once, since each alone would wait for the device
 # The parts of a run's time.
 _PARTS = ("start", "compile", "data", "step", "evaluation", "checkpoint")
@@ -93,7 +93,7 @@ class Records:
       now = time.perf_counter()
       self._times.append(now - self._clock)
       self._clock = now
-    step_time = self._step_time(_SHOWN)
+    step_time = self._step_time(_AVERAGED)
     record = {
       "step": step,
       "loss": values.pop("loss"),
