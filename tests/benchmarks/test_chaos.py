@@ -136,4 +136,4 @@ def test_a_row_of_the_table_is_tried(tmp_path):
   done = bench("chaos", "--table", "--rows", "summary.json", "--json", str(file))
   assert done.returncode == 0, done.stdout + done.stderr
   (row,) = json.loads(file.read_text())["rows"]
-  assert row["right"] == row["of"] == 8
+  assert row["right"] == row["of"] == 9

@@ -239,7 +239,7 @@ class Checkpoints:
       # Other processes may still be writing; a later start makes room.
       if jax.process_count() == 1:
         self._delete_unfinished(ignore_errors=True)
-      whole = [step for step in self.steps() if self._path(step).exists()]
+      whole = [step for step in self.steps() if (self._path(step) / "record").exists()]
       problem = reason(error).replace(str(self._target), str(self._directory))
       left = f"that of step {whole[-1]} is whole" if whole else "there is no earlier one"
       then = f"resumes from step {whole[-1]}" if whole else "starts over"
