@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import rich.console
@@ -396,6 +397,24 @@ def test_a_terminal_that_hangs_up_is_an_interruption_unless_it_is_ignored(ignore
     assert interrupt.signum == (None if ignored else signal.SIGHUP)
   finally:
     signal.signal(signal.SIGHUP, before)
+
+
+class Interrupting:
+  def __del__(self):
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(0)  # a second one is raised here, and dropped
+
+
+def test_a_second_ctrl_c_in_a_destructor_acts_as_usual(capsys):
+  hook = sys.unraisablehook
+  with Interrupt() as interrupt:
+    Interrupting()
+    assert interrupt.signum == signal.SIGINT
+    Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+      time.sleep(10)
+  assert "Exception ignored" not in capsys.readouterr().err
+  assert sys.unraisablehook is hook
 
 
 def test_a_run_is_heard_though_a_plug_in_turns_logging_off(tmp_path, capsys):
