@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -45,7 +47,10 @@ def start(flags: Flags, settings: DistributedConfig, interrupt: Interrupt) -> Pr
     "shutdown_timeout_seconds": max(1, round(settings.hang_timeout_s)),
   }
   if flags.coordinator is not None:
-    host = flags.coordinator.rpartition(":")[0]
+    host, _, port = flags.coordinator.rpartition(":")
+    is_local = host in ("localhost", "127.0.0.1")
+    if flags.process == 0:
+      _require_free(flags.coordinator, host if is_local else "", int(port))
     options |= {
       "coordinator_address": flags.coordinator,
       "num_processes": flags.processes,
@@ -53,7 +58,7 @@ def start(flags: Flags, settings: DistributedConfig, interrupt: Interrupt) -> Pr
       # A process started by hand uses all devices of its machine, in every allocation.
       "cluster_detection_method": "deactivate",
     }
-    if host in ("localhost", "127.0.0.1"):
+    if is_local:
       options["coordinator_bind_address"] = flags.coordinator
   try:
     # It waits in native code, where a flag is not looked at.
@@ -99,6 +104,20 @@ def _are_several(flags: Flags) -> bool:
       "HOST:PORT, --num-processes N and --process-id I, from 0 to N - 1, together, or none of them"
     )
   return True
+
+
+def _require_free(coordinator: str, host: str, port: int) -> None:
+  """Raises `ConfigError` if the coordinator's port cannot be had: JAX may crash the process."""
+  is_dual = not host and socket.has_dualstack_ipv6()
+  family = socket.AF_INET6 if is_dual else socket.AF_INET
+  try:
+    socket.create_server((host, port), family=family, dualstack_ipv6=is_dual).close()
+  except OSError as error:
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+      why = os.strerror(error.errno)
+      raise ConfigError(
+        f"--coordinator {coordinator}: {why}: expected a free port of this machine"
+      ) from error
 
 
 @contextlib.contextmanager

@@ -363,6 +363,16 @@ def test_one_whose_disk_fills_during_a_checkpoint_ends_all(start, tiny_gpt, tmp_
   assert "Traceback" not in errors[1 - full]
 
 
+@pytest.mark.parametrize(("bound", "named"), [("127.0.0.1", "localhost"), ("0.0.0.0", "10.0.0.1")])
+def test_a_port_that_is_taken_is_one_line(capsys, bound, named):
+  with socket.create_server((bound, 0)) as server:
+    port = server.getsockname()[1]
+    flags = ["--coordinator", f"{named}:{port}", "--num-processes", "2", "--process-id", "0"]
+    assert main(["train", "gpt_stdlib", *flags]) == 2
+  said = f"error: --coordinator {named}:{port}: Address already in use: expected a free port here\n"
+  assert capsys.readouterr().err == said
+
+
 def test_the_others_see_the_coordinators_port_close_and_no_other_end_of_a_connection(monkeypatch):
   """What closes each connection at once gets one a second."""
   waits = []
