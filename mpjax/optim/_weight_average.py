@@ -23,6 +23,7 @@ _OUTSIDE: dict[type, str] = {
   LossScaleState: "mpjax.dynamic_loss_scale(mpjax.optim.average_weights(tx, decay))",
   MasterWeightsState: "mpjax.master_weights(mpjax.optim.average_weights(tx, decay))",
   optax.MultiStepsState: "optax.MultiSteps(mpjax.optim.average_weights(tx, decay), k)",
+  optax.ApplyIfFiniteState: "optax.apply_if_finite(mpjax.optim.average_weights(tx, decay), n)",
 }
 
 
@@ -59,7 +60,8 @@ def average_weights(
 
   The average is float32 whatever the parameters' dtype: in bfloat16 it would stand still. It is in the
   optimiser's state, so it is saved, restored, donated and divided over devices as moments are, and
-  `mpjax.quantized_state` leaves it as it is. The updates of `inner` are unchanged.
+  `mpjax.quantized_state` leaves it as it is. The updates of `inner` are unchanged, but for the noise of
+  stochastic rounding, whose key depends on a leaf's place in the state.
 
   Put this around the whole chain that makes updates. Outside belong `mpjax.master_weights` (the average is of
   the master weights), a loss scale or another guard (a skipped step leaves the average as it was) and
@@ -127,7 +129,15 @@ def evaluation_weights(params: PyTree, opt_state: PyTree) -> PyTree:
   Returns:
     A tree like `params`, in float32 where there are such weights. Parameters without them, under other
     optimisers all, are returned as they are given.
+
+  Raises:
+    ValueError: if `average_weights` is not the last of a chain: what follows it changes the weights.
   """
+  if any(map(_is_followed, jax.tree.leaves(opt_state, is_leaf=_is_followed))):
+    raise ValueError(
+      "average_weights before another transform of a chain has an average of other weights: write "
+      "mpjax.optim.average_weights(optax.chain(...), decay)"
+    )
   free = find_states(opt_state, optax.contrib.ScheduleFreeState).values()
   masters = find_states(opt_state, MasterWeightsState).values() if free else ()
   y = functools.reduce(join, (state.correction for state in masters), params)
@@ -138,6 +148,11 @@ def evaluation_weights(params: PyTree, opt_state: PyTree) -> PyTree:
   for state in reversed(find_states(opt_state, WeightAverageState).values()):
     params = jax.tree.map(lambda p, average: average if is_inexact(average) else p, params, state.average)
   return params
+
+
+def _is_followed(state: object) -> bool:
+  """Returns whether this is the state of a chain in which another transform follows `average_weights`."""
+  return type(state) is tuple and any(find_states(part, WeightAverageState) for part in state[:-1])
 
 
 def keeps_other_weights(opt_state: PyTree) -> bool:

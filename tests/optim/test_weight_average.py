@@ -164,7 +164,8 @@ def test_each_part_of_the_parameters_can_have_its_own():
 
 
 def test_what_must_be_outside_is_refused_inside():
-  for inner in (mpjax.dynamic_loss_scale(ADAM), mpjax.master_weights(ADAM), optax.MultiSteps(ADAM, 2)):
+  guards = mpjax.dynamic_loss_scale(ADAM), mpjax.master_weights(ADAM), optax.apply_if_finite(ADAM, 3)
+  for inner in (*guards, optax.MultiSteps(ADAM, 2)):
     with pytest.raises(ValueError, match=r"write .*\(mpjax.optim.average_weights"):
       average_weights(optax.chain(inner)).init(PARAMS)
   for decay in (1, -0.1, True, "0.9", None):
@@ -175,3 +176,7 @@ def test_what_must_be_outside_is_refused_inside():
   tx = average_weights(ADAM)
   with pytest.raises(ValueError, match="without params"):
     tx.update(PARAMS, tx.init(PARAMS))
+  for chain in (optax.chain(tx, optax.scale(0.1)), optax.chain(ADAM, optax.chain(tx, optax.scale(0.1)))):
+    with pytest.raises(ValueError, match=r"write mpjax.optim.average_weights\(optax.chain"):
+      evaluation_weights(PARAMS, chain.init(PARAMS))
+  assert evaluation_weights(PARAMS, optax.chain(optax.scale(0.1), tx).init(PARAMS)).keys() == PARAMS.keys()
