@@ -24,6 +24,7 @@ from benchmarks.chaos._trial import (
 )
 
 MUTATIONS, SEED = 120, 49
+TOO_LONG = "a" * 300  # for the name of a file
 MEMORY = 24 << 30  # of addresses, for configs that ask for more than there is
 
 
@@ -76,7 +77,8 @@ _FLOAT_KEYS += tuple(
 _MORE: tuple[str, ...] = ("model.layers=0", "model.layers=3000", "data.workers=-1", "data.workers=2147483648")
 _NO_EFFECT = ("growth_factor=1.00000001", "backoff_factor=0.9999999999999999")  # both are 1 as float32
 _MORE += tuple(f"policy.loss_scaling.{setting}" for setting in _NO_EFFECT)
-_MORE += ("out=", f"out={'a' * 300}", "out=/proc/x", "out=/dev/null", "out=/", "out=nodir/deep/x")
+_MORE += (f"train.init_from={TOO_LONG}", f"out={TOO_LONG}", "out=", "out=/proc/x", "out=/dev/null")
+_MORE += ("out=/", "out=nodir/deep/x")
 
 
 def _extremes() -> dict[str, Case]:
@@ -115,15 +117,17 @@ _SMALL: tuple[str, ...] = (
   "data.batch_size=4",
 )
 _SMALL += ("data.eval_batches=1",)
-_FILES = ("/", "/proc/x", "nodir/x", "a" * 300, "/dev/full/x")
+_FILES = ("/", "/proc/x", "nodir/x", TOO_LONG, "/dev/full/x")
 
 
 # Wrong arguments by command; "" is none, and has to end with 0.
 _COMMON = """policy= policy=, policy=bf16,,fp16 policy=bf16,bf61 policy={base:fp16 model.dim=-1 x=1 nonsense
   --nonsense data.path=/nowhere --table= --table=nothing train.steps="""
+_COMMON += f" --plugin={TOO_LONG}"
 _TARGETS = "target= target=h300 target=v5e:0x0 target=v5e:2x target=v5e:9999x9999 target=h200:-1"
 _COUNTS = " ".join(f"{key}={x}" for key in ("batches", "steps") for x in ("0", "-1", "x", "1e30"))
 _PLACES = "checkpoint=/nowhere checkpoint=/ checkpoint=RUN/checkpoints/999 checkpoint=RUN/config.yaml"
+_PLACES += f" checkpoint={TOO_LONG}"
 _FIT = " ".join(f"--fit,--memory={size}" for size in ("0", "-1", "xGB", "1e400GB", "nan", "1e-9GB"))
 _FIT += " --fit,--multiple=0 --fit,--multiple=-3 --fit,--cheapest"
 _COMMANDS = {
@@ -175,7 +179,7 @@ def _exports() -> dict[str, Case]:
     "out=/",
     "out=.",
   )
-  wrong += ("out=/proc/x", "out=nodir/x.st", f"out={'a' * 300}", "x=1", "--nonsense")
+  wrong += ("out=/proc/x", "out=nodir/x.st", f"out={TOO_LONG}", "x=1", "--nonsense")
 
   def export(trial: Trial, argument: str) -> None:
     trial.finished()
@@ -255,5 +259,5 @@ def _exports() -> dict[str, Case]:
     "onto a regular file": replaced,
     "on a full disk": full,
     "into a read-only folder": read_only,
-    **each(no_run, {f"of {place!r}": (place,) for place in ("/", "/nowhere", "/dev/null", "")}),
+    **each(no_run, {f"of {place!r}": (place,) for place in ("/", "/nowhere", "/dev/null", TOO_LONG, "")}),
   }

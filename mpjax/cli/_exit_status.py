@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Iterator
 
 from mpjax.train import ConfigError
-from mpjax.train._errors import exit_status
+from mpjax.train._errors import exit_status, one_line
 
 _SIGNALS = 128  # a signal's status is its number and this
 
@@ -30,7 +30,8 @@ def outcome_of(error: BaseException) -> tuple[int, str] | None:
   status = exit_status(error)
   if status is None:
     return None
-  return status, str(error) if status > _SIGNALS else f"error: {error}"
+  text = one_line(str(error)) if isinstance(error, OSError) else str(error)
+  return status, text if status > _SIGNALS else f"error: {text}"
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 
 from mpjax.registry._errors import ConfigError as ConfigError
@@ -61,4 +62,6 @@ def one_line(text: str) -> str:
 
 def exit_status(error: BaseException) -> int | None:
   """Returns the exit status of an error that is expected to end a run, or `None` for other errors."""
+  if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # one that the user gave
+    return ConfigError.exit_status
   return error.exit_status if isinstance(error, (*MENDABLE, *TOGETHER)) else None
