@@ -12,7 +12,7 @@ import numpy as np
 from mpjax._types import PyTree
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep
-from mpjax.train.config._config import Config, ConfigError
+from mpjax.train import Config, ConfigError
 from mpjax.train.config._config_file import find_config
 from mpjax.train.setup._saved_run import read_checkpoint, run_config
 from mpjax.train.setup._setup import Setup, build_step, make_setup, on_devices_here

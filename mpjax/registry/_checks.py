@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, TypeVar
 
@@ -73,7 +74,8 @@ def _describe(error: pydantic.ValidationError, section: type[Section], where: st
   if kind == "extra":
     known = _keys(section, first["loc"][:-1])
     expected = f"expected one of {', '.join(known)}" if known else "it has none"
-    meant = keys_meant(key, [*known, *config_keys()])  # in this section or another
+    others = [other for other in config_keys() if other != key]  # of another kind, it may be one
+    meant = keys_meant(key, [*known, *others])
     near = f"; did you mean {meant[0]!r}?" if meant else ""
     return f"unknown key {key!r}{' of ' * bool(owner)}{owner}: {expected}{near}"
   if kind in _EXPECTED and fault in ("type", "parsing", "from_float", "number"):
@@ -83,6 +85,8 @@ def _describe(error: pydantic.ValidationError, section: type[Section], where: st
     message = message.replace("Input should be ", f"expected {number}", 1)
   if not key:
     return message
+  if kind == "value" and re.match(r"\w+=", message):  # from a check of several keys
+    return f"{key}.{message}"
   if kind != "value" or not isinstance(value, Mapping):  # else the message names several keys of it
     key += f"={value!r}"
   return f"{key}: {message}"

@@ -41,14 +41,15 @@ from mpjax.registry._info import DataInfo
 from mpjax.registry._registry import MODELS
 from mpjax.registry._task import Task
 from mpjax.step import TrainState
+from mpjax.train._errors import ConfigError
 from mpjax.train._files import unfinished
-from mpjax.train.config._config import Config, ConfigError, MeshConfig, export_dtype, parse_config
+from mpjax.train.config._config import Config, MeshConfig, export_dtype, parse_config
 from mpjax.train.setup._evaluation import apply, weights_of
 from mpjax.train.setup._saved_run import read_checkpoint, run_config
 from mpjax.train.setup._setup import build_step, init_state, make_setup
 
-WIDE = ("float32", "float16")  # dtypes of an export of master weights
 _FP8 = "float8_e4m3fn"
+WIDE = ("float32", "float16", _FP8)  # dtypes of an export of master weights
 _SCALE = "_scale"
 
 
@@ -317,7 +318,7 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
 def export_run(
   directory: str | pathlib.Path,
   dtype: str | None = None,
-  step: str = "best",
+  step: str | int = "best",
   out: str | None = None,
   weights: str | None = None,
 ) -> pathlib.Path:
@@ -331,7 +332,7 @@ def export_run(
   Args:
     directory: the run directory.
     dtype: as for `save_safetensors`.
-    step: `"best"` (lowest evaluation loss), `"latest"`, or a step number as text.
+    step: `"best"` (lowest evaluation loss), `"latest"`, or a step number.
     out: the file; `None`: `model.safetensors` in the run directory.
     weights: `"average"`, which the run evaluated, or `"last"`, which it trained. `None`: the average if the
       run keeps one.
@@ -354,7 +355,7 @@ def export_run(
     raise ConfigError(f"weights={weights}: expected average or last")
   if weights == "average" and not keeps_other_weights(like.opt_state):
     raise ConfigError(f"weights=average: {directory} keeps no average (train.average); expected weights=last")
-  state = read_checkpoint(directory, step, like).state
+  state = read_checkpoint(directory, str(step), like).state
   chosen = functools.partial(weights_of, setup.policy, which=weights or "average", masters=dtype in WIDE)
   save_safetensors(path, config, setup.info, jax.jit(chosen)(state), state.model_state, dtype)
   return path

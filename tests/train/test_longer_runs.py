@@ -224,7 +224,7 @@ def test_what_cannot_be_started_from_is_one_line(line, first, tmp_path, capsys):
     ([f"train.init_from={first}", "model.columns=5"], ["train.init_from=", "of another state"]),
     ([f"train.init_from={file}", "model.columns=5"], ["train.init_from=", "params", "same model section"]),
     ([f"train.init_from={file}", "train.init_optimizer=true"], ["init_optimizer", "only parameters"]),
-    (["train.init_optimizer=true"], ["train: init_optimizer=true", "train.init_from"]),
+    (["train.init_optimizer=true"], ["train.init_optimizer=true", "train.init_from"]),
     (
       [f"train.init_from={first}", "train.init_optimizer=true", "optimizer.name=lion"],
       ["another optimizer"],

@@ -22,6 +22,12 @@ def signed(learning_rate, *, momentum: float = 0.9, decay: float):
 @mpjax.train.register_optimizer("nothing")
 def nothing(learning_rate):
   return 3
+
+@mpjax.train.register_optimizer("picky")
+def picky(learning_rate, *, alpha: float = 5.0):
+  if alpha < 0:
+    raise ValueError("alpha must be positive")
+  return optax.sgd(learning_rate)
 """
 
 
@@ -65,6 +71,7 @@ WRONG = [
   ),
   (["target=signed", "options.decay=much"], ["optimizer.options.decay='much'"]),
   (["target=nothing"], ["returned a int", "optax transform"]),
+  (["target=picky", "options.alpha=-1"], ["target=picky: alpha must be positive (optimizers.py:"]),
   (["target=nothing", "options.x=1"], ["optimizer.options.x", "it has none"]),
   (["target=nothing", "name=lion"], ["name='lion' and target='nothing'"]),
   (["target=nothing", "name=adamw"], ["'adamw' and target", "name=null removes the name"]),

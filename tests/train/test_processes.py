@@ -369,7 +369,9 @@ def test_a_port_that_is_taken_is_one_line(capsys, bound, named):
     port = server.getsockname()[1]
     flags = ["--coordinator", f"{named}:{port}", "--num-processes", "2", "--process-id", "0"]
     assert main(["train", "gpt_stdlib", *flags]) == 2
-  said = f"error: --coordinator {named}:{port}: Address already in use: expected a free port here\n"
+  said = (
+    f"error: --coordinator {named}:{port}: Address already in use: expected a free port of this machine\n"
+  )
   assert capsys.readouterr().err == said
 
 

@@ -145,6 +145,13 @@ def test_a_callers_tracker_is_called_until_it_raises(alone, tmp_path, capsys):
   assert curve(tmp_path / "run") == curve(alone[1])
 
 
+def test_what_is_no_tracker_is_refused_before_the_run(tmp_path):
+  for wrong in (Own(), [Own], "wandb", None, [3]):
+    with pytest.raises(TypeError, match=r"trackers=.*expected a list"):
+      mpjax.train.run("gpt_stdlib", [f"out={tmp_path / 'run'}"], trackers=wrong)
+  assert not (tmp_path / "run").exists()
+
+
 def test_a_run_that_nothing_tracks_makes_no_figures(alone, tmp_path, monkeypatch):
   monkeypatch.setattr(Watcher, "look", lambda *_: pytest.fail("an extra pass for nobody"))
   train(alone[0], tmp_path / "run", "train.trackers=[]", "numerics.every=1")
@@ -178,7 +185,9 @@ def test_chosen_steps_are_profiled_also_if_the_run_ends_in_between(alone, tmp_pa
 def test_a_profile_that_fails_ends_no_run(alone, tmp_path, capsys):
   with jax.profiler.trace(tmp_path / "mine"):
     train(alone[0], tmp_path / "run", "train.profile_steps=[3,6]")
-  assert capsys.readouterr().out.count("the run goes on without a profile: ") == 1
+  out = capsys.readouterr().out
+  assert out.count("the run goes on without a profile: ") == 1
+  assert "a profile of steps" not in out
   assert curve(tmp_path / "run") == curve(alone[1])
 
 

@@ -113,8 +113,10 @@ def _located(source: ConfigSource) -> pathlib.Path | Mapping[str, Any]:
   """Returns the file of a config, or its keys as plain data."""
   if isinstance(source, Config):
     source = source.model_dump(mode="json") | {"policy": source.policy}
-  if not isinstance(source, Mapping):
+  if isinstance(source, (str, pathlib.Path)):
     return find_config(source)
+  if not isinstance(source, Mapping):
+    raise ConfigError(f"config={source!r}: expected a YAML file, the name of an example, or a mapping")
   policy = source.get("policy")
   return {**source, "policy": get_policy(policy).to_dict()} if isinstance(policy, jmp.Policy) else source
 

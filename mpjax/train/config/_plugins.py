@@ -78,7 +78,7 @@ def _load(name: str) -> None:
   _LOADED.add(module)
   try:
     _run_file(module, path) if is_file else importlib.import_module(module)
-  except Exception as error:  # a user's code can raise anything
+  except (Exception, SystemExit) as error:  # a user's code can raise anything
     if isinstance(error, ModuleNotFoundError) and not is_file and name.startswith(str(error.name)):
       raise ConfigError(
         f"--plugin {name}: no such module; expected a file FILE.py, or a module that can be imported"
@@ -98,7 +98,7 @@ def _run_file(name: str, path: pathlib.Path) -> None:
   spec.loader.exec_module(module)
 
 
-def place(error: Exception) -> str:
+def place(error: BaseException) -> str:
   """Returns the last line of a plug-in in an error's traceback, as ` (own.py:12)`, or an empty string."""
   frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
   own = [frame for frame in frames if frame.f_globals.get("__name__") in _LOADED]

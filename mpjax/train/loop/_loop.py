@@ -392,7 +392,6 @@ class TrainingRun:
       said = f"stopped at step {step}, the last: its loss is {loss}, so the run does not count as finished"
       raise Stuck(f"{said}\n{self._way_on()}")
     self._doing("checkpoint", "what the run leaves to be written")
-    summary = self._records.summary(self.state)
     if settings.export is not None:  # gathered by all, written by one
       weights = jax.jit(functools.partial(weights_of, self.policy, masters=settings.export_dtype in WIDE))
       params, model_state = self.processes.fetch((weights(self.state), self.state.model_state))
@@ -400,6 +399,7 @@ class TrainingRun:
         file = path / "model.safetensors"
         save_safetensors(file, self.config, self.data.info, params, model_state, settings.export_dtype)
         LOGGER.info(export_text(file))
+    summary = self._records.summary(self.state)
     self._trackers.close(summary)  # before the run counts as finished
     if first:
       self.directory.write_summary(summary)

@@ -23,7 +23,7 @@ from mpjax.train.loop._loop import TrainingRun
 from mpjax.train.loop._output import LOGGER, Output
 from mpjax.train.loop._progress import show_summary
 from mpjax.train.loop._run_directory import RunDirectory
-from mpjax.train.loop._trackers import Tracker, check_trackers
+from mpjax.train.loop._trackers import Tracker, check_trackers, require_trackers
 from mpjax.train.processes import Processes, versions
 from mpjax.train.setup._setup import Setup, make_setup
 
@@ -103,13 +103,17 @@ def run(
     The run directory and the summary of the run.
 
   Raises:
-    ConfigError, DataError: if the config cannot be run; nothing was written.
+    ConfigError: if the config cannot be run. Nothing was written, or the config alone if only the source
+      `train.init_from` is wrong.
+    DataError: if data is missing or wrong, before anything is written; or if it cannot be read in mid-run.
     CheckpointError: if a checkpoint cannot be written, or none can be read.
     Interrupted: after SIGTERM, SIGHUP or Ctrl-C; a checkpoint was saved if a step was taken.
     Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale; if the state is not finite
       when a checkpoint is due; or if the last loss is not finite.
+    TypeError: for trackers without its methods.
     Agreed: in each of several processes, if one of them met any of these before the first step.
   """
+  require_trackers(trackers)
 
   def load() -> Config:
     load_plugins(plugins)

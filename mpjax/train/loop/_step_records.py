@@ -212,17 +212,17 @@ class Profile:
 
   def stop(self, step: int, *, keep: bool = True) -> None:
     """Ends and writes the trace, if there is one, after a step; deletes it again unless `keep`."""
-    if self._is_on and self._try(jax.profiler.stop_trace) and not keep:
-      shutil.rmtree(self._folder, ignore_errors=True)
-      for parent in list(self._folder.parents)[:2]:  # of a run directory that was moved
-        with contextlib.suppress(OSError):
-          parent.rmdir()
-    elif self._is_on and keep:
+    is_written, self._is_on = self._is_on and self._try(jax.profiler.stop_trace), False
+    if is_written and keep:
       LOGGER.info(
         f"a profile of steps {self._first} to {step} is in {self._folder}: open it with xprof --logdir "
         f"{self._folder}, or its trace.json.gz in Perfetto"
       )
-    self._is_on = False
+    elif is_written:
+      shutil.rmtree(self._folder, ignore_errors=True)
+      for parent in list(self._folder.parents)[:2]:  # of a run directory that was moved
+        with contextlib.suppress(OSError):
+          parent.rmdir()
 
   def _try(self, action: Callable[[], object]) -> bool:
     try:

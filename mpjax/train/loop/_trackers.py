@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import yaml
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -23,6 +23,7 @@ from mpjax.train.config._config import Config
 from mpjax.train.loop._output import goes_on_without
 
 
+@runtime_checkable
 class Tracker(Protocol):
   """Takes the numbers of a run, in the order of its steps, in process 0.
 
@@ -36,7 +37,7 @@ class Tracker(Protocol):
     """Takes a histogram of a step: n + 1 edges and the counts of the n buckets between them."""
 
   def close(self, summary: Mapping[str, Any] | None) -> None:
-    """Ends the tracking; `summary` is that of the run, or `None` if the run did not finish."""
+    """Ends the tracking of a run that took steps; `summary` is its own, or `None` if it did not finish."""
 
 
 class TensorBoard:
@@ -176,6 +177,14 @@ class Trackers:
           goes_on_without(type(tracker).__name__, error)
     if failed is not None:
       raise failed
+
+
+def require_trackers(trackers: Sequence[Tracker]) -> None:
+  """Raises `TypeError` unless these are trackers."""
+  given: object = trackers
+  is_list = isinstance(given, Sequence) and not isinstance(given, str)
+  if not is_list or any(isinstance(each, type) or not isinstance(each, Tracker) for each in trackers):
+    raise TypeError(f"trackers={given!r}: expected a list of objects with the methods of a Tracker")
 
 
 def check_trackers(config: Config) -> None:

@@ -68,7 +68,7 @@ def _with_masters(setup: Setup, state: TrainState, masters: PyTree, model_state:
 
   def taken(state: TrainState, masters: PyTree) -> tuple[PyTree, PyTree]:
     params = setup.policy.cast_to_param(masters)
-    # An optimiser may keep first weights, and an average of weights starts with them.
+    # An optimiser may keep first weights, and an average starts with them, in the parameters' dtype.
     opt_state = tx.init(trained.parameters(state.replace(arrays=params)))
     return set_masters(setup.policy, masters, opt_state)
 
@@ -116,7 +116,10 @@ def _without_skips(opt_state: PyTree) -> PyTree:
 
 
 def _from_export(path: pathlib.Path, setup: Setup, state: TrainState) -> tuple[TrainState, str]:
-  model = load_safetensors(path)
+  try:
+    model = load_safetensors(path)
+  except ConfigError as error:
+    raise ConfigError(f"train.init_from={path}: {error}") from error
   places = setup.layout.shardings(state)
   masters = jax.eval_shape(functools.partial(weights_of, setup.policy, which="last", masters=True), state)
   theirs = _taken(path, "params", model.params, masters, places.arrays)

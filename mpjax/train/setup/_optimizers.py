@@ -14,6 +14,7 @@ from mpjax.dtypes import did_you_mean
 from mpjax.registry._registry import TARGETS
 from mpjax.train._errors import ConfigError
 from mpjax.train.config._config import OptimizerConfig
+from mpjax.train.config._plugins import place
 
 OPTIMIZERS = (
   "adafactor",
@@ -64,7 +65,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def _of_plugin(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-  made = TARGETS.find(config.target).fun(make_schedule(config, steps), **config.options)
+  try:
+    made = TARGETS.find(config.target).fun(make_schedule(config, steps), **config.options)
+  except ValueError as error:
+    said = " ".join(str(error).split())
+    raise ConfigError(f"optimizer.target={config.target}: {said}{place(error)}") from error
   if not (hasattr(made, "init") and hasattr(made, "update")):
     raise ConfigError(
       f"optimizer.target={config.target}: its function returned a {type(made).__name__}: expected an optax "

@@ -15,7 +15,8 @@ from mpjax.policy import Policy, get_policy
 from mpjax.registry._task import Task
 from mpjax.sharding import AXES, BATCH_AXES, axis_sizes, make_mesh
 from mpjax.step import GATHERS, Layout, TrainStep
-from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config, ConfigError
+from mpjax.train._errors import ConfigError
+from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config
 from mpjax.train.data import Data, load_data
 from mpjax.train.setup._setup import build_step, init_state
 

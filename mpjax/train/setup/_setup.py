@@ -26,7 +26,8 @@ from mpjax.sharding import (
   rows_of_process,
 )
 from mpjax.step import Layout, TrainState, TrainStep, make_train_step
-from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config, ConfigError, MeshConfig
+from mpjax.train._errors import ConfigError
+from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config, MeshConfig
 from mpjax.train.data import Data, load_data
 from mpjax.train.setup._evaluation import evaluate, for_evaluation
 from mpjax.train.setup._optimizers import make_optimizer, make_schedule
