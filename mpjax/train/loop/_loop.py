@@ -39,6 +39,9 @@ from mpjax.train.setup._init_from import start_from
 from mpjax.train.setup._optimizers import describe_schedule
 from mpjax.train.setup._setup import Setup
 
+# Two centuries, in seconds; in nanoseconds an int64.
+_FOR_EVER = 200 * 365 * 24 * 3600
+
 
 class _Pending(NamedTuple):
   step: int
@@ -90,8 +93,8 @@ class TrainingRun:
       folder,
       self.config.train.keep_checkpoints,
       timeout_s=round(settings.hang_timeout_s) or 1,
-      # orbax counts time in which the process is stopped; the watchdog does not, so it sets the limit.
-      write_timeout_s=30 * 24 * 3600 if self.processes.are_watched else None,
+      # orbax counts time in which the process is stopped, and moves of the clock; the watchdog does not.
+      write_timeout_s=_FOR_EVER if self.processes.are_watched else None,
       run=yaml.safe_load(self.config.to_yaml()),
       mismatch=run_mismatch,
     )
