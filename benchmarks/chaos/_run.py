@@ -230,7 +230,7 @@ class Run:
     """Returns whether a start has told of damage; that it had to and did not is a problem."""
     said = team.said()
     resumed = re.search(r"resumed after step (\d+)", said)
-    words = {"metrics.jsonl damaged": ("no record", "are missing")}.get(done.kind, (" is damaged: ",))
+    words = {"metrics.jsonl damaged": ("not a record", "are missing")}.get(done.kind, (" is damaged: ",))
     if any(word in said for word in words):
       return "told"
     if resumed is None or stdout is not None or statuses[0] not in (0, 129, 130, 143):

@@ -32,11 +32,6 @@ TINY += ("model.heads=2", "model.dim=16", "model.dropout=0.1", "data.kind=text",
 TINY += ("data.batch_size=4", "data.eval_batches=2")
 _ERROR = re.compile(r"^(?:process \d+: |mpjax [\w ]*: )?error: ", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last)"
-# In what orbax writes, from several threads at once, of reads that nobody waits for once another has failed.
-_OF_READS = (
-  "raise RuntimeError('Event loop is closed')",
-  "Exception ignored in: <coroutine object _read_array",
-)
 # linux/capability.h: version 3; CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH and CAP_FOWNER
 _CAPABILITY_VERSION, _PASSES_OVER = 0x20080522, 0b1110
 
@@ -137,7 +132,6 @@ class Trial:
   def __init__(self, folder: pathlib.Path, prepared: Prepared, chance: random.Random):
     self.folder, self.prepared, self.chance = folder, prepared, chance
     self.out = folder / "run"
-    self.noisy = False  # whether orbax has written tracebacks of reads that it dropped
 
   def stopped(self) -> pathlib.Path:
     """Makes the run directory one that was stopped after step 40, and returns it."""
@@ -161,14 +155,9 @@ class Trial:
 
   def end(self, team: Team, statuses: Sequence[int], timeout_s: float = TIMEOUT_S) -> tuple[list[int], str]:
     """Waits for the end of a start and judges it; returns the statuses and what was said."""
-    found, said = team.statuses(timeout_s), self._without_dropped_reads(team.said())
+    found, said = team.statuses(timeout_s), team.said()
     judge(found, said, statuses)
     return found, said
-
-  def _without_dropped_reads(self, said: str) -> str:
-    count = sum(map(said.count, _OF_READS))
-    self.noisy = self.noisy or count > 0
-    return said.replace(_TRACEBACK, "", count)
 
   def meets(self, event: Callable[[Team, random.Random], Disturbed], *overrides: str, **options: Any) -> str:
     """Starts the run, lets something happen to it and judges how it ends; returns what it said."""
@@ -238,7 +227,7 @@ class Trial:
       return main(list(arguments))
 
     status = ended(fork(work, log), TIMEOUT_S)
-    said = self._without_dropped_reads(log.read_text(errors="replace"))
+    said = log.read_text(errors="replace")
     if status == OUT_OF_TIME and _TRACEBACK not in said:
       raise NotHere(f"no end within {seconds} s of processor time")
     judge([status], said, statuses)

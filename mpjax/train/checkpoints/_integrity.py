@@ -8,18 +8,21 @@ description is lost, as numbers, and JSON of other contents. These rows of the f
 - `writer`: a full disk, which ends tensorstore's transactions one by one with a traceback each; a process
   that is killed or paused, for which only barriers of named processes have a time-out.
 - `_write_a_little`: a full disk, on which orbax drops writes that it has begun.
-- `reason`: all of these end in one line, and orbax documents no errors.
+- `reason`, `quiet`: all of these end in one line, and orbax documents no errors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import inspect
 import json
 import os
 import pathlib
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -125,6 +128,24 @@ def nonfinite_text(nonfinite: NonFiniteLeaves) -> str:
   """Describes the first three leaves that are not finite, and says how many more there are."""
   shown = [f"{path} holds {' and '.join(held)}" for path, held in list(nonfinite.items())[:3]]
   return ", ".join(shown) + (f", and {len(nonfinite) - 3} more" if len(nonfinite) > 3 else "")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+  """Hides what Python says of reads and writes that orbax gave up when another failed: a traceback each."""
+  report = sys.unraisablehook
+  sys.unraisablehook = lambda dropped: None if _is_given_up(dropped) else report(dropped)
+  try:
+    yield
+  finally:
+    sys.unraisablehook = report
+
+
+def _is_given_up(dropped: sys.UnraisableHookArgs) -> bool:
+  of = dropped.object
+  if inspect.iscoroutine(of):
+    return "orbax" in of.cr_code.co_filename
+  return isinstance(dropped.exc_value, RuntimeError) and str(dropped.exc_value) == "Event loop is closed"
 
 
 def _write_a_little(directory: pathlib.Path) -> None:

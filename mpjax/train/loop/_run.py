@@ -15,7 +15,7 @@ import yaml
 from mpjax.train._errors import CheckpointError
 from mpjax.train._files import GONE
 from mpjax.train._interrupt import Interrupt
-from mpjax.train.checkpoints import STORAGE_ERRORS
+from mpjax.train.checkpoints import STORAGE_ERRORS, quiet
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
 from mpjax.train.config._plugins import load_plugins, plugin_digests
@@ -161,7 +161,8 @@ def train_together(
       LOGGER.info("this run has finished already; choose another out= for a new one")
       show_summary(summary, directory.path)
       return summary
-    return _train(TrainingRun(setup, directory, processes, console, trackers, began))
+    with quiet():
+      return _train(TrainingRun(setup, directory, processes, console, trackers, began))
   finally:
     directory.close()
 

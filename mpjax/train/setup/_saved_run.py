@@ -7,7 +7,7 @@ import pathlib
 
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError, ConfigError
-from mpjax.train.checkpoints import Checkpoints
+from mpjax.train.checkpoints import Checkpoints, quiet
 from mpjax.train.checkpoints._checkpoints import Restored
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import load_config
@@ -37,7 +37,7 @@ def read_checkpoint(directory: pathlib.Path, which: str, like: TrainState) -> Re
     CheckpointError: if it is damaged, not finite, or not like `like`.
     ConfigError: if there is no such checkpoint.
   """
-  with contextlib.closing(Checkpoints(directory / "checkpoints", read_only=True)) as checkpoints:
+  with quiet(), contextlib.closing(Checkpoints(directory / "checkpoints", read_only=True)) as checkpoints:
     steps = checkpoints.steps()
     step = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(which)
     if step is None and which.isdecimal() and int(which) in steps:
