@@ -24,7 +24,7 @@ from mpjax.cli import main
 # Checksums are written nowhere by themselves.
 from mpjax.sharding._checksums import examine
 from mpjax.step import TrainState
-from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity
+from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity, quiet
 from tests._quick_compile import environment as quick_environment
 from tests.train._runs import interrupt, raises_one_line, refused, write_line
 
@@ -394,3 +394,21 @@ def test_what_the_caller_changes_while_a_checkpoint_is_written_is_not_in_it(tmp_
     restored = checkpoints.restore(step, make_state(step))
     assert restored.loop["last"].get(f"seen {step}") is None
   checkpoints.close()
+
+
+class Late:
+  def __init__(self, error):
+    self.error = error
+
+  def __del__(self):
+    raise self.error
+
+
+def test_only_what_orbax_gave_up_is_hidden(monkeypatch):
+  shown = []
+  monkeypatch.setattr(sys, "unraisablehook", lambda dropped: shown.append(str(dropped.exc_value)))
+  with quiet():
+    Late(RuntimeError("Event loop is closed"))
+    Late(ValueError("of a plug-in"))
+  Late(RuntimeError("Event loop is closed"))
+  assert shown == ["of a plug-in", "Event loop is closed"]
