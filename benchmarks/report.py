@@ -374,6 +374,7 @@ def main() -> None:
   for name, make in (
     ("scaling_tpu_v5e", scaling),
     ("chaos_cpu", chaos_suite.table),
+    ("chaos_table", chaos_table.table),
     ("chaos_table_before", chaos_table.table),
     ("start_cpu", start_suite.table),
     ("mutations", lambda report: mutations_suite.table(report["before"], report["after"])),
