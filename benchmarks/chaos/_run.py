@@ -86,6 +86,7 @@ class Run:
     self.taken_again: list[int] = []
     self.problem = ""
     self._mesh, self._devices = mesh_of("data", example.processes > 1)[0], 1
+    self._since = 0  # the step from which the twin is on this mesh
 
   def go(self) -> None:
     """Disturbs the run a few times, lets it end, and compares it; `problem` says what is wrong then."""
@@ -108,8 +109,10 @@ class Run:
   def _round(self) -> None:
     """Damages or changes what stands still, perhaps, and disturbs one start."""
     done: Damage | None = None
-    if checkpoints(self.out):
-      if self.chance.random() < 0.5:
+    if steps := [int(each.name) for each in checkpoints(self.out)]:
+      # Without the checkpoint of that step, the run would take steps again that the twin took elsewhere.
+      may_lose_one = sum(step >= self._since for step in steps) > 1 or not self._since
+      if self.chance.random() < 0.5 and may_lose_one:
         done = damage(self.out, self.chance)
       if done is None and self.chance.random() < 0.2:
         self._change_mesh()
@@ -135,6 +138,8 @@ class Run:
     choices = dict(EVENTS)
     if self.example.processes > 1:  # another process would rightly take a paused one for lost
       choices.pop("pause longer than hang_timeout_s")
+    if self._since:  # it would begin on this mesh, and its twin began on another
+      choices.pop("run directory deleted")
     kinds = [*choices, FULL]
     kind = self.chance.choices(kinds, [*(weight for weight, _ in choices.values()), 4])[0]
     if kind == "pause longer than hang_timeout_s":
@@ -253,6 +258,7 @@ class Run:
     choices = [mesh_of(axis, two) for axis in SIZES for two in ((True,) if many else (False, True))]
     self._mesh, count = self.chance.choice([choice for choice in choices if choice[0] != before])
     self._devices = count // self.example.processes
+    self._since = newest_checkpoint(self.out)
     copy = self.scratch / "copy"
     shutil.copytree(self.out, copy)
     team = self._start(copy)
