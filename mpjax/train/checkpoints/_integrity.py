@@ -132,7 +132,10 @@ def nonfinite_text(nonfinite: NonFiniteLeaves) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-  """Hides what Python says of reads and writes that orbax gave up when another failed: a traceback each."""
+  """Hides what Python says of reads and writes that orbax gave up when another failed: a traceback each.
+
+  Waits for an orbax that waits for all that it began. Nothing that a user's code raises is hidden.
+  """
   report = sys.unraisablehook
   sys.unraisablehook = lambda dropped: None if _is_given_up(dropped) else report(dropped)
   try:
@@ -144,8 +147,9 @@ def quiet() -> Iterator[None]:
 def _is_given_up(dropped: sys.UnraisableHookArgs) -> bool:
   of = dropped.object
   if inspect.iscoroutine(of):
-    return "orbax" in of.cr_code.co_filename
-  return isinstance(dropped.exc_value, RuntimeError) and str(dropped.exc_value) == "Event loop is closed"
+    return os.path.join("orbax", "checkpoint", "") in of.cr_code.co_filename
+  # A call by tensorstore, after asyncio's loop is closed, has no Python object.
+  return of is None and str(dropped.exc_value) == "Event loop is closed"
 
 
 def _write_a_little(directory: pathlib.Path) -> None:
