@@ -8,18 +8,15 @@ import logging
 import os
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import rich.console
 import rich.table
 
 from mpjax.train import ConfigError, DataError, parse_config, register_data
-from mpjax.train._interrupt import Interrupt
 from mpjax.train.data import Data
 from mpjax.train.loop._metrics_file import MetricsFile
 
@@ -386,35 +383,6 @@ def test_an_entry_of_the_wrong_kind_is_refused(begun, tmp_path):
     with pytest.raises(ConfigError, match=f"{name} in it is "):
       RunDirectory(begun)
     entry.rmdir() if "." in name else entry.unlink()
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-def test_a_terminal_that_hangs_up_is_an_interruption_unless_it_is_ignored(ignored):
-  before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else lambda *_: None)
-  try:
-    with Interrupt() as interrupt:
-      signal.raise_signal(signal.SIGHUP)
-    assert interrupt.signum == (None if ignored else signal.SIGHUP)
-  finally:
-    signal.signal(signal.SIGHUP, before)
-
-
-class Interrupting:
-  def __del__(self):
-    signal.raise_signal(signal.SIGINT)
-    time.sleep(0)  # a second one is raised here, and dropped
-
-
-def test_a_second_ctrl_c_in_a_destructor_acts_as_usual(capsys):
-  hook = sys.unraisablehook
-  with Interrupt() as interrupt:
-    Interrupting()
-    assert interrupt.signum == signal.SIGINT
-    Interrupting()
-    with pytest.raises(KeyboardInterrupt):
-      time.sleep(10)
-  assert "Exception ignored" not in capsys.readouterr().err
-  assert sys.unraisablehook is hook
 
 
 def test_a_run_is_heard_though_a_plug_in_turns_logging_off(tmp_path, capsys):
