@@ -86,10 +86,11 @@ def largest_batch(
   if multiple < 1 or memory <= 0:
     raise ValueError(f"memory={memory}, multiple={multiple}: expected positive numbers")
   tried: dict[int, tuple[int, Plan | None]] = {}
+  guessed: dict[int, tuple[int, Plan | None]] = tried if compile is False else {}
 
-  def peak(units: int, how: bool | str) -> int:
+  def peak(units: int, how: bool | str, known: dict[int, tuple[int, Plan | None]]) -> int:
     """Returns the peak of a batch, planned only once; above `memory` if the compiler gave up."""
-    if units not in tried:
+    if units not in known:
       if progress is not None:
         progress(units * multiple, low * multiple, (high or 0) * multiple)
       try:
@@ -97,23 +98,21 @@ def largest_batch(
       except CompileError as error:
         if not error.out_of_memory:
           raise
-        tried[units] = (memory + 1, None)
+        known[units] = (memory + 1, None)
         return memory + 1
-      gave_up = compile is not False and found.compiled is None and _too_large(found)
-      tried[units] = (memory + 1 if gave_up else found.peak, found)
-    return tried[units][0]
+      gave_up = how is not False and found.compiled is None and _too_large(found)
+      known[units] = (memory + 1 if gave_up else found.peak, found)
+    return known[units][0]
 
   low, high = 0, 0
-  guess = _guess(plan_of, memory, multiple, most)
   limit = most // multiple
   if limit < 1:
     raise ValueError(f"most={most}: expected at least one multiple of {multiple}")
-  units = min(max(1, guess), limit)
+  units = _guess(lambda units: peak(units, False, guessed), memory, limit)
   while high - low != 1:
-    if peak(units, compile) <= memory:
-      low = max(low, units)
-    else:
-      high = units if not high else min(high, units)
+    peak(units, compile, tried)
+    high = min((u for u, (size, _) in tried.items() if size > memory), default=0)
+    low = max((u for u in tried if tried[u][0] <= memory and (u < high or not high)), default=0)
     if high == 1:
       needs, found = tried[1]
       known = f"it needs {bytes_text(needs)}" if not _is_gave_up(found, needs) else "its compiler gives up"
@@ -179,12 +178,10 @@ def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
   return min(fitting, key=cost)
 
 
-def _guess(plan_of: PlanOf, memory: int, multiple: int, most: int) -> int:
-  """Returns how many multiples fit by the analytic plan, which is nearly linear in the batch."""
-  limit = max(1, most // multiple)
-  low, high = 1, 2
-  below, above = (plan_of(min(n, limit) * multiple, False).peak for n in (low, high))
-  high = min(high, limit)
+def _guess(peak: Callable[[int], int], memory: int, limit: int) -> int:
+  """Returns how many multiples fit by the analytic peak, which is nearly linear in the batch."""
+  low, high = 1, min(2, limit)
+  below, above = peak(low), peak(high)
   for _ in range(_SECANTS if high > low else 0):
     units = (
       low + int((memory - below) / max(1e-9, (above - below) / (high - low))) if above > below else 2 * high
@@ -193,10 +190,10 @@ def _guess(plan_of: PlanOf, memory: int, multiple: int, most: int) -> int:
     if units in (low, high):
       break
     low, below, high = high, above, units
-    above = plan_of(high * multiple, False).peak
+    above = peak(high)
     if abs(above - memory) < _CLOSE * memory:
       break
-  return high if high != low else low
+  return high
 
 
 def _next(low: int, high: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:

@@ -160,11 +160,22 @@ def test_without_a_compiler_the_plan_decides():
   assert planned.calls == []
 
 
-def test_progress_is_told_bounds_that_close_in():
+@pytest.mark.parametrize("name", BENT)
+def test_without_a_compiler_each_size_is_planned_once(name):
+  peak, _, memory, _ = BENT[name]
+  planned = Planned(peak)
+  fit = largest_batch(planned, memory, compile=False)
+  assert fit.batch == largest_by_hand(peak, memory)
+  assert fit.tried == tuple((batch, peak(batch)) for batch in planned.guesses)
+  assert len(set(planned.guesses)) == len(planned.guesses)
+
+
+@pytest.mark.parametrize("compile", ["auto", False])
+def test_progress_is_told_each_plan_and_bounds_that_close_in(compile):
   told = []
-  planned = Planned(square, line(100, 7))
-  fit = largest_batch(planned, 10**8, progress=lambda *args: told.append(args))
-  assert [batch for batch, _, _ in told] == [batch for batch, _ in fit.tried]
+  planned = Planned(square, lambda b: 90 * b + square(b))
+  largest_batch(planned, 10**8, compile=compile, progress=lambda *args: told.append(args))
+  assert [batch for batch, _, _ in told] == planned.guesses + planned.calls
   lows, highs = zip(*((low, high) for _, low, high in told), strict=True)
   assert list(lows) == sorted(lows)
   known = [high for high in highs if high]
