@@ -56,7 +56,7 @@ def model_flops(graph: Graph, devices: int = 1) -> int:
     devices: number of devices that share the FLOPs.
   """
   return sum(
-    operation.flops * times // (1 if operation.local else devices)
+    int(operation.flops_on(devices) * times)
     for operation, times in graph.every_operation()
     if operation.flops and not is_recomputation(operation.equation)
   )
