@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -254,13 +255,14 @@ def _mesh_size(args: tuple[PyTree, ...], target: Target) -> int:
 
 def _larger(target: Target, size: int) -> str:
   """Returns the name of a target of the same kind with `size` devices."""
-  base = target.name.partition(":")[0]
-  if target.kind == "tpu":
-    side = 1
-    while side * side < size:
-      side *= 2
-    return f"{base}:{side}x{side}" if base != "v5p" else f"{base}:{side}x{side}x1"
-  return f"{base}:{size}" if not target.is_here else f"h200:{size}"
+  base = "h200" if target.is_here else target.name.partition(":")[0]
+  if target.kind != "tpu" or target.is_here:
+    return f"{base}:{size}"
+  sides = [int(side) for side in target.topology.partition(":")[2].split("x")]
+  side = 1
+  while side * side * target.devices < size * math.prod(sides):  # a chip may be several devices
+    side *= 2
+  return f"{base}:{'x'.join(map(str, [side, side, *[1] * (len(sides) - 2)]))}"
 
 
 def _trace(jitted: jax.stages.Wrapped, args: tuple[PyTree, ...]) -> jax.stages.Traced:

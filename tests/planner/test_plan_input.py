@@ -13,7 +13,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._render.install_text import pip_install  # the command of the package manager that is in use
-from mpjax.planner import CompileError, get_target, missing
+from mpjax.planner import CompileError, get_target, missing, target_names
 from mpjax.planner import _plan as planning  # whose compiler is replaced
 from tests.planner._steps import BATCH, F32, PARAMS, S, mesh_of, mlp, on
 
@@ -74,6 +74,14 @@ def test_bad_input_says_what_was_expected():
   for step, args, options, message in BAD:
     with pytest.raises(ValueError, match=message):
       mpjax.plan(step, *args, **{"compile": False} | options)
+
+
+@pytest.mark.parametrize("name", [name for name in target_names() if name != "here"])
+def test_the_larger_target_that_is_proposed_is_one(name):
+  for size in (3, 8, 16, 64, 1000):
+    with pytest.raises(ValueError, match=f"mesh of {size} devices is larger") as raised:
+      mpjax.plan(mlp, on(mesh_of(data=size), PARAMS), BATCH, target=name, compile=False)
+    assert get_target(str(raised.value).rpartition(" ")[2]).devices >= size
 
 
 def without(monkeypatch, *packages):
