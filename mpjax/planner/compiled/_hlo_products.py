@@ -74,19 +74,25 @@ def counted_flops(module: HloModule) -> int:
 
 def product_flops(instruction: HloInstruction) -> int:
   """Returns the FLOPs of one run of a matrix product or convolution; 0 for other operations."""
-  target = instruction.proto.custom_call_target
-  if instruction.op in ("dot", "scaled-dot"):
-    numbers = instruction.proto.dot_dimension_numbers
-    shared = [*numbers.lhs_contracting_dimensions, *numbers.lhs_batch_dimensions]
-  elif target.startswith("__cublas$"):
-    found = instruction.config["gemm_backend_config"]["dot_dimension_numbers"]
-    shared = [*map(int, found["lhs_contracting_dimensions"]), *map(int, found["lhs_batch_dimensions"])]
-  elif instruction.op == "convolution" or target.startswith("__cudnn$conv"):
+  if instruction.op == "convolution" or instruction.proto.custom_call_target.startswith("__cudnn$conv"):
     return _convolution(instruction)
-  else:
+  if (shared := shared_dimensions(instruction)) is None:
     return 0
   lhs, rhs = (operand.shapes[0].dims for operand in instruction.operands[:2])
-  return 2 * math.prod(lhs) * math.prod(rhs) // max(1, math.prod(lhs[i] for i in shared))
+  return 2 * math.prod(lhs) * math.prod(rhs) // max(1, math.prod(lhs[i] for axes in shared for i in axes))
+
+
+def shared_dimensions(instruction: HloInstruction) -> tuple[Sequence[int], Sequence[int]] | None:
+  """Returns the left operand's contracted and batch dimensions; `None` for what is not a matrix product."""
+  numbers = instruction.proto.dot_dimension_numbers
+  if instruction.op in ("dot", "scaled-dot"):
+    return numbers.lhs_contracting_dimensions, numbers.lhs_batch_dimensions
+  if not instruction.proto.custom_call_target.startswith("__cublas$"):
+    return None
+  found = instruction.config.get("gemm_backend_config", {}).get("dot_dimension_numbers")
+  if found is None:  # as a triangular solve
+    return None
+  return [*map(int, found["lhs_contracting_dimensions"])], [*map(int, found["lhs_batch_dimensions"])]
 
 
 def collectives(module: HloModule) -> tuple[Collective, ...]:

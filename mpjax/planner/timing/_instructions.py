@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from mpjax.formats._passes import PASSES
 from mpjax.planner.compiled._hlo import HloInstruction, numpy_name
-from mpjax.planner.compiled._hlo_products import product_flops
+from mpjax.planner.compiled._hlo_products import product_flops, shared_dimensions
 
 _HIGHEST = 2
 _PART = frozenset({"dynamic-slice", "gather", "slice"})
@@ -57,20 +57,14 @@ def product_of(instruction: HloInstruction) -> Product | None:
   proto, target = instruction.proto, instruction.proto.custom_call_target
   if instruction.op == "convolution" or "__cudnn$conv" in target:
     return _convolution(instruction)
-  if instruction.op in ("dot", "scaled-dot"):
-    dims = proto.dot_dimension_numbers
-    contracted, batch = dims.lhs_contracting_dimensions, dims.lhs_batch_dimensions
-    precision: Sequence[Any] = proto.precision_config.operand_precision
-  elif "__cublas$" in target:
-    config = instruction.config.get("gemm_backend_config", {})
-    numbers = config.get("dot_dimension_numbers", {})
-    contracted = [int(i) for i in numbers.get("lhs_contracting_dimensions", ())]
-    batch = [int(i) for i in numbers.get("lhs_batch_dimensions", ())]
-    precision = config.get("precision_config", {}).get("operand_precision", ())
-  else:
+  if (dimensions := shared_dimensions(instruction)) is None:
     return None
+  precision: Sequence[Any] = proto.precision_config.operand_precision
+  if target:
+    config = instruction.config["gemm_backend_config"].get("precision_config", {})
+    precision = config.get("operand_precision", ())
   lhs, rhs = (operand.shapes[0] for operand in instruction.operands[:2])
-  k, many = (math.prod(lhs.dims[i] for i in axes) for axes in (contracted, batch))
+  k, many = (math.prod(lhs.dims[i] for i in axes) for axes in dimensions)
   shared = max(1, k * many)
   shape = (math.prod(lhs.dims) // shared, math.prod(rhs.dims) // shared, k)
   algorithm = proto.precision_config.algorithm

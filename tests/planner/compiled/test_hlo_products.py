@@ -13,6 +13,7 @@ from jax import lax
 
 from mpjax.planner import get_target
 from mpjax.planner.compiled import collectives, kernel_products, module_proto, parse
+from mpjax.planner.timing import compiled_time
 from tests.planner.compiled._hlo_text import computation, program
 from tests.planner.compiled.programs import CROSSINGS, KEPT, STEPS, VERSIONS, parsed
 
@@ -259,6 +260,17 @@ def test_a_gpus_products_are_of_the_kernel_that_multiplies():
     module = program(f"{read}; {line}", computation("%gemm", f"{read}; {inside}"))
     (found,) = kernel_products(module)
     assert (found.kernel, found.dtypes, found.flops) == (kernel, dtypes, 2 * 8 * 16 * 4), line
+
+
+@pytest.mark.parametrize("config", ["", ', backend_config={"triangular_solve_options":{"lower":true}}'])
+def test_a_call_of_cublas_that_is_no_product_leaves_the_others_readable(config):
+  read = "%a = f32[8,16] parameter(0); %b = f32[16,4] parameter(1); %u = f32[8,8] parameter(2)"
+  product = f"%d = f32[8,4] custom-call(%a, %b), {CUBLAS}"
+  solve = f'ROOT %s = f32[8,4] custom-call(%u, %d), custom_call_target="__cublas$triangularSolve"{config}'
+  module = program(f"{read}; {product}; {solve}")
+  (found,) = kernel_products(module)
+  assert found.flops == 2 * 8 * 16 * 4
+  assert compiled_time(module, get_target("h100")).parts.keys() == {"products", "element-wise"}
 
 
 def test_cudnns_calls_with_a_stride_multiply_as_often_in_each_pass():
