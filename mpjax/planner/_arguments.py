@@ -42,6 +42,7 @@ _PARTS_OF_NAMES = {
   "key": "other state",
   "step": "other state",
 }
+_OF_KEYS = frozenset({"rng", "key", "step"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +159,7 @@ def _argument(
     chosen
     or ("optimizer state" if in_optax else None)
     or (_FIELDS[field] if field else None)
-    or _by_name(name, path)
+    or _by_name(name, path, leaf)
     or ("optimizer state" if slot else None)
     or guess
   )
@@ -215,10 +216,14 @@ def _train_state_field(tree: PyTree, path: tuple[Any, ...]) -> str | None:
   return None
 
 
-def _by_name(name: str, path: tuple[Any, ...]) -> str | None:
-  """Returns the part that the first known name on a leaf's path stands for."""
+def _by_name(name: str, path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+  """Returns the part that the first known name on a leaf's path stands for.
+
+  Keys and counts have no floating elements: a layer with such a name is not one.
+  """
+  layer = _OF_KEYS if _floating(leaf) and leaf.shape else frozenset()
   for word in (name, *(str(getattr(e, "key", getattr(e, "name", ""))) for e in path)):
-    if word in _PARTS_OF_NAMES:
+    if word in _PARTS_OF_NAMES and word not in layer:
       part = _PARTS_OF_NAMES[word]
       if word not in ("state", "model", "variables"):
         return part

@@ -68,6 +68,8 @@ STATS = {"params": PARAMS, "batch_stats": {"mean": S((H,), F32)}}
 DICT = {"params": PARAMS, "opt_state": MADE, "step": S((), jnp.int32)}
 ALONE, TRAINED = {WEIGHTS: 4 * SIZE}, {WEIGHTS: 4 * SIZE, OPTIMIZER: MOMENTS}
 MODEL = {"teacher": "model state"}
+LAYERS = {"step": {"rng": PARAMS["w1"]}, "attention": {"key": PARAMS["w2"]}}
+LAYERS |= {"rng": KEY, "key": S((2,), jnp.uint32), "dropout": {"step": S((), F32)}}
 # Names of the parameters, arguments before the batch, options, and bytes by part.
 NAMED = [
   ("params opt_state batch", (PARAMS, MADE), {}, TRAINED),
@@ -87,6 +89,8 @@ NAMED = [
   ("x y", (PARAMS,), {"parts": {0: WEIGHTS}}, ALONE),
   ("", (PARAMS,), {"parts": {"0": WEIGHTS}}, ALONE),
   ("params teacher batch", (PARAMS, PARAMS), {"parts": MODEL}, ALONE | {"model state": 4 * SIZE}),
+  # Layers with the names of keys and counts.
+  ("model batch", (LAYERS,), {}, ALONE | {OTHER: 20}),
 ]
 
 
