@@ -22,6 +22,7 @@ from mpjax.planner.compiled._hlo import (
   HloInstruction,
   HloShape,
   done_of,
+  start_of,
   trips,
 )
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES, VIEWS
@@ -249,9 +250,9 @@ def _begins(instruction: HloInstruction) -> HloInstruction | str | None:
 def _awaits(instruction: HloInstruction) -> HloInstruction | str | None:
   """Returns what names the asynchronous work that an instruction waits for."""
   if instruction.op.endswith("-done"):
-    found = instruction.operands[0]
-    while found.op in ("async-update", "copy", "optimization-barrier"):
-      found = found.operands[0]
+    found = start_of(instruction)
+    while found.op == "async-update":  # one that brings the operands
+      found = start_of(found)
     return found
   return _chain_of(instruction, "AsyncCollectiveDone") or None
 

@@ -52,8 +52,11 @@ def test_a_conditional_takes_its_longest_branch():
   assert of(program).seconds == pytest.approx(4000 / CLOCK)
 
 
-def gathering(between):
-  """Gathers 64 MB over eight chips and computes for so many cycles meanwhile."""
+def gathering(between, *behind):
+  """Gathers 64 MB over eight chips and computes for so many cycles meanwhile.
+
+  Operations with the names `behind` are between its start and its end; an update brings operands.
+  """
   program = Program()
   main = program.computation("main")
   part = main.add("parameter", ("f32", 2048, 1024))
@@ -62,6 +65,8 @@ def gathering(between):
     "all-gather-start", [("f32", 2048, 1024), whole], part, replica_groups=[{"replica_ids": range(8)}]
   )
   main.add("negate", MB, main.add("parameter", MB), config=cycles(between))
+  for op in behind:
+    start = main.add(op, [("f32", 2048, 1024), whole], start, *[part] * (op == "async-update"))
   main.add("all-gather-done", whole, start)
   return of(program, "v5e:2x4")
 
@@ -76,6 +81,13 @@ def test_a_collective_takes_what_no_other_work_hides():
   hidden = gathering(int(3 * gathered * CLOCK))
   assert "collectives" not in hidden.parts
   assert (hidden.hidden, hidden.seconds) == pytest.approx((gathered, 3 * gathered))
+
+
+@pytest.mark.parametrize(
+  "behind", [("bitcast",), ("opt-barrier",), ("async-update",), ("bitcast", "opt-barrier", "bitcast")]
+)
+def test_the_end_of_a_collective_is_no_pass_over_memory_behind_what_passes_its_start_on(behind):
+  assert gathering(3000, *behind).parts["element-wise"] == gathering(3000).parts["element-wise"]
 
 
 def test_neighbours_exchange_in_both_directions_at_once():
