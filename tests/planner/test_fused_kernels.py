@@ -7,7 +7,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
 import mpjax
+from mpjax.planner import get_target
+from mpjax.planner.analytic import make_graph
+from mpjax.planner.timing import program_time
 from tests.planner._steps import F32, S
+from tests.planner.timing._programs import Program
 
 W, X = S((512, 512), F32), S((2, 1024, 512), F32)
 
@@ -51,6 +55,35 @@ def test_stated_flops_count_by_repetition_and_do_not_bound_the_time():
   assert (kernel.count, kernel.flops) == (5, 5 * 10**12)
   assert made.floor.parts["matrix units"] == 0  # causal attention states twice what it computes
   assert made.to_dict()["fused"][0]["flops"] == 5 * 10**12
+
+
+def both_in_one_module(x):
+  with jax.named_scope("attention"):
+    return doubled(10**12)(x), doubled(5 * 10**12)(x[:64])
+
+
+def seconds_on_a_gpu(fun):
+  return mpjax.plan(fun, S((128, 128), jnp.bfloat16), target="h100", compile=False).time.seconds
+
+
+def test_each_kernel_of_a_module_takes_the_time_of_its_own_flops():
+  alone = seconds_on_a_gpu(doubled(10**12)), seconds_on_a_gpu(doubled(5 * 10**12))
+  assert seconds_on_a_gpu(both_in_one_module) == pytest.approx(sum(alone), rel=1e-3)
+
+
+@pytest.mark.parametrize("rows", [(128,), (64,), (64, 128)])
+def test_a_compiled_kernel_is_the_traced_one_of_its_module_and_shapes(rows):
+  graph = make_graph(jax.make_jaxpr(both_in_one_module)(S((128, 128), jnp.bfloat16)))
+  program = Program()
+  main = program.computation("main")
+  for size in rows:
+    shape, triton = ("bf16", size, 128), {"custom_call_target": "__gpu$xla.gpu.triton"}
+    main.add(
+      "custom-call", shape, main.add("parameter", shape), op_name="jit(f)/attention/pallas_call", **triton
+    )
+  time, notes = program_time(program.parse(), get_target("h100"), graph)
+  own = sum(seconds_on_a_gpu(doubled({128: 10**12, 64: 5 * 10**12}[size])) for size in rows)
+  assert (time.seconds, notes) == (pytest.approx(own, rel=1e-3), ())
 
 
 def test_what_a_kernel_does_not_state_is_said_and_nothing_without_kernels():

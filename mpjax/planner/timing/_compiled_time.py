@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from mpjax.jaxpr import layer_pattern
 from mpjax.planner._results import TIME_PARTS, Time
@@ -29,7 +29,7 @@ from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES, VIEWS
 from mpjax.planner.compiled._hlo_parts import path_of_name
 from mpjax.planner.compiled._hlo_products import group_of, product_flops
 from mpjax.planner.timing._instructions import moved_bytes, product_of
-from mpjax.planner.timing._kernels import is_kernel, kernel_flops, traced_kernels
+from mpjax.planner.timing._kernels import Kernels, is_kernel, kernel_flops, traced_kernels
 from mpjax.planner.timing._rates import (
   beside_share,
   collective_seconds,
@@ -91,7 +91,7 @@ def program_time(module: HloModule, target: Target, graph: Graph) -> tuple[Time 
     return None, (f"the time of the compiled program cannot be told: {type(error).__name__}: {error}"[:200],)
 
 
-def compiled_time(module: HloModule, target: Target, kernels: Mapping[str, int] | None = None) -> Time | None:
+def compiled_time(module: HloModule, target: Target, kernels: Kernels | None = None) -> Time | None:
   """Returns the time of a step, or `None` if the target has no published rates.
 
   Args:
@@ -106,7 +106,7 @@ def compiled_time(module: HloModule, target: Target, kernels: Mapping[str, int] 
 
 
 class _Walk:
-  def __init__(self, target: Target, kernels: Mapping[str, int]):
+  def __init__(self, target: Target, kernels: Kernels):
     self._target = target
     self._kernels = kernels
     self._clock = float(target.speeds.get("clock", 0))

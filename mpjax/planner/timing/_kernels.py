@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import math
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,12 +18,16 @@ from mpjax.jaxpr import (
   has,
   layer_pattern,
   open_jaxpr,
+  shape_of,
   times_run,
 )
 from mpjax.planner.analytic import Graph
 from mpjax.planner.compiled._hlo import HloInstruction
 from mpjax.planner.compiled._hlo_parts import path_of_name
 
+Shapes = tuple[tuple[int, ...], ...]
+# FLOPs by the pattern of a kernel's module and the shapes of its operands and results.
+Kernels = Mapping[tuple[str, Shapes], float]
 _LEAST_DEPTH, _ROW_START = 104, 640
 _TARGETS = ("tpu_custom_call", "__cudnn$fmha", "triton", "mosaic")
 
@@ -32,17 +38,23 @@ def is_kernel(instruction: HloInstruction) -> bool:
   return instruction.op == "custom-call" and any(name in target for name in _TARGETS)
 
 
-def traced_kernels(graph: Graph) -> dict[str, int]:
-  """Returns the FLOPs of one run of each fused kernel of a traced program by the pattern of its module."""
-  found: dict[str, int] = {}
+def traced_kernels(graph: Graph) -> Kernels:
+  """Returns the FLOPs of one run of each kernel of a traced program; the mean of those that look alike."""
+  found: dict[tuple[str, Shapes], list[float]] = collections.defaultdict(list)
   for operation, _ in graph.every_operation():
-    if has(operation.equation, Trait.KERNEL):
-      path = layer_pattern(operation.path)
-      found[path] = max(found.get(path, 0), flops(operation.equation) or _on_grid(operation.equation))
-  return found
+    equation = operation.equation
+    if has(equation, Trait.KERNEL):
+      shapes = tuple(shape_of(value) for value in (*equation.invars, *equation.outvars))
+      found[layer_pattern(operation.path), shapes].append(traced_flops(equation))
+  return {place: statistics.mean(several) for place, several in found.items()}
 
 
-def kernel_flops(kernel: HloInstruction, traced: Mapping[str, int]) -> int:
+def traced_flops(equation: JaxprEqn) -> int:
+  """Returns the FLOPs of one run of a fused kernel: what it states, or those of its body on its grid."""
+  return flops(equation) or _on_grid(equation)
+
+
+def kernel_flops(kernel: HloInstruction, traced: Kernels) -> float:
   """Returns the FLOPs of one run of a kernel of a compiled program, 0 if they are not known.
 
   Args:
@@ -55,8 +67,11 @@ def kernel_flops(kernel: HloInstruction, traced: Mapping[str, int]) -> int:
   stated = int(config.get("custom_call_config", {}).get("cost_estimate", {}).get("flops", 0))
   path = layer_pattern(path_of_name(kernel.op_name))
   names = path.split("/")
-  fitting = [name for name in traced if name and _in_order(name.split("/"), names)]
-  return stated or (traced[max(fitting, key=len)] if fitting else 0)
+  shapes = tuple(shape.dims for value in (*kernel.operands, kernel) for shape in value.shapes)
+  fitting = [at for at in traced if at[0] and _in_order(at[0].split("/"), names)]
+  # Of the kernels of one module, the one of its shapes.
+  best = max(fitting, key=lambda at: (len(at[0]), at[1] == shapes, traced[at]), default=None)
+  return stated or (traced[best] if best else 0)
 
 
 def _in_order(few: list[str], many: list[str]) -> bool:

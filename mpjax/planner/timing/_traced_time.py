@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -25,7 +25,7 @@ from mpjax.planner.analytic._liveness import Storage, Traits, is_heavy, is_reduc
 from mpjax.planner.analytic._memory import DeviceSizes, device_sizes
 from mpjax.planner.analytic._products import product_sizes, units_of
 from mpjax.planner.timing._compiled_time import Spent
-from mpjax.planner.timing._kernels import traced_kernels
+from mpjax.planner.timing._kernels import traced_flops
 from mpjax.planner.timing._rates import (
   collective_seconds,
   efficiency,
@@ -57,7 +57,7 @@ def traced_time(
     return None
   sizes = device_sizes(arguments, target.kind)
   program = merged(graph, through_regions=traits_of(target.kind).merges_through_barriers)
-  walk = _Walk(target, devices, sizes, traced_kernels(program))
+  walk = _Walk(target, devices, sizes)
   spent = walk.run(program)
   for value, path in _copied(program, walk.traits, donated):
     spent.by_place["copies", layer_pattern(path)] += kernel_seconds(target, 0, 2 * sizes.of(value))
@@ -135,12 +135,11 @@ class _OnChip:
 class _Walk:
   """The seconds of graphs on a target, with the bytes of values on one of its devices."""
 
-  def __init__(self, target: Target, devices: int, sizes: DeviceSizes, kernels: Mapping[str, int]):
+  def __init__(self, target: Target, devices: int, sizes: DeviceSizes):
     self._target = target
     self._devices = devices
     self._sizes = sizes
     self.whole_size = sizes.of
-    self._kernels = kernels
     self.traits = traits_of(target.kind)
     if target.kind == "gpu":  # the exponentials of a softmax are computed again
       self.traits = dataclasses.replace(self.traits, keeps_expensive=False)
@@ -189,8 +188,7 @@ class _Walk:
     if has(equation, Trait.KERNEL):
       narrow = any(narrow_bits(getattr(value.dtype, "name", "")) for value in operation.operands)
       _, rate = target.unit_rate("float8_e4m3fn" if narrow else "bfloat16")
-      flops = self._kernels.get(layer_pattern(operation.path), 0)
-      return "attention kernels", flops / share / (rate * efficiency(target, "kernels"))
+      return "attention kernels", traced_flops(equation) / share / (rate * efficiency(target, "kernels"))
     if not operation.flops:
       return ("copies" if has(equation, Trait.MOVES) else "element-wise"), 0.0
     dtype, passes = units_of(operation, target)
