@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 
 import jax
 import numpy as np
@@ -17,13 +18,13 @@ import numpy as np
 _LANES = 128
 _SUBLANES = 8
 _LEAST = 512  # bytes
-_SUB_BYTE = frozenset({"int4", "uint4", "float4_e2m1fn"})
 
 
 def itemsize(dtype: object) -> float:
   """Returns the bytes of an element; a PRNG key counts as its 32-bit words."""
   if isinstance(dtype, np.dtype):
-    return 0 if dtype == "V" else dtype.itemsize if dtype.name not in _SUB_BYTE else 0.5
+    bits = re.search(r"\d+", dtype.name)
+    return 0 if dtype == "V" else int(bits[0]) / 8 if bits else dtype.itemsize
   return 4 * key_words(dtype)
 
 

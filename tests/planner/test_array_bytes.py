@@ -50,6 +50,8 @@ def test_bytes_of_known_layouts():
       assert tiled_bytes(shape, jnp.dtype(dtype)) == want, (shape, dtype)
   for shape in [(8, 128), (3, 16, 256), (1024,), (2, 5, 8, 128)]:  # whole tiles
     assert tiled_bytes(shape, jnp.dtype("float32")) == np.prod(shape) * 4, shape
+  for dtype, size in {"int4": 1 / 2, "float4_e2m1fn": 1 / 2, "int2": 1 / 4, "uint2": 1 / 4}.items():
+    assert tiled_bytes((64, 256), jnp.dtype(dtype)) == 64 * 256 * size, dtype
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.sampled_from(list(SIZES)))

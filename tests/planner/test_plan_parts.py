@@ -221,7 +221,9 @@ def test_any_argument_takes_what_jax_gives_it():
     (True, 1),
     (np.zeros(10, np.int64), 40),
     (np.zeros(10), 40),
-    (S((10,), jnp.int4), 5),
+    (S((9,), jnp.int4), 5),
+    (S((10,), jnp.int2), 3),
+    (S((16,), jnp.uint2), 4),
   ]
   sizes += [(S((0, 3), F32), 0), (None, 0), (keys[0], 16), (keys[1], 8)]
   for argument, size in sizes:

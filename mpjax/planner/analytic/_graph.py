@@ -61,7 +61,7 @@ class GraphValue:
   @property
   def nbytes(self) -> int:
     """Returns the bytes without padding."""
-    return int(math.prod(self.shape) * itemsize(self.dtype))
+    return math.ceil(math.prod(self.shape) * itemsize(self.dtype))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
