@@ -158,6 +158,16 @@ def test_a_device_has_its_share_of_the_arguments():
     assert any("give its arguments shardings" in note for note in plan.notes) == (target == "h100:2x8")
 
 
+def test_weights_of_one_shape_have_together_the_bytes_of_their_shards():
+  mesh = mesh_of(data=8)
+  whole, divided = on(mesh, S((D, H), F32)), on(mesh, S((D, H), F32), "data")
+  double = lambda params, batch: jax.tree.map(lambda x: 2 * x, params)
+  for params in ([whole, divided, divided], [divided, divided, whole]):
+    plan = analytic(double, (params, on(mesh, BATCH)), target="h200:8")
+    assert plan.memory.parts["outputs"] == pytest.approx(plan.memory.parts[WEIGHTS], abs=3 * 8)
+    assert plan.floor.moved_bytes == pytest.approx(2 * plan.memory.parts[WEIGHTS], abs=3 * 8)
+
+
 def test_gradients_of_replicated_weights_are_whole_on_each_device():
   mesh = mesh_of(data=8)
   step, state = a_train_step("fp32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 
 import jax
@@ -142,12 +143,13 @@ def device_sizes(arguments: Sequence[Argument], kind: str) -> DeviceSizes:
   """Returns the bytes of a step's values on one device of a kind, from the layout of its arguments."""
   batch = [a for a in arguments if a.part == "batch"]
   whole, local = sum(a.whole for a in batch), sum(a.nbytes for a in batch)
-  weights: dict[tuple[int, ...], float] = {}
+  shares: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
   for a in arguments:
     if a.part == "master weights" and len(a.shape) > 1:
-      share = argument_bytes(a, kind) / max(1, a.whole)
       for shape in like_weight(a.shape):
-        weights.setdefault(shape, share)
+        shares[shape].append(argument_bytes(a, kind) / max(1, a.whole))
+  # Weights of one shape may lie on the mesh in several ways: all of them together have the right bytes.
+  weights = {shape: statistics.mean(several) for shape, several in shares.items()}
   return DeviceSizes(local / whole if whole else 1.0, weights, kind)
 
 

@@ -78,6 +78,7 @@ def _unread_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int
   """Returns the bytes of arguments, on one device, that a step need not read."""
   sizes = device_sizes(arguments, kind)
   used = {id(value) for operation in graph.operations for value in operation.operands}
+  whole = [0 if a.on_host else argument_bytes(a, kind) for a in arguments]
   read: collections.Counter[int] = collections.Counter()
   for operation in graph.operations:
     for i, value in enumerate(operation.operands):
@@ -86,8 +87,7 @@ def _unread_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int
       updated = i == 0 and _in_place(operation) and id(operation.results[0]) not in used
       part = i == 0 and operation.equation.primitive in _PARTS
       if not updated:
-        read[value.argument] += sum(map(sizes.of, operation.results if part else [value]))
-  whole = [0 if a.on_host else argument_bytes(a, kind) for a in arguments]
+        read[value.argument] += sum(map(sizes.of, operation.results)) if part else whole[value.argument]
   return sum(max(0, nbytes - read[i]) for i, nbytes in enumerate(whole))
 
 
