@@ -66,6 +66,13 @@ def test_an_override_inside_a_named_policy_keeps_the_rest_of_it(minimal):
   assert policy.compute_dtype == "float16"
 
 
+@pytest.mark.parametrize("key", ["policy.loss_scaling", "policy[loss_scaling]"])
+def test_an_override_inside_no_policy_keeps_the_rest_of_the_default(minimal, key):
+  for source in (minimal, MINIMAL, MINIMAL | {"policy": None}):
+    policy = load_config(source, [f"{key}=1024"]).resolve_policy()
+    assert (policy.compute_dtype, policy.loss_scaling.init_scale) == ("bfloat16", 1024), source
+
+
 WRONG = [
   (["policy=fp61"], ["fp61", "did you mean 'fp16'"]),
   (["policy={base: fp16, compute_dtype: float17}"], ["float17", "expected one of"]),

@@ -136,8 +136,10 @@ def _apply(tree: omegaconf.DictConfig, override: str) -> None:
   key, sign, value = override.partition("=")
   if not sign or not key:
     raise ConfigError(f"override {override!r}: expected key=value, as in train.steps=200")
-  if key.startswith("policy.") and isinstance(tree.get("policy"), str):
-    tree["policy"] = {"base": tree["policy"]}
+  if key.startswith(("policy.", "policy[")) and not isinstance(
+    policy := tree.get("policy"), omegaconf.DictConfig
+  ):
+    tree["policy"] = {"base": Config.model_fields["policy"].default if policy is None else policy}
   try:
     parsed: Any = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_dotlist([f"value={value}"]))
     omegaconf.OmegaConf.update(tree, key, parsed["value"], merge=False)
