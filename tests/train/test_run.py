@@ -87,6 +87,8 @@ def test_a_finished_run_is_shown_again_and_left_alone(finished, capsys):
   shown = capsys.readouterr().out
   assert all(word in shown for word in ("finished already", "learning rate", "grad norm"))
   assert "scale" not in shown
+  assert main(["train", *arguments, "train.export=safetensors"]) == 0
+  assert f"not exported: mpjax export {out} does that" in capsys.readouterr().out.replace("\n", " ")
   other = [*arguments, "optimizer.learning_rate=0.5"]
   refused(["train", *other], ["optimizer.learning_rate: 0.1 there, 0.5 here"], capsys)
   assert times() == before

@@ -159,6 +159,8 @@ def train_together(
       output.log_to(directory.path)
     if summary is not None:
       LOGGER.info("this run has finished already; choose another out= for a new one")
+      if config.train.export is not None and not (directory.path / "model.safetensors").exists():
+        LOGGER.info(f"its weights are not exported: mpjax export {directory.path} does that")
       show_summary(summary, directory.path)
       return summary
     with quiet():
