@@ -127,7 +127,8 @@ class TrainingRun:
     self.processes.agree(self._resume)
     start, settings, first = self.step, self.config.train, self.processes.first
     self._records.begin(self.state, start)
-    self._grow(self._records.next_update)
+    self._say_growth(self._records.next_update)
+    self.directory.begin()
     run = f"resumed after step {start}" if start else self._source
     path, count = self.directory.path, self.processes.count
     show_header(self.setup, self.state, path, run, count)
@@ -151,14 +152,12 @@ class TrainingRun:
     finally:
       self._metrics_file.close()
 
-  def _grow(self, update: int) -> None:
-    """Continues a run whose number of steps has grown; says where an older optimiser's schedule stands."""
+  def _say_growth(self, update: int) -> None:
+    """Says that the number of steps has grown, and where an older optimiser's schedule stands."""
     steps, before = self.config.train.steps, self.directory.steps_before
     if before is not None or (self._source and update):
       grows = "" if before is None else f"train.steps grows from {before} to {steps}: "
       LOGGER.info(grows + describe_schedule(self.config.optimizer, steps, update))
-    if before is not None:
-      self.directory.grow()
 
   def _take(self, step: int) -> None:
     """Takes a step, and writes the record of an earlier one."""
