@@ -61,8 +61,9 @@ def test_it_takes_a_mapping_and_a_config(tmp_path):
 
 
 def test_what_is_wrong_is_raised():
-  with pytest.raises(ConfigError, match="unknown key 'trian'"):
-    mpjax.train.run(CONFIG | {"trian": 3}, plugins=[PLUGIN])
+  for plugins in ([PLUGIN], PLUGIN):
+    with pytest.raises(ConfigError, match="unknown key 'trian'"):
+      mpjax.train.run(CONFIG | {"trian": 3}, plugins=plugins)
 
 
 def test_a_notebook_has_a_bar_that_moves(monkeypatch):
