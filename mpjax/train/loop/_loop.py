@@ -86,6 +86,7 @@ class TrainingRun:
     self._source = ""
     self._logged: int | None = None
     self._stuck: tuple[_Pending, dict[str, Any]] | None = None
+    self._opened = contextlib.ExitStack()
 
   def _open_checkpoints(self, folder: pathlib.Path) -> Checkpoints:
     settings = self.config.distributed
@@ -101,8 +102,8 @@ class TrainingRun:
 
   def train(self) -> dict[str, Any]:
     """Trains from the last checkpoint to the end and returns the summary."""
-    self._begin()
     try:
+      self._begin()
       signals = SignalOfAny(self.processes.interrupt, self.processes.count > 1)
       with self._progress:
         for step in range(self.step + 1, self.config.train.steps + 1):
@@ -116,9 +117,9 @@ class TrainingRun:
       summary = self._finish()
     except BaseException:
       with contextlib.suppress(OSError):  # a full disk was reported already
-        self._close()
+        self._opened.close()
       raise
-    self._close()
+    self._opened.close()
     return summary
 
   def _begin(self) -> None:
@@ -133,10 +134,13 @@ class TrainingRun:
     path, count = self.directory.path, self.processes.count
     show_header(self.setup, self.state, path, run, count)
     self._metrics_file = MetricsFile(path / "metrics.jsonl", start, self._logged, owner=first)
+    self._opened.callback(self._metrics_file.close)
     self._doing("start", "the trackers")
     self._trackers = Trackers(self.config, path, start, self._own_trackers, owner=first)
+    self._opened.callback(lambda: self._trackers.close(None))
     traces = path / "profile" / (f"process_{self.processes.process}" if count > 1 else "")
     self._profile = Profile(settings.profile_steps, start, traces)
+    self._opened.callback(lambda: self._profile.stop(self.step, keep=self.directory.is_there))
     has_scale = self.policy.loss_scaling is not None
     self._progress = Progress(self.console, settings.steps, start, self.setup.task.units[0], has_scale)
 
@@ -144,13 +148,6 @@ class TrainingRun:
     """Tells the watchdog what the run does now, and the records to which part of its time that belongs."""
     self.processes.doing(what)
     self._records.enter(part)
-
-  def _close(self) -> None:
-    try:
-      self._profile.stop(self.step, keep=self.directory.is_there)
-      self._trackers.close(None)
-    finally:
-      self._metrics_file.close()
 
   def _say_growth(self, update: int) -> None:
     """Says that the number of steps has grown, and where an older optimiser's schedule stands."""
