@@ -48,6 +48,9 @@ class DataInfo:
   def __getitem__(self, name: str) -> Any:
     return getattr(self, name)
 
+  def __contains__(self, name: object) -> bool:
+    return isinstance(name, str) and hasattr(self, name)
+
   def batch_shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes and dtypes of a batch of `rows` rows."""
     return {

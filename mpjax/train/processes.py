@@ -55,10 +55,10 @@ LOST = 5
 _WORD, _HERE, _EVERYONE = "mpjax/word", "mpjax/here", "mpjax/everyone"
 # How long the others may take to answer, or to read a word, in seconds.
 _ANSWER_S = 2.0
-# Words in the errors of runtimes and of the coordination service after a lost connection.
+# Words in errors of JAX's runtime after a lost connection.
 _BROKEN = re.compile(
   r"gloo|nccl|connection (closed|reset|refused)|socket closed|unavailable|deadline_exceeded|deadline exceeded"
-  r"|heartbeat|coordination|barrier|did not come",
+  r"|heartbeat|coordination|(?<![-_])barrier",
   re.IGNORECASE,
 )
 _meetings = itertools.count()
@@ -334,8 +334,9 @@ def _agreed(told_by: list[dict[str, Any]], same: bool) -> Any:
 
 
 def _is_broken(error: BaseException) -> bool:
-  expected = (RuntimeError, ValueError, OSError, CheckpointError)
-  return any(isinstance(link, expected) and _BROKEN.search(str(link)) for link in causes(error))
+  told = [str(link) for link in causes(error) if isinstance(link, jax.errors.JaxRuntimeError)]
+  # The runtime also passes on what Python code in a step raised, with its traceback.
+  return any(_BROKEN.search(text) and "Traceback (most recent call last)" not in text for text in told)
 
 
 def everyone(value: object, timeout_s: float) -> list[Any]:

@@ -66,6 +66,25 @@ def test_an_override_inside_a_named_policy_keeps_the_rest_of_it(minimal):
   assert policy.compute_dtype == "float16"
 
 
+@pytest.mark.parametrize("key", ["policy.loss_scaling", "policy[loss_scaling]"])
+def test_an_override_inside_no_policy_keeps_the_rest_of_the_default(minimal, key):
+  for source in (minimal, MINIMAL, MINIMAL | {"policy": None}):
+    policy = load_config(source, [f"{key}=1024"]).resolve_policy()
+    assert (policy.compute_dtype, policy.loss_scaling.init_scale) == ("bfloat16", 1024), source
+
+
+def test_a_default_run_directory_follows_the_policy_of_a_config_that_is_loaded_again():
+  config = load_config("gpt_stdlib")
+  for source, overrides, out in [
+    (config, [], "runs/gpt_stdlib-auto"),
+    (config, ["policy=fp16"], "runs/gpt_stdlib-fp16"),
+    (load_config(config, ["policy=fp16"]), ["policy=bf16"], "runs/gpt_stdlib-bf16"),
+    (config.model_copy(update={"out": config.out}), ["policy=fp16"], config.out),
+    (load_config(config, ["out=mine"]), ["policy=fp16"], "mine"),
+  ]:
+    assert load_config(source, overrides).out == out, (source.out, overrides)
+
+
 WRONG = [
   (["policy=fp61"], ["fp61", "did you mean 'fp16'"]),
   (["policy={base: fp16, compute_dtype: float17}"], ["float17", "expected one of"]),

@@ -130,9 +130,11 @@ def test_a_run_goes_on_with_other_intervals(line, first, tmp_path):
   train(line, out, "train.steps=10", UNTIL_20)
   often = [f"train.{key}=5" for key in ("log_every", "eval_every", "checkpoint_every", "max_skips")]
   free = ["train.keep_checkpoints=1", "data.workers=2", "train.profile_steps=[1, 2]", "train.trackers=[]"]
+  free += ["train.export=safetensors", "train.export_dtype=bf16"]
   lines = train(line, out, "train.steps=20", UNTIL_20, *often, *free)
   logged = losses(line for line in lines if line["step"] > 10)
   assert logged == [line for line in losses(records(first)) if line[0] in (15, 20)]
+  assert (out / "model.safetensors").exists()
   # Nothing is lost of a finished run: the same command with yet others has nothing to do.
   assert train(line, out, "train.steps=20", UNTIL_20) == lines
 

@@ -63,6 +63,7 @@ def test_what_data_says_of_itself_reaches_the_model():
     facts = make(classes=np.int64(3), shape=(2, 3), name="x", description="seven rows", fingerprint="abc")
     info = load(lambda: (Rows(8), Rows(8), facts)).info
     assert (info.classes, info["classes"], info.shape, info.name) == (3, 3, (2, 3), "x")
+    assert [name in info for name in ("classes", "description", "colour", 3)] == [True, True, False, False]
     assert (info.description, info.fingerprint) == ("seven rows", "abc")
     assert getattr(info, "colour", None) is None
 

@@ -333,20 +333,67 @@ def test_what_does_not_move_ends_the_process(tmp_path, monkeypatch, capsys):
   assert f"the checkpoint of step 40 in {tmp_path} is intact" in error
 
 
+class Client:
+  """The coordination service of two processes, the first of which says nothing."""
+
+  def __init__(self):
+    self.asked = threading.Event()
+
+  def blocking_key_value_get(self, key, timeout_ms):
+    self.asked.set()
+    time.sleep(timeout_ms / 1000)
+    raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+  def key_value_set(self, key, value):
+    pass
+
+  def key_value_dir_get(self, key):
+    return [("mpjax/here/1", "")]
+
+
 def test_what_watches_ends_with_the_run(monkeypatch):
   """Python would end it in native code when the process exits, which aborts the process."""
-  asked = threading.Event()
-
-  class Client:
-    def blocking_key_value_get(self, key, timeout_ms):
-      asked.set()
-      time.sleep(timeout_ms / 1000)
-      raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
-
-  monkeypatch.setattr(several._compat, "coordination", lambda: (Client(), 0, 2, "127.0.0.1:1"))
+  client = Client()
+  monkeypatch.setattr(several._compat, "coordination", lambda: (client, 0, 2, "127.0.0.1:1"))
   with several.Processes():
-    assert asked.wait(60)
+    assert client.asked.wait(60)
   assert "watch over the run" not in {thread.name for thread in threading.enumerate()}
+
+
+JaxError = jax.errors.JaxRuntimeError
+IN_A_STEP = "INTERNAL: CpuCallback error calling callback: Traceback (most recent call last):\n  own.py\n"
+
+
+@pytest.mark.parametrize(
+  ("error", "is_lost"),
+  [
+    (ValueError("the feature store is unavailable"), False),
+    (RuntimeError("no barrier, no coordination, no heartbeat"), False),
+    (ConnectionResetError("connection reset by peer"), False),
+    (JaxError(f"{IN_A_STEP}ValueError: the feature store is unavailable"), False),
+    (JaxError("RESOURCE_EXHAUSTED: out of memory: 1. 4.00G: %opt-barrier.3"), False),
+    (JaxError("UNKNOWN: Gloo all-reduce failed: Read error [10.0.0.1]:3456: Connection reset by peer"), True),
+    (JaxError("DEADLINE_EXCEEDED: Barrier timed out. Id: 7"), True),
+  ],
+)
+def test_only_what_the_runtime_says_of_a_connection_hides_an_errors_traceback(
+  monkeypatch, capsys, error, is_lost
+):
+  def run():
+    raise error
+
+  def exit_with(status):
+    raise SystemExit(status)
+
+  monkeypatch.setattr(several._compat, "coordination", lambda: (Client(), 1, 2, "127.0.0.1:1"))
+  monkeypatch.setattr(several, "_ANSWER_S", 0.0)
+  monkeypatch.setattr(os, "_exit", exit_with)
+  with pytest.raises(SystemExit) as ended:
+    several.Processes().end(run, lambda error: None)
+  said = capsys.readouterr().err
+  assert ended.value.code == (5 if is_lost else 1)
+  assert ("process 0 is gone without a word" in said) == is_lost
+  assert ("Traceback" in said and "in run\n" in said) != is_lost
 
 
 @pytest.mark.slow

@@ -87,6 +87,8 @@ def test_a_finished_run_is_shown_again_and_left_alone(finished, capsys):
   shown = capsys.readouterr().out
   assert all(word in shown for word in ("finished already", "learning rate", "grad norm"))
   assert "scale" not in shown
+  assert main(["train", *arguments, "train.export=safetensors"]) == 0
+  assert f"not exported: mpjax export {out} does that" in capsys.readouterr().out.replace("\n", " ")
   other = [*arguments, "optimizer.learning_rate=0.5"]
   refused(["train", *other], ["optimizer.learning_rate: 0.1 there, 0.5 here"], capsys)
   assert times() == before
@@ -136,8 +138,10 @@ def test_ctrl_c_saves_a_checkpoint_too(tmp_path, monkeypatch, capsys):
   interrupt(monkeypatch, 6, lambda: signal.raise_signal(signal.SIGINT))
   assert main(command) == 130
   assert "Ctrl-C: checkpoint of step 6 saved" in capsys.readouterr().err
-  assert main(command) == 0
+  assert main([*command, "train.log_every=3"]) == 0
   assert "resumed after step 6" in capsys.readouterr().out
+  written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+  assert written["train"]["log_every"] == 3  # as resumed
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pathlib
 import sys
 import types
@@ -61,8 +62,20 @@ def test_it_takes_a_mapping_and_a_config(tmp_path):
 
 
 def test_what_is_wrong_is_raised():
-  with pytest.raises(ConfigError, match="unknown key 'trian'"):
-    mpjax.train.run(CONFIG | {"trian": 3}, plugins=[PLUGIN])
+  for plugins in ([PLUGIN], PLUGIN):
+    with pytest.raises(ConfigError, match="unknown key 'trian'"):
+      mpjax.train.run(CONFIG | {"trian": 3}, plugins=plugins)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux lists what is open")
+def test_a_start_that_fails_leaves_nothing_open(tmp_path, monkeypatch):
+  """Although a notebook keeps the error, and with it the run."""
+  load_plugins([PLUGIN])
+  monkeypatch.setattr("socket.gethostname", lambda: "no/folder")  # in the name of TensorBoard's file
+  with pytest.raises(OSError, match="no/folder") as kept:
+    mpjax.train.run(CONFIG, [f"out={tmp_path / 'run'}"])
+  opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+  assert [file for file in opened if file.startswith(str(tmp_path))] == [], kept
 
 
 def test_a_notebook_has_a_bar_that_moves(monkeypatch):

@@ -70,12 +70,17 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
     raise ConfigError(
       f"overrides={overrides!r}: expected a list of texts, as in ['policy=bf16', 'train.steps=200']"
     )
+  title = None
+  if isinstance(source, Config) and source.out and "out" not in source.model_fields_set:
+    title = source.out.removeprefix("runs/").rpartition("-")[0]
+    source = source.model_copy(update={"out": None})
   source = _located(source)
   config = parse_config(read_tree(source, overrides))
   if config.out is None:
-    title = source.stem if isinstance(source, pathlib.Path) else config.model.kind
+    title = title or (source.stem if isinstance(source, pathlib.Path) else config.model.kind)
     name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
     config = config.model_copy(update={"out": f"runs/{title}-{name}"})
+    config.model_fields_set.remove("out")  # nobody gave it: with another policy it is another one
   return config
 
 
@@ -136,8 +141,10 @@ def _apply(tree: omegaconf.DictConfig, override: str) -> None:
   key, sign, value = override.partition("=")
   if not sign or not key:
     raise ConfigError(f"override {override!r}: expected key=value, as in train.steps=200")
-  if key.startswith("policy.") and isinstance(tree.get("policy"), str):
-    tree["policy"] = {"base": tree["policy"]}
+  if key.startswith(("policy.", "policy[")) and not isinstance(
+    policy := tree.get("policy"), omegaconf.DictConfig
+  ):
+    tree["policy"] = {"base": Config.model_fields["policy"].default if policy is None else policy}
   try:
     parsed: Any = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_dotlist([f"value={value}"]))
     omegaconf.OmegaConf.update(tree, key, parsed["value"], merge=False)

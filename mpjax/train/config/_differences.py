@@ -17,6 +17,8 @@ _FREE = _OWN | {
   "train.checkpoint_every",
   "train.keep_checkpoints",
   "train.max_skips",
+  "train.export",
+  "train.export_dtype",
   "train.profile_steps",
   "train.trackers",
 }

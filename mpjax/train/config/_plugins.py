@@ -24,7 +24,7 @@ from mpjax.zoo import registered as registered
 _LOADED: set[str] = set()
 
 
-def load_plugins(names: Iterable[str]) -> None:
+def load_plugins(names: str | Iterable[str]) -> None:
   """Imports plug-ins, which register models, data and optimisers of your own.
 
   ```python
@@ -33,13 +33,14 @@ def load_plugins(names: Iterable[str]) -> None:
   ```
 
   Args:
-    names: files `FILE.py` and modules `package.module`. The working directory is searched for modules, too.
+    names: a file `FILE.py`, a module `package.module`, or several. The working directory is searched for
+      modules, too.
 
   Raises:
     ConfigError: if a plug-in is missing or cannot be imported, or two of them register the same kind.
   """
   owners: dict[str, str] = {}
-  for name in dict.fromkeys(names):
+  for name in dict.fromkeys([names] if isinstance(names, str) else names):
     before = _registered()
     _load(name)
     for kind, made in _registered().items():

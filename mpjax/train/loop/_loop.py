@@ -86,6 +86,7 @@ class TrainingRun:
     self._source = ""
     self._logged: int | None = None
     self._stuck: tuple[_Pending, dict[str, Any]] | None = None
+    self._opened = contextlib.ExitStack()
 
   def _open_checkpoints(self, folder: pathlib.Path) -> Checkpoints:
     settings = self.config.distributed
@@ -101,8 +102,8 @@ class TrainingRun:
 
   def train(self) -> dict[str, Any]:
     """Trains from the last checkpoint to the end and returns the summary."""
-    self._begin()
     try:
+      self._begin()
       signals = SignalOfAny(self.processes.interrupt, self.processes.count > 1)
       with self._progress:
         for step in range(self.step + 1, self.config.train.steps + 1):
@@ -116,9 +117,9 @@ class TrainingRun:
       summary = self._finish()
     except BaseException:
       with contextlib.suppress(OSError):  # a full disk was reported already
-        self._close()
+        self._opened.close()
       raise
-    self._close()
+    self._opened.close()
     return summary
 
   def _begin(self) -> None:
@@ -127,15 +128,19 @@ class TrainingRun:
     self.processes.agree(self._resume)
     start, settings, first = self.step, self.config.train, self.processes.first
     self._records.begin(self.state, start)
-    self._grow(self._records.next_update)
+    self._say_growth(self._records.next_update)
+    self.directory.begin()
     run = f"resumed after step {start}" if start else self._source
     path, count = self.directory.path, self.processes.count
     show_header(self.setup, self.state, path, run, count)
     self._metrics_file = MetricsFile(path / "metrics.jsonl", start, self._logged, owner=first)
+    self._opened.callback(self._metrics_file.close)
     self._doing("start", "the trackers")
     self._trackers = Trackers(self.config, path, start, self._own_trackers, owner=first)
+    self._opened.callback(lambda: self._trackers.close(None))
     traces = path / "profile" / (f"process_{self.processes.process}" if count > 1 else "")
     self._profile = Profile(settings.profile_steps, start, traces)
+    self._opened.callback(lambda: self._profile.stop(self.step, keep=self.directory.is_there))
     has_scale = self.policy.loss_scaling is not None
     self._progress = Progress(self.console, settings.steps, start, self.setup.task.units[0], has_scale)
 
@@ -144,21 +149,12 @@ class TrainingRun:
     self.processes.doing(what)
     self._records.enter(part)
 
-  def _close(self) -> None:
-    try:
-      self._profile.stop(self.step, keep=self.directory.is_there)
-      self._trackers.close(None)
-    finally:
-      self._metrics_file.close()
-
-  def _grow(self, update: int) -> None:
-    """Continues a run whose number of steps has grown; says where an older optimiser's schedule stands."""
+  def _say_growth(self, update: int) -> None:
+    """Says that the number of steps has grown, and where an older optimiser's schedule stands."""
     steps, before = self.config.train.steps, self.directory.steps_before
     if before is not None or (self._source and update):
       grows = "" if before is None else f"train.steps grows from {before} to {steps}: "
       LOGGER.info(grows + describe_schedule(self.config.optimizer, steps, update))
-    if before is not None:
-      self.directory.grow()
 
   def _take(self, step: int) -> None:
     """Takes a step, and writes the record of an earlier one."""

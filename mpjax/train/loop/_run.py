@@ -73,7 +73,7 @@ def run(
   config: ConfigSource,
   overrides: Sequence[str] = (),
   *,
-  plugins: Iterable[str] = (),
+  plugins: str | Iterable[str] = (),
   console: rich.console.Console | None = None,
   trackers: Sequence[Tracker] = (),
 ) -> RunResult:
@@ -93,8 +93,7 @@ def run(
   Args:
     config: a YAML file, the name of an example such as `gpt_stdlib`, a mapping, or a `Config`.
     overrides: texts `key=value`, as on the command line.
-    plugins: files `FILE.py` and modules `package.module` that register models, data and optimisers. Not
-      needed for those that this process has registered already.
+    plugins: as for `load_plugins`. Not needed for what this process has registered already.
     console: where progress goes, by default standard output. `rich.console.Console(quiet=True)` shows none.
       Handlers of the logger `mpjax.train` get the lines, too.
     trackers: what also takes the run's numbers, in addition to `train.trackers`.
@@ -159,6 +158,8 @@ def train_together(
       output.log_to(directory.path)
     if summary is not None:
       LOGGER.info("this run has finished already; choose another out= for a new one")
+      if config.train.export is not None and not (directory.path / "model.safetensors").exists():
+        LOGGER.info(f"its weights are not exported: mpjax export {directory.path} does that")
       show_summary(summary, directory.path)
       return summary
     with quiet():

@@ -121,11 +121,12 @@ class RunDirectory:
     write_atomically(path / "config.yaml", self._config.to_yaml().encode())
     return path
 
-  def grow(self) -> None:
-    """Writes the config with more steps; the run no longer counts as finished."""
+  def begin(self) -> None:
+    """Writes the config as it is now, before a first step; the run no longer counts as finished."""
+    if self._lock is None:
+      return
     (self.path / "summary.json").unlink(missing_ok=True)
     write_atomically(self.path / "config.yaml", self._config.to_yaml().encode())
-    self.steps_before = None
 
   def write_summary(self, summary: dict[str, Any]) -> None:
     """Writes `summary.json`, which marks the run as finished."""
