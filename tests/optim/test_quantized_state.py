@@ -18,7 +18,7 @@ from mpjax.optim._quantized import (
   quantize,
   scales_of,
 )  # for arrays of any shape and size
-from tests.optim._forms import described, normal
+from tests.optim._forms import FORMS, described, normal
 
 F32 = np.float32
 SHAPES = [(), (1,), (3,), (257,), (8, 300), (0, 5), (5, 0), (2, 3, 128), (4, 1000)]
@@ -173,6 +173,28 @@ def test_the_second_moment_follows_large_and_tiny_gradients(dtype):
       ratio = np.float64(moments[name]) / (exact * np.float64(each) ** 2)
       assert abs(np.median(ratio) - 1) < 0.05, name
       assert 0.7 < np.quantile(ratio, 0.01) < np.quantile(ratio, 0.99) < 1.35, name
+
+
+SUMS = {"adagrad": optax.adagrad(1e-2), "madgrad": contrib.madgrad(1e-2), "cocob": contrib.cocob()}
+
+
+@pytest.mark.parametrize("dtype", BYTES)
+def test_sums_without_decay_lose_little_of_what_steps_add(dtype):
+  sizes, draws = 1e-2 * np.exp(normal(32, 128)), normal(300, 32, 128, seed=1)
+
+  def way(tx):
+    def step(carry, draw):
+      updates, state = tx.update(sizes * draw, carry[1], carry[0])
+      return (optax.apply_updates(carry[0], updates), state), None
+
+    first = jnp.zeros(sizes.shape)
+    return jax.lax.scan(step, (first, tx.init(first)), draws)[0][0]
+
+  plain, few = jax.jit(
+    lambda: [[way(wrap(tx)) for tx in SUMS.values()] for wrap in (lambda tx: tx, FORMS[dtype][0])]
+  )()
+  for name, exact, found in zip(SUMS, plain, few, strict=True):
+    assert np.linalg.norm(found - exact) < 0.05 * np.linalg.norm(exact), name
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
