@@ -127,7 +127,12 @@ def dequantize(stored: Quantized) -> Float32[Array, "..."]:
     return codes.astype(jnp.float32)
   scales = _spread(scales, codes)
   if codes.dtype == jnp.float8_e4m3fn:
-    return codes.astype(jnp.float32) * (1 / _E4M3_TOP) * jnp.abs(scales)
+    # Divided by 256 on bits: a compiler may divide the scale first, and flush it.
+    wide = codes.astype(jnp.float32)
+    value = jax.lax.bitcast_convert_type(
+      jax.lax.bitcast_convert_type(wide, jnp.int32) - (8 << 23), jnp.float32
+    )
+    return jnp.where(wide == 0, 0.0, value) * jnp.abs(scales)
   return _decode(codes, scales < 0) * jnp.abs(scales)
 
 
