@@ -230,7 +230,8 @@ class LowPrecision(NamedTuple):
 
 
 _OCP = LowPrecision("current", "float8_e4m3fn", "float8_e5m2")
-_B11 = LowPrecision("current", "float8_e4m3b11fnuz", "float8_e5m2")
+# The units multiply two numbers of one format: with gradients in E5M2, both operands had two bits.
+_B11 = LowPrecision("current", "float8_e4m3b11fnuz", "float8_e4m3b11fnuz")
 
 LOW_PRECISION: Mapping[str, LowPrecision] = MappingProxyType(
   {

@@ -214,7 +214,7 @@ class Tensor:
     gain: <policy - float32, float32> / |float32|^2, or `None`; below 0 if the values are too small overall.
     norm: norm of float32's values over all batches, or of an update itself; `None` if not known.
     lost: share of the nonzero updates that do not change the weight, for weights in `bfloat16` and `float16`
-      (rounded to nearest), and in bfloat16 with the corrections `int8` and `int16`.
+      (rounded to nearest), and in bfloat16 with the corrections `int8` (on average) and `int16`.
     descent: for the updates u, <the weight's change, u> / |u|^2 in `float32` and the formats of `lost`: 1 if
       the weight takes the updates exactly, 0 if it does not move (arXiv 2405.18710).
     moved: number of updates that are not zero.
@@ -256,7 +256,7 @@ class Tensor:
   @property
   def lost_here(self) -> float:
     """The share of updates that the weight loses in its own format: 0 with all digits of float32."""
-    return (self.lost or {}).get(self.held, 0.0) if self.held != "int16" else 0.0
+    return (self.lost or {}).get(self.held, 0.0) if self.held not in ("int8", "int16") else 0.0
 
   @property
   def descent_here(self) -> float:

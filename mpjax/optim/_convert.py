@@ -160,7 +160,7 @@ def split_like(masters: PyTree, params: PyTree, correction: str, seed: int = 0) 
     if not is_half_array(p):
       return _Pair(p, optax.MaskedNode())
     key = leaf_key(seed, jnp.zeros([], jnp.int32), path)
-    return _Pair(*split(master.astype(jnp.float32), correction, p.dtype, key))
+    return _Pair(*split(master.astype(jnp.float32), correction, p.dtype, key, nearest=True))
 
   pairs = jax.tree_util.tree_map_with_path(leaf, masters, params)
   pick = lambda i: jax.tree.map(lambda pair: pair[i], pairs, is_leaf=lambda x: isinstance(x, _Pair))

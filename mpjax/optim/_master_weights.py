@@ -20,7 +20,7 @@ from jaxtyping import Float32, UInt16
 from mpjax._calls import require_transform
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import MASTER_WEIGHTS, did_you_mean, widen_floating
-from mpjax.optim._stochastic import leaf_key, stochastic_round
+from mpjax.optim._stochastic import cheap_noise, leaf_key, stochastic_round
 from mpjax.patterns import path_text
 
 _INFINITY, _NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)  # as bits
@@ -67,9 +67,9 @@ def master_weights(
   Args:
     inner: any optax transform.
     correction: one of these. `"int16"`: parameter and correction are a float32 master weight bit for bit, 4
-      bytes in all. `"int8"`: a master weight of 24 bits, 3 bytes. `"stochastic"`: no correction, the new
-      parameter is rounded stochastically, 2 bytes. `"float32"`: a separate master weight, 6 bytes. The first
-      two take only bfloat16.
+      bytes in all. `"int8"`: a master weight of 24 bits, rounded stochastically, 3 bytes. `"stochastic"`: no
+      correction, the new parameter is rounded stochastically, 2 bytes. `"float32"`: a separate master
+      weight, 6 bytes. The first two take only bfloat16.
     seed: seed of stochastic rounding; the same seed gives the same bits, on any mesh.
 
   Returns:
@@ -208,7 +208,7 @@ def _join(p: Array, correction: Array | optax.MaskedNode) -> Array:
 
 
 def split(
-  master: Float32[Array, "..."], correction: str, dtype: np.dtype, key: Array
+  master: Float32[Array, "..."], correction: str, dtype: np.dtype, key: Array, nearest: bool = False
 ) -> tuple[Array, Array | optax.MaskedNode]:
   """Returns the half-precision parameter for a master weight, and its correction.
 
@@ -217,6 +217,7 @@ def split(
     correction: see `master_weights`.
     dtype: dtype of the parameter.
     key: key for stochastic rounding.
+    nearest: round 24 bits to nearest.
   """
   if correction == "stochastic":
     return stochastic_round(master, key, dtype), optax.MaskedNode()
@@ -226,7 +227,8 @@ def split(
   magnitude = bits & _MAGNITUDE
   bits = jnp.where(magnitude > _INFINITY, _NAN, bits)  # another NaN could round to a number
   if correction == "int8":
-    rounded = (bits + np.uint32(0x80)) & _HIGH_24
+    noise = jnp.uint32(0x80) if nearest else cheap_noise(key, master.shape) >> 24
+    rounded = (bits + noise) & _HIGH_24
     overflows = (magnitude < _INFINITY) & ((rounded & _MAGNITUDE) >= _INFINITY)
     bits = jnp.where(overflows, bits & _HIGH_24, rounded)
   high = (bits + np.uint32(0x8000)) >> np.uint32(16)

@@ -33,7 +33,7 @@ _E4M3_TOP = 256.0  # the code of the largest entry: a power of two scales exactl
 _E4M3_SMALLEST = float(jnp.finfo(jnp.float8_e4m3fn).smallest_subnormal)
 _SUBLANES = 8  # rows of a TPU's tile of float32
 _MOST_GROUPS = 256  # per row; with more, a product costs more than moving the row
-_TINY = float(jnp.finfo(jnp.float32).tiny)
+_TINY, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
 
 
 class Quantized(NamedTuple):
@@ -108,10 +108,11 @@ def quantize(
   if scales is None:
     return Quantized(stochastic_round(x, key), None)
   divides = jnp.isfinite(scales) & (scales != 0)
-  # The inverse of the largest scales is subnormal, which devices flush to 0.
-  inverse = jnp.maximum(1 / jnp.abs(jnp.where(divides, scales, 1)), _TINY) * jnp.sign(scales)
+  size = jnp.abs(jnp.where(divides, scales, 1))
+  # Four times the inverse: that of the largest scales is subnormal, which devices flush to 0.
+  inverse = jnp.where(size > 1, 1 / (0.25 * size), jnp.minimum(4 / size, _LARGEST)) * jnp.sign(scales)
   inverse = _spread(jnp.where(divides, inverse, 0), x)
-  y = jnp.where(inverse == 0, 0.0, x * jnp.abs(inverse))  # 0 * infinity is NaN
+  y = jnp.where(inverse == 0, 0.0, x * jnp.abs(inverse) * 0.25)  # 0 * infinity is NaN
   if dtype == jnp.float8_e4m3fn:
     # Does not round a second moment to 0: the update would divide by epsilon alone.
     y = jnp.where((inverse > 0) & (y > 0), jnp.maximum(y, _E4M3_SMALLEST / _E4M3_TOP), y) * _E4M3_TOP
@@ -126,7 +127,12 @@ def dequantize(stored: Quantized) -> Float32[Array, "..."]:
     return codes.astype(jnp.float32)
   scales = _spread(scales, codes)
   if codes.dtype == jnp.float8_e4m3fn:
-    return codes.astype(jnp.float32) * (1 / _E4M3_TOP) * jnp.abs(scales)
+    # Divided by 256 on bits: a compiler may divide the scale first, and flush it.
+    wide = codes.astype(jnp.float32)
+    value = jax.lax.bitcast_convert_type(
+      jax.lax.bitcast_convert_type(wide, jnp.int32) - (8 << 23), jnp.float32
+    )
+    return jnp.where(wide == 0, 0.0, value) * jnp.abs(scales)
   return _decode(codes, scales < 0) * jnp.abs(scales)
 
 

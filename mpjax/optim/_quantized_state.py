@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 from mpjax._calls import refuse_keywords, require_transform
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import STATE_DTYPES, cast_like, did_you_mean, widen_floating
-from mpjax.optim._exact_leaves import is_exact
+from mpjax.optim._exact_leaves import is_exact, is_sum
 from mpjax.optim._quantized import Quantized, is_quantized, quantize, rebuild, scales_of, unstored
 from mpjax.optim._stochastic import leaf_key
 from mpjax.patterns import component_regex, named_leaves, parameter_of, path_text
@@ -63,6 +63,9 @@ def quantized_state(
   (`mpjax.dynamic_loss_scale`, `mpjax.static_loss_scale(tx, 1)`). A skipped step changes no bit of the state.
   Steps do not change the dtypes that `init` gives the state.
 
+  Sums without decay (of `adagrad`, `madgrad`, `cocob`) are in bfloat16, since 8 bits would lose what a step
+  adds. For those of an optimiser that is not in optax use `exclude`, or `"bfloat16"` for the whole state.
+
   Other state stays as it is: state that holds parameters, which small updates would not move, and
   gradients that `optax.MultiSteps` and `optax.apply_every` add up. Parameters are leaves that `inner.init`
   computes from the values of parameters, such as `z` of `optax.contrib.schedule_free` and the first
@@ -99,7 +102,7 @@ def quantized_state(
     params = widen_floating(params)
     shapes = {name: leaf.shape for name, leaf in named_leaves(params) if hasattr(leaf, "shape")}
 
-    def store(path: KeyPath, leaf: Array, exact: bool) -> Array | Quantized:
+    def store(path: KeyPath, leaf: Array, exact: bool, grows: bool) -> Array | Quantized:
       name = path_text(path)
       stays = (
         exact
@@ -112,11 +115,12 @@ def quantized_state(
         return leaf
       leaf = leaf.astype(jnp.float32)
       key = leaf_key(_SEED, jnp.zeros([], jnp.int32), path)
-      return quantize(leaf, scales_of(leaf, code_dtype, group), code_dtype, key)
+      kept_in = STATE_DTYPES["bfloat16"] if grows else code_dtype
+      return quantize(leaf, scales_of(leaf, kept_in, group), kept_in, key)
 
     state = inner.init(params)
     exact = is_exact(inner, params, state)
-    state = jax.tree_util.tree_map_with_path(store, state, exact)
+    state = jax.tree_util.tree_map_with_path(store, state, exact, is_sum(state))
     return QuantizedState(state, jnp.zeros([], jnp.int32))
 
   def update(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
+from jaxtyping import UInt32
 
 from mpjax._types import Array, DTypeLike
 from mpjax.patterns import path_text
@@ -81,6 +82,19 @@ def leaf_key(seed: int, steps: Array, path: KeyPath) -> Array:
   # Not the user's default implementation: its bits may depend on how an array is divided.
   key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), steps)
   return jax.random.fold_in(key, zlib.crc32(path_text(path).encode()))
+
+
+def cheap_noise(key: Array, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+  """Returns bits that are uniform over keys, and the same on any mesh; the high ones are mixed best.
+
+  `jax.random.bits` takes so many operations that a TPU's compiler writes their results to memory.
+  """
+  first, second = jax.random.key_data(key)
+  strides = np.cumprod((1, *shape[:0:-1]), dtype=np.uint32)[::-1]
+  place = (jax.lax.broadcasted_iota(jnp.uint32, shape, i) * strides[i] for i in range(len(shape)))
+  x = sum(place, first)
+  x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+  return (x ^ (x >> 15) ^ second) * np.uint32(0x846CA68B)
 
 
 def _bits_of(x: Array | np.float32) -> Array:

@@ -6,6 +6,7 @@ import re
 import types
 
 import jax
+import numpy as np
 import optax
 import pytest
 
@@ -27,7 +28,7 @@ def device(platform, kind, capability=None):
 
 OCP = "current scaling, E4M3FN forward, E5M2 backward"
 AMD = "current scaling, E4M3FNUZ forward, E5M2FNUZ backward"
-B11 = "current scaling, E4M3B11FNUZ forward, E5M2 backward"
+B11 = "current scaling, E4M3B11FNUZ forward, E4M3B11FNUZ backward"
 MX = "mx scaling, E4M3FN forward, E4M3FN backward"
 # Device, the recipes that it has units for, and what `auto` is there.
 DEVICES = {
@@ -80,7 +81,11 @@ LACKS = [
   ("MI350", "FNUZ", "MI355X.*use float8_e4m3fn and float8_e5m2"),
   ("MI250", "OCP", "gfx90a.*no FP8 units"),
   ("TPU v4", "OCP", "TPU v4 has no FP8 units: they start with TPU v5"),
-  ("TPU v6e", "OCP", "TPU v6 lite has no units for float8_e4m3fn: use float8_e4m3b11fnuz and float8_e5m2"),
+  (
+    "TPU v6e",
+    "OCP",
+    "TPU v6 lite has no units for float8_e4m3fn: use float8_e4m3b11fnuz and float8_e4m3b11fnuz",
+  ),
   ("TPU v7", "FNUZ", "TPU7x has no units for float8_e4m3fnuz"),
   ("TPU v7", "mx", "TPU7x.*MXFP8"),
   ("unknown", "OCP", "trn2.*unknown"),
@@ -111,9 +116,10 @@ def test_what_a_device_lacks():
 # Fields beside `recipe: auto`, and what it is with them on a B200 and on a TPU v5e.
 WITH = [
   ({"min_dim": 16, "keep_last": 0.1}, MX, B11),
-  ({"gradient_dtype": "e5m2"}, "mx scaling, E4M3FN forward, E5M2 backward", B11),
+  ({"gradient_dtype": "e5m2"}, "mx scaling, E4M3FN forward, E5M2 backward",
+   B11.replace("E4M3B11FNUZ backward", "E5M2 backward")),
   ({"backward": "compute"}, MX.replace("E4M3FN backward", "the compute dtype backward"),
-   B11.replace("E5M2", "the compute dtype")),
+   B11.replace("E4M3B11FNUZ backward", "the compute dtype backward")),
   ({"margin": 1}, OCP, B11),
   ({"pow2_scales": True}, OCP, B11),
   ({"saved_activations": "fp8"}, OCP, B11),
@@ -129,6 +135,24 @@ def test_auto_keeps_the_fields_that_are_given(fields, on_b200, on_v5e):
     assert str(found) == want
     given = parse_recipe(fields)
     assert all(getattr(found, key) == getattr(given, key) for key in fields)
+
+
+@pytest.mark.parametrize("name", ["TPU v5e", "TPU v5p", "TPU v6e"])
+def test_gradients_on_tpus_with_e4m3b11fnuz_have_three_bits(name):
+  """With E5M2, both operands of a backward product would have two: twice the error."""
+  x, params, ct = normal(128, 128), weights(128, 128, 128), normal(128, 128, seed=3)
+  loss = lambda params, ct: jax.numpy.vdot(x @ params[0] @ params[1], ct)
+  fields = {"recipe": "auto", "emulate": True, "first_layer": True, "last_layer": True}
+  exact, errors = jax.grad(loss)(params, ct), []
+  for gradient in ({}, {"gradient_dtype": "e5m2"}):
+    recipe = on_device(parse_recipe({**fields, **gradient}), DEVICES[name][0])
+    grads = jax.jit(jax.grad(mpjax.autocast(loss, {"base": "fp8", "fp8": recipe})))
+    for size in np.float32(2.0) ** np.float32([-60, 0, 60]):
+      each = zip(grads(params, ct * size), exact, strict=True)
+      errors.append([np.linalg.norm(g / size - want) / np.linalg.norm(want) for g, want in each])
+  ours, theirs = np.split(np.asarray(errors), 2)
+  assert (ours < 0.06).all()
+  assert (ours < 0.7 * theirs).all()
 
 
 def test_the_first_device_is_asked_of_if_none_is_named():

@@ -134,15 +134,15 @@ def test_lost_updates_are_those_of_the_master_weights(correction):
   bf16 = masters.astype(ml_dtypes.bfloat16)
   expected = {
     "bfloat16": (bf16.astype(np.float32) + updates).astype(ml_dtypes.bfloat16) == bf16,
-    "int8": rounded(rounded(masters, 24) + updates, 24) == rounded(masters, 24),
+    "int8": masters + updates == masters,  # on average
     "int16": masters + updates == masters,
   }
   for name, stays in expected.items():
     assert t.lost[name] == pytest.approx(stays[moved].mean(), abs=1e-6), name
   assert (t.moved, t.held) == (moved.sum(), "bfloat16" if correction == "none" else correction)
   assert report.lost_updates() == {**t.lost, "stochastic": 0}
-  assert t.lost["bfloat16"] > 0.8 > 0.5 > t.lost["int8"] > 0.3 > t.lost["int16"] > 0
-  assert t.lost_here == {"int8": t.lost["int8"], "none": t.lost["bfloat16"]}.get(correction, 0)
+  assert t.lost["bfloat16"] > 0.8 > 0.3 > t.lost["int16"] > 0
+  assert t.lost_here == (t.lost["bfloat16"] if correction == "none" else 0)
   (found,) = [f for f in report.findings if f.kind == "lost updates"]
   assert found.severity == ("problem" if correction == "none" else "note")
 
@@ -158,9 +158,7 @@ def test_advice_for_lost_updates_names_corrections():
   assert advice.policy["param_dtype"] == "float32"
   text = "master_weights: int16, or int8 (3 bytes a weight instead of 4; loses 0)"
   assert text in dict(advice.lines)["param_dtype: float32"]
-  advice = still({"base": "bf16_pure", "master_weights": "int8"}, 2.0**-18).advice
-  assert mpjax.get_policy(advice.policy) == mpjax.get_policy({"base": "bf16_pure", "master_weights": "int16"})
-  assert [(m.before, m.after) for m in advice.measured] == [(1, 0)]
+  assert still({"base": "bf16_pure", "master_weights": "int8"}, 2.0**-18).advice.unchanged
   assert still("bf16_lean", 2.0**-10).advice.unchanged
 
 

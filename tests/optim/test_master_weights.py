@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpjax
-from tests.optim._forms import normal
+from tests.optim._forms import normal, same_bits
 
 F32 = np.float32
 
@@ -84,6 +84,41 @@ def test_small_updates_are_not_lost():
 
     run = jax.jit(lambda carry, step=step: jax.lax.scan(step, carry, None, 1024)[0][0]["w"])
     assert abs(np.mean(F32(run((params, tx.init(params))))) - 2) < 0.02, correction
+
+
+def decayed(correction, seed=0, steps=1000):
+  """Master weights, of both signs and several binades, whose only updates are weight decay of 1e-5."""
+  tx = mpjax.master_weights(
+    optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-4)), correction, seed=seed
+  )
+  params = {"w": np.tile(np.asarray([[0.73], [-1.3], [2.0], [-0.11]], jnp.bfloat16), (1, 2048))}
+  grads = jax.tree.map(lambda p: np.zeros(p.shape, F32), params)
+
+  def step(carry, _):
+    params, state = carry
+    updates, state = tx.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, steps)[0])
+  return params["w"].astype(F32), *run((params, tx.init(params)))
+
+
+def test_updates_below_half_a_step_of_eight_bits_are_kept_on_average():
+  first, params, state = decayed("int8")
+  masters = np.asarray(mpjax.optim.merge_master_weights(params, state)[0]["w"])
+  want = first.astype(np.float64) * (1 - 1e-5) ** 1000
+  bound = 3e-5 * np.abs(first[:, 0])  # three deviations of the mean of a row; all that decays is 1e-2
+  assert (np.abs(masters.mean(1) - want[:, 0]) < bound).all()
+  assert 1e-5 < np.std(masters[0] / want[0]) < 2e-3  # not all at once
+  same_bits(decayed("int8")[1:], (params, state))
+  assert (np.asarray(decayed("int8", seed=1)[2].correction["w"]) != state.correction["w"]).any()
+
+
+def test_what_eight_bits_have_exactly_stays_without_an_update():
+  tx = mpjax.master_weights(optax.sgd(0.0), "int8")
+  params, state = mpjax.optim.split_master_weights({"w": normal(256, 256)}, optax.sgd(0.0).init({}), "int8")
+  updates, after = jax.jit(tx.update)({"w": np.ones((256, 256), F32)}, state, params)
+  same_bits((optax.apply_updates(params, updates), after.correction), (params, state.correction))
 
 
 def test_bad_arguments():

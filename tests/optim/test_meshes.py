@@ -44,7 +44,13 @@ def values(dtype, scale=1.0):
   return {"w": (scale * normal(8, 16, 1024)).astype(dtype), "b": (scale * normal(2048, seed=1)).astype(dtype)}
 
 
-SUITE = [("int8", "rows"), ("int8", "columns"), ("weights int16", "rows"), ("lean, stochastic", "columns")]
+SUITE = [
+  ("int8", "rows"),
+  ("lean", "rows"),
+  ("lean", "columns"),
+  ("weights int16", "rows"),
+  ("lean, stochastic", "columns"),
+]
 OTHERS = [(form, by) for form in ALL for by in ("rows", "columns") if (form, by) not in SUITE]
 
 

@@ -19,7 +19,7 @@ _UNITS = {
 }
 _FP8 = {  # the formats of the recipe that `auto` is
   "hopper": {"float8_e4m3fn", "float8_e5m2"},
-  "tpu_v5": {"float8_e4m3b11fnuz", "float8_e5m2"},
+  "tpu_v5": {"float8_e4m3b11fnuz"},
 }
 
 

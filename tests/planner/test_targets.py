@@ -191,7 +191,7 @@ def test_a_policy_has_the_recipe_of_its_target():
   for name, policy, recipe, said in (
     ("h200", fp8, "current", "^current scaling, E4M3FN forward, E5M2 backward"),
     ("b200", fp8, "mx", "^mx scaling, E4M3FN forward, E4M3FN backward"),
-    ("v5p", fp8, "current", "^current scaling, E4M3B11FNUZ forward, E5M2 backward"),
+    ("v5p", fp8, "current", "^current scaling, E4M3B11FNUZ forward, E4M3B11FNUZ backward"),
     ("tpu7x", fp8, "current", "^current scaling, E4M3FN forward, E5M2 backward"),
     ("a100", fp8, None, "8.0.*has no FP8 units.*: products run in bfloat16"),
     ("h200", emulated, "nvfp4", "^nvfp4 scaling, E2M1FN forward, E2M1FN backward, emulated"),

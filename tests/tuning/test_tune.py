@@ -93,11 +93,10 @@ def test_the_recipe_of_the_target_is_measured_and_one_that_is_too_coarse_is_trie
     for target in ("h200", "b200", "v5e")
   }
   recipes = {target: result.policy.fp8.recipe for target, result in found.items()}
-  assert recipes == {"h200": "per_channel", "b200": "auto", "v5e": "per_channel"}
-  assert found["v5e"].policy.fp8.forward_dtype == "float8_e4m3b11fnuz"
+  assert recipes == {"h200": "per_channel", "b200": "auto", "v5e": "auto"}
   assert "recipe: per_channel  # scales of the entries that are summed together" in found["h200"].yaml
   errors = {t: next(x.error.total for x in r.table if x.label == "fp8") for t, r in found.items()}
-  assert errors["b200"] < 0.06 < min(errors["h200"], errors["v5e"])
+  assert max(errors["b200"], errors["v5e"]) < 0.06 < errors["h200"]
 
 
 def test_the_answer_has_the_policy_its_cost_its_error_and_what_was_dropped(kept):

@@ -125,10 +125,6 @@ def _master_weights(report: NumericsReport) -> list[Change]:
   shares = ", ".join(f"{t.path} {percent(t.lost_here)}" for t in worst[:3])
   more = f" and {len(worst) - 3} more" if len(worst) > 3 else ""
   buys = f"master weights take the updates that are lost now: {shares}{more}"
-  if report.policy.master_weights is not None:
-    return [Change("master_weights", "int16", buys)]
-  if any(t.held != t.dtype for t in worst):  # a transform of the user keeps their digits
-    return []
   if report.policy.param_dtype.name == "bfloat16":
     lost = max((t.lost or {})["int8"] for t in worst)
     buys += (

@@ -338,14 +338,12 @@ def _lost_updates(report: NumericsReport) -> Iterator[Finding]:
       "where the term against a division by zero (Adam's eps) may be zero",
     )
   for t in worst:
-    way_out = (
-      "a float32 master copy takes all of them" if t.held == t.dtype else "master_weights: int16 takes them"
-    )
     yield Finding(
       "lost updates",
       "problem",
       t.path or t.module,
-      f"{t.path}: {percent(t.lost_here)} of its updates do not change the weight ({_weights(t)}); {way_out}",
+      f"{t.path}: {percent(t.lost_here)} of its updates do not change the weight ({t.dtype}); a float32 "
+      "master copy takes all of them",
     )
   lost = report.lost_updates()
   yield from _descent(report)

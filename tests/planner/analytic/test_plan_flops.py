@@ -195,9 +195,10 @@ def test_what_is_below_16_bits_has_the_rate_of_its_units_or_that_of_bfloat16():
     ("h200", of("mx"), "mxfp8", 989.4e12),
     ("b200", of("auto"), "mxfp8", 4500e12),
     ("b200", of("nvfp4"), "nvfp4", 9000e12),
-    ("v5e", of("auto"), "float8_e5m2", 394e12),
+    ("v5e", of("auto"), "float8_e4m3b11fnuz", 394e12),
+    ("v5e", of("auto", gradient_dtype="e5m2"), "float8_e5m2", 394e12),
     ("v5e", of("current"), "float8_e4m3fn", 197e12),
-    ("v6e", of("auto"), "float8_e5m2", 1836e12),
+    ("v6e", of("auto"), "float8_e4m3b11fnuz", 1836e12),
     ("tpu7x", of("per_channel"), "float8_e4m3fn", 2307e12),
     ("tpu7x", of("mx"), "mxfp8", 1153.5e12),
   ):
