@@ -17,14 +17,14 @@ from mpjax.jaxpr._bodies import bodies_of, once_for_each, open_jaxpr
 
 FORWARD, BACKWARD, OTHER = "forward", "backward", ""
 
-# Scopes with which mpjax marks a program, for an outer autocast.
-FULL_PRECISION = "full_precision"
-OUTPUT = "autocast_output"
-AUTOCAST = "autocast_inside"  # with the policy's label; there for `explain` alone
-HALF_PRECISION, REGION_EDGE = "half_precision", "half_precision_edge"
+# Scopes with which mpjax marks a program, for an outer autocast. No module's name has an @.
+FULL_PRECISION = "@full_precision"
+OUTPUT = "@autocast_output"
+AUTOCAST = "@autocast_inside"  # with the policy's label; there for `explain` alone
+HALF_PRECISION, REGION_EDGE = "@half_precision", "@half_precision_edge"
 _OWN_MARKS = frozenset({FULL_PRECISION, OUTPUT, AUTOCAST, HALF_PRECISION, REGION_EDGE})
 # Scopes that are not modules. Names of einsums, `ij,jk->ik`, are not modules either.
-MARKS = _OWN_MARKS | {"rematted_computation", "checkpoint"}
+MARKS = _OWN_MARKS | {"rematted_computation"}
 
 _TRANSFORMED = re.compile(r"^(transpose|jvp|vmap|pmap|checkpoint|remat|custom_jvp|custom_vjp|p?jit)\((.*)\)$")
 _CALLS = ("jit", "pjit")
@@ -185,10 +185,8 @@ def _unnumbered(scope: str) -> str:
 
 
 def inside(outer: str, path: str) -> str:
-  """Returns the path of an equation in a body, from the call's path; a body may be traced with both."""
-  if not outer or path == outer or path.startswith(f"{outer}/"):
-    return path
-  return f"{outer}/{path}" if path else outer
+  """Returns the path of an equation in a body, from the call's path."""
+  return "/".join(filter(None, (outer, path)))
 
 
 def backward_depth(equation: JaxprEqn) -> int:
