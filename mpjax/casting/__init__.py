@@ -7,7 +7,7 @@ returns a frozen `CastPlan`, and `_emit.py` executes the plan. `_explain.py` tur
 """
 
 from mpjax.casting._autocast import autocast, full_precision
-from mpjax.casting._explain import Explanation, explain
+from mpjax.casting._explain import Explanation, explain, explain_as_run
 from mpjax.casting._explain_text import side_by_side
 from mpjax.casting._explained import (
   ExplainedCarry,
@@ -29,6 +29,7 @@ __all__ = [
   "OpLists",
   "autocast",
   "explain",
+  "explain_as_run",
   "full_precision",
   "half_precision",
   "init_fp8_state",

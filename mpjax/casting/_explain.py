@@ -129,10 +129,23 @@ def explain(
   require_call("explain", fun, args, kwargs)
   own = own_autocast(fun)
   if own is not None:
-    found = explain(own.fun, *args, policy=own.policy, ops=own.ops, overrides=own.overrides, **kwargs)
+    found = explain_as_run(own.fun, args, kwargs, own.policy, own.ops, own.overrides, own.recompute)
     return dataclasses.replace(found, note=found.note or _of_own_autocast(found.policy, policy))
+  return explain_as_run(fun, args, kwargs, policy, ops, overrides)
+
+
+def explain_as_run(
+  fun: Callable[..., Any],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  policy: PolicyLike,
+  ops: OpLists | None = None,
+  overrides: Mapping[str, PolicyLike] | None = None,
+  recompute: str = "islands",
+) -> Explanation:
+  """Returns the explanation of a function under `mpjax.autocast(fun, policy, ...)`."""
   resolved = get_policy(policy)
-  rules = make_rules(resolved, ops, overrides)
+  rules = make_rules(resolved, ops, overrides, recompute)
   with explaining(True):
     plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved, enter_all=True)
   rules.check_all_matched(plan.fp8_paths())

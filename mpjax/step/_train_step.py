@@ -21,7 +21,7 @@ from jaxtyping import Float32
 from mpjax._average import is_average, worth
 from mpjax._lazy import nnx
 from mpjax._types import Array, LossFunction, Metrics, PolicyLike, PyTree
-from mpjax.casting import Explanation, explain, init_fp8_state
+from mpjax.casting import Explanation, explain_as_run, init_fp8_state
 from mpjax.casting._explained import ExplainedGather
 from mpjax.casting._overrides import Overrides
 from mpjax.fp8._delayed import grow_gradients
@@ -343,7 +343,8 @@ class TrainStep:
     """
     require_state(state, batch)
     args, keywords = self.loss.arguments(state, batch)
-    explanation = explain(self.fun, *args, policy=self.policy, **keywords)
+    recompute = self.options.recompute
+    explanation = explain_as_run(self.fun, args, keywords, self.policy, recompute=recompute)
     if self.layout is None or self.layout.shards == 1:
       return explanation
     gathered = jax.eval_shape(self.loss.compute_params, state)
