@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import jax
@@ -19,6 +20,7 @@ from mpjax.casting._kinds import (
   Held,
   Kind,
   Where,
+  Wide,
   castable,
   initial,
   is_float,
@@ -99,7 +101,7 @@ class Case:
   def decided(self, mode: Mode, why: str, outs: tuple[Held, ...], listed: str = "", **more: Any) -> Decision:
     """Returns a decision about it; without `listed` its own list decided. For the rest see `Decision`."""
     if not self._clips:
-      outs = tuple(held._replace(wide=False) for held in outs)
+      outs = tuple(held._replace(wide=Wide.NO) for held in outs)
     listed = listed or self.listed
     return Decision(self.equation, self.path, listed, mode, self.half, why, self.rule, outs, **more)
 
@@ -205,6 +207,22 @@ class Case:
     """Whether it adds gradients of a parameter."""
     return self.body.rules.wide_gradients and self.body.place.gradients.has_sum(self.equation)
 
+  def real(self) -> list[bool]:
+    """Returns which float32 operands come from a float input or a parameter."""
+    known = self.body.place.lineages
+    return [known is None or known[a].real for a in self.operands]
+
+  def adds_to_data(self, met: Sequence[Held]) -> bool:
+    """Whether it adds half precision to float32 data, and float32 or an order is made of the sum.
+
+    A sum that a norm reads is a residual stream.
+    """
+    roles, reads = self.body.place.roles, self.body.reads(self.equation.outvars[0])
+    if roles is None or reads & Reads.NORM or not reads & (Reads.FLOAT32 | Reads.ORDER):
+      return False
+    rounded = [a for a, h in zip(self.operands, met, strict=True) if h.kind is Kind.HALF]
+    return roles.adds_to_data(self.equation, rounded, bool(reads & Reads.ORDER))
+
   def wanted(self) -> list[np.dtype | None]:
     """Returns the half dtype of each result that nothing reads in another dtype."""
     return [self.half if in_half_alone(self.body.reads(v)) else None for v in self.equation.outvars]
@@ -232,7 +250,7 @@ class Case:
     """Returns how the results are held if the equation runs in float32 for all operands."""
     held = [self.body.met(a, None, self.equation) for a in self.operands] or [Held(Kind.FLEXIBLE, FLOAT32)]
     largest = max(map(size, self.operands), default=0)
-    wide = self.half == np.float16 and self._expands()
+    wide = Wide.OVERFLOWS if self.half == np.float16 and self._expands() else Wide.NO
     outs = []
     for v in self.equation.outvars:
       shrinks = size(v) < largest or small(held)

@@ -16,6 +16,7 @@ from mpjax.casting._kinds import (
   Held,
   Kind,
   Where,
+  Wide,
   castable,
   followed,
   is_float,
@@ -95,7 +96,8 @@ def _cast_from_floats(case: Case) -> Decision:
 
 def _cast_from_integers(case: Case) -> Decision:
   # Counts and token numbers have more digits than float16.
-  wide = case.half == np.float16 and dtype_of(case.equation.invars[0]).itemsize > 1
+  fits = case.half != np.float16 or dtype_of(case.equation.invars[0]).itemsize == 1
+  wide = Wide.NO if fits else Wide.OVERFLOWS
   return case.decided(Mode.CAST, "from integers", (Held(Kind.FLEXIBLE, FLOAT32, wide),), "infer")
 
 
@@ -132,7 +134,10 @@ def _follow(case: Case) -> Decision:
   if case.half is None:
     met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
   results = [v for v in case.equation.outvars if castable(v.aval)]
-  out = followed(case.equation, case.operands, results, met, case.half)
+  out = followed(case.equation, case.operands, results, met, case.half, case.real())
+  if out.kind is Kind.HALF and case.adds_to_data(met):
+    why = "it adds to float32 data, and float32 reads the sum"
+    return case.decided(Mode.FULL, why, case.all_held(Held(Kind.ISLAND, FLOAT32)))
   if out.kind is Kind.HALF and all(in_order_alone(case.body.reads(v)) for v in results):
     why = "nothing but an order is made of it"
     return case.decided(Mode.FULL, why, case.all_held(Held(Kind.ISLAND, FLOAT32)))
@@ -264,9 +269,9 @@ ROWS = (
   ),
   Row(
     "stated precision",
-    "a product of which the user states the precision",
+    "a product of which the program states the precision, or a rule of JAX's",
     lambda c: c.listed == "allow" and states_precision(c.equation),
-    _full("the user asks for this precision"),
+    _full("the program states its precision"),
   ),
   Row(
     "exact product",

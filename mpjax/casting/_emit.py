@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,9 +22,10 @@ from mpjax.casting import _fp8_products
 from mpjax.casting._alike_islands import AlikeIslands, Function, common_scopes
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._elementwise_losses import store_gradient_p
+from mpjax.casting._gradient_sums import LOOKUPS, MANY, look_up, use
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._islands import is_statistic
-from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable, in_mesh_of
+from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._saved_operands import keep_in_fp8
 from mpjax.jaxpr import (
@@ -37,6 +39,7 @@ from mpjax.jaxpr import (
   last_reads,
   scopes_of,
   shape_of,
+  variables_of,
 )
 from mpjax.products import as_product, bind_product, plain_primitive
 
@@ -110,7 +113,7 @@ class Emitter:
       plan: the plan.
       inputs: constants and arguments; float32 ones in the dtype in which the plan holds them.
     """
-    values = _Environment(plan.held)
+    values = _Environment(plan.held, _used_often(plan))
     for variable, value in zip(plan.inputs, inputs, strict=True):
       values.write(variable, value)
     for unit, expired in zip(plan.units, _expired(plan), strict=True):
@@ -176,6 +179,8 @@ class Emitter:
       # In the backward pass the loss scale must see an infinity.
       forward = not backward_depth(node.equation)
       return [_narrow(x, cast(np.dtype, node.half), forward and x.dtype == FLOAT32) for x in operands]
+    if node.equation.primitive in LOOKUPS and node.mode is Mode.HALF and not node.own_casts:
+      return look_up(node.equation, operands)
     changes = {} if node.result_dtype is None else {"preferred_element_type": node.result_dtype}
     return bind_product(node.equation, operands, originals, **changes)
 
@@ -224,7 +229,7 @@ class Emitter:
 
   def _inside(self, island: Island, held: Mapping[Var, Held], leave_out: int, *arrays: Array) -> list[Array]:
     """Returns the results of an island from its inputs, without the scopes that its caller entered."""
-    local = _Environment(held)
+    local = _Environment(held, frozenset())
     for (variable, _), array in zip(island.inputs, arrays, strict=True):
       local.write(variable, array)
     for node in (*island.copies, *island.nodes):
@@ -235,8 +240,9 @@ class Emitter:
 class _Environment:
   """The arrays of a program that is being emitted; each in every dtype requested so far."""
 
-  def __init__(self, held: Mapping[Var, Held]):
+  def __init__(self, held: Mapping[Var, Held], used_often: Collection[Var]):
     self.held = held
+    self._used_often = used_often
     self._arrays: dict[Var, dict[np.dtype | None, Array]] = {}
 
   def write(self, variable: Var, value: Array) -> None:
@@ -255,17 +261,16 @@ class _Environment:
     copies = self._arrays[atom]
     if not castable(atom.aval):
       own = next(iter(copies.values()))
-      # bfloat16 has float32's range.
-      if dtype is None or dtype == dtype_of(atom):
-        return own
-      return _narrow(own, dtype, own.dtype == jnp.bfloat16)
+      return own if dtype is None or dtype == dtype_of(atom) else _narrow(own, dtype, False)
     if dtype not in copies or (apart and dtype != self.held[atom].dtype):
       held = self.held[atom]
       source = copies[held.dtype] if held.dtype in copies else next(iter(copies.values()))
-      narrow = _narrow(source, cast(np.dtype, dtype), held.wide)
+      narrow = _narrow(source, cast(np.dtype, dtype), held.wide is Wide.SATURATES)
       if apart:
         return narrow
       copies[dtype] = narrow
+    if atom in self._used_often and dtype == self.held[atom].dtype:
+      return use(copies[dtype], self.read(atom, FLOAT32))
     return copies[dtype]
 
   def output(self, atom: Atom, held: Held) -> Array:
@@ -303,6 +308,12 @@ def _expired(plan: CastPlan) -> list[list[Var]]:
   return last_reads([[a for n in nodes for a in n.equation.invars] for nodes in groups], plan.jaxpr.outvars)
 
 
+def _used_often(plan: CastPlan) -> set[Var]:
+  """Returns the half-precision values of a program that are used many times."""
+  uses = Counter(a for node in plan.nodes for a in variables_of(node.equation.invars))
+  return {v for v, n in uses.items() if n > MANY and castable(v.aval) and plan.held[v].kind is Kind.HALF}
+
+
 def _before_cast(values: _Environment, atom: Atom, node: Node) -> Array:
   """Returns an operand whose cast comes after its broadcast, so that its gradient is summed in float32."""
   wide = values.read(atom, FLOAT32)
@@ -313,9 +324,9 @@ def _before_cast(values: _Environment, atom: Atom, node: Node) -> Array:
   )
 
 
-def _narrow(x: Array, dtype: np.dtype, wide: bool) -> Array:
+def _narrow(x: Array, dtype: np.dtype, saturates: bool) -> Array:
   with in_mesh_of(jax.typeof(x)):
-    if wide and dtype.itemsize < 4:
+    if saturates and dtype.itemsize < 4:
       # A mask of -1e9 works as well at -65504, and -inf minus -inf is NaN.
       largest = float(jnp.finfo(dtype).max)
       x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))

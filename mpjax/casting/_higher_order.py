@@ -16,7 +16,8 @@ from mpjax import _compat
 from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, PyTree
 from mpjax.casting import _derivative_rules, _loop_carry
 from mpjax.casting._cast_plan import Call, DecideBody, Emit
-from mpjax.casting._kinds import Held, Where, as_held, initial, meet
+from mpjax.casting._gradient_sums import MANY, use, widened
+from mpjax.casting._kinds import Held, Kind, Where, as_held, initial, meet
 from mpjax.jaxpr import CallKind, as_traced, bodies_of, joined_branches, open_jaxpr, scan_parts, while_loop
 from mpjax.products import as_product, spread
 
@@ -101,6 +102,10 @@ def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodie
 def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   k, n, options = scan_parts(call.equation)
   side = emit.within(call.plans)
+  captured = list(zip(operands[:k], call.ins[:k], strict=True))
+  wide = {
+    i: widened(x) for i, (x, h) in enumerate(captured) if h.kind is Kind.HALF and options["length"] > MANY
+  }
   # A probe for each step: their cotangents are merged by the largest; a constant's would be added.
   probes = {number: spread(probe, options["length"]) for number, probe in side.amax_probes.items()}
   apart = {number: probe for number, probe in side.tap_probes.items() if by_step(probe)}
@@ -108,7 +113,8 @@ def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]
   def step(carry: Sequence[Array], row: _ScanRow) -> tuple[list[Array], list[Array]]:
     xs, probes, apart = row
     own = side._replace(amax_probes=probes, tap_probes={**side.tap_probes, **apart})
-    out = call.body(emit.replace(own))(*operands[:k], *carry, *xs)
+    read = [use(x, wide[i]) if i in wide else x for i, (x, _) in enumerate(captured)]
+    out = call.body(emit.replace(own))(*read, *carry, *xs)
     return _as_carry(call, out[:n]), out[n:]
 
   with as_traced(call.equation):

@@ -31,18 +31,26 @@ class Kind(enum.Enum):
   FLEXIBLE = "flexible"
 
 
+class Wide(enum.IntEnum):
+  """Whether a value is known to hold numbers that the half dtype cannot, and what rounding makes of them."""
+
+  NO = 0
+  SATURATES = 1  # a constant or a mask, such as -1e9: the largest numbers of the half dtype
+  OVERFLOWS = 2  # anything else, as with a cast by hand: infinity, or zero for an epsilon of 1e-8
+
+
 class Held(NamedTuple):
   """A value as autocast holds it.
 
   Attributes:
     kind: see `Kind`.
     dtype: the dtype it is held in.
-    wide: whether it is known to hold values that the half dtype cannot (a mask of -1e9, an epsilon of 1e-8).
+    wide: whether it is known to hold numbers that the half dtype cannot.
   """
 
   kind: Kind
   dtype: np.dtype
-  wide: bool = False
+  wide: Wide = Wide.NO
 
 
 class Where(enum.Enum):
@@ -189,17 +197,17 @@ def meet(
     half: the dtype of a result in half precision; by default that of the first among them.
   """
   kinds = {h.kind for h in held}
-  wide = any(h.wide for h in held)
+  wide = max(h.wide for h in held)
   rule = rule_of(kinds)
   usual, condition, other = rule.results[where]
-  holds = condition in true or (condition is Condition.WIDE and wide)
+  holds = condition in true or (condition is Condition.WIDE and bool(wide))
   kind = other if other is not None and holds else usual
   if kind is Kind.FIXED:
     return held[0]._replace(wide=wide)
   if kind is Kind.HALF:
     return Held(kind, half or next(h.dtype for h in held if h.kind is Kind.HALF))
   kept = where is not Where.FOLLOW or kind not in (Kind.PINNED, Kind.RUNNING)
-  return Held(kind, FLOAT32, wide and kept)
+  return Held(kind, FLOAT32, wide if kept else Wide.NO)
 
 
 def table_of_kinds() -> list[tuple[str, ...]]:
@@ -233,15 +241,27 @@ def is_half(aval: AbstractValue) -> bool:
 
 
 def followed(
-  equation: JaxprEqn, operands: list[Atom], results: list[Var], met: list[Held], half: np.dtype | None
+  equation: JaxprEqn,
+  operands: list[Atom],
+  results: list[Var],
+  met: list[Held],
+  half: np.dtype | None,
+  real: list[bool],
 ) -> Held:
-  """Returns how the results of an equation that follows its operands are held."""
+  """Returns how the results of an equation that follows its operands are held.
+
+  `real` says which operands come from a float input or a parameter.
+  """
   largest = max((size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0)
   is_small = small(met) and max(map(size, results)) <= largest
   out = meet(met, Where.FOLLOW, [Condition.SMALL] if is_small else [], half)
   if out.kind is Kind.HALF and has(equation, Trait.SCALES):
     # The half value may bring an island's result back into half precision's range.
     out = Held(Kind.ISLAND, FLOAT32) if any(h.kind is Kind.ISLAND for h in met) else out
+  if out.wide and any(h.wide is Wide.SATURATES for h in met) and has(equation, Trait.SCALES):
+    # A mask of integers times -1e9 is a mask; a value times 1e9 is a value.
+    scaled = any(is_real and not h.wide for is_real, h in zip(real, met, strict=True))
+    out = out._replace(wide=Wide.OVERFLOWS if scaled else Wide.SATURATES)
   return out
 
 
@@ -260,15 +280,17 @@ def initial(aval: AbstractValue, value: ArrayLike | None = None, half: np.dtype 
   """Returns how an input of a program is held, or a constant or literal with a known value."""
   if not castable(aval):
     return Held(Kind.FIXED, cast(np.dtype, getattr(aval, "dtype", None)))
-  return Held(Kind.FLEXIBLE, FLOAT32, value is not None and half is not None and not fits(value, half))
+  return Held(Kind.FLEXIBLE, FLOAT32, Wide.NO if value is None or half is None else width(value, half))
 
 
-def fits(value: ArrayLike, half: np.dtype) -> bool:
+def width(value: ArrayLike, half: np.dtype) -> Wide:
   """Returns whether finite numbers stay finite, and non-zero ones non-zero, in `half`."""
   value = np.asarray(value)
   with np.errstate(over="ignore", under="ignore"):
     rounded = value.astype(half).astype(np.float32)
-  return bool(np.all((np.isfinite(rounded) | ~np.isfinite(value)) & ((rounded != 0) | (value == 0))))
+  if np.any(np.isinf(rounded) & np.isfinite(value)):
+    return Wide.SATURATES
+  return Wide.OVERFLOWS if np.any((rounded == 0) & (value != 0)) else Wide.NO
 
 
 def as_held(x: Array, held: Held) -> Array:

@@ -47,6 +47,7 @@ class Modules:
   Attributes:
     leaves: the other leaves, and the arrays of the objects' state.
     names: a path for each, in the arguments or in its object.
+    arguments: for each, the number of the argument that it is in; all objects are one.
   """
 
   def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -57,12 +58,15 @@ class Modules:
     self._others = [leaf for leaf in everything if not _is_node(leaf)]
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)[0]
     self.names = [path_text(path[1:]) for path, leaf in paths if not _is_node(leaf)]
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(path[:2] for path, _ in paths))}
+    self.arguments = [numbers[path[:2]] for path, leaf in paths if not _is_node(leaf)]
     self._graphdef, state = nnx.split(self._objects)
     pure = nnx.to_pure_dict(state)
     self._state, self._state_structure = jax.tree.flatten(pure)
     self.names += [path_text(path) for path, _ in jax.tree_util.tree_flatten_with_path(pure)[0]]
     self._template = state
     self.leaves = [*self._others, *self._state]
+    self.arguments += [len(numbers)] * len(self._state)
 
   @property
   def parameters(self) -> list[bool]:

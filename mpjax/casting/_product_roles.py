@@ -43,14 +43,15 @@ class Lineage(NamedTuple):
 
   Attributes:
     active: whether a layer came before it.
-    varies: whether it depends on an input or an array that the program closes over.
+    varies: whether it depends on an input or a JAX array that the program closes over.
     root: its identity behind reshapes and calls; `None` for a value from literals.
     gradient: whether it was computed in a backward pass, from the cotangents there.
     argument: whether it is an argument of the whole program or an array that it closes over, or a row of one.
     real: whether it depends on a float input or an array that the program closes over, not only on
       positions, indices and constants.
     solved: whether it comes from linear algebra, without layers in between.
-    pure: whether it depends only on gradients, positions and constants.
+    sources: a bit for each argument, one for constants and one for the arrays that the program closes over.
+      Before a layer, those that it depends on; after one, those that are added to it.
   """
 
   active: bool
@@ -60,43 +61,70 @@ class Lineage(NamedTuple):
   argument: bool = False
   real: bool = False
   solved: bool = False
-  pure: bool = False
+  sources: int = 0
+
+  @property
+  def is_constant(self) -> bool:
+    """Whether it is computed from positions, literals and NumPy arrays that the program closes over."""
+    return not self.varies
+
+
+_CLOSED_OVER, _CONSTANTS = 1, 2  # bits of `Lineage.sources`; arguments have the next ones
+# What leaves a value that is added as large as it is, or scales it.
+_LINEAR = Trait.ADDS | Trait.CHOICE | Trait.SCALES | Trait.PASSES_ON | Trait.MOVES | Trait.MARKS_AXES
 
 
 class Lineages(ByRules[Lineage]):
-  """The sources of values."""
+  """The sources of values.
+
+  Args:
+    rules: the rules.
+    parameters: the sources that are parameters, which are left out; `None` if they are not known.
+  """
+
+  def __init__(self, rules: CastingRules, parameters: int | None = None):
+    super().__init__(rules)
+    self._parameters = parameters
 
   def start(self, atom: Atom) -> Lineage:
     if is_variable(atom):
-      return Lineage(False, True, (atom, "constant"), argument=True, real=is_float(atom.aval))
+      real = is_float(atom.aval)
+      sources = _CLOSED_OVER & ~(self._parameters or 0)
+      return Lineage(False, True, (atom, "constant"), argument=True, real=real, sources=sources)
     is_array = is_float(atom.aval) and bool(shape_of(atom))
     return Lineage(False, False, None, argument=is_array, real=is_array)
+
+  def constant(self, variable: Var, value: object) -> Lineage:
+    fact = self.start(variable)
+    # A NumPy array cannot be trained; one of JAX may be a parameter.
+    return fact if isinstance(value, jax.Array) else fact._replace(varies=False, sources=_CONSTANTS)
 
   def join(self, a: Lineage, b: Lineage) -> Lineage:
     root = b.root if a.root is None else a.root
     gradient, argument = a.gradient or b.gradient, a.argument and b.argument
     real = a.real or b.real
-    solved, pure = a.solved or b.solved, _of_gradients((a, b))
-    return Lineage(a.active or b.active, a.varies or b.varies, root, gradient, argument, real, solved, pure)
+    active, varies, solved = a.active or b.active, a.varies or b.varies, a.solved or b.solved
+    return Lineage(active, varies, root, gradient, argument, real, solved, a.sources | b.sources)
 
   def transfer(self, equation: JaxprEqn, operands: list[Lineage], calls: Calls) -> list[Lineage]:
     active, varies = any(f.active for f in operands), any(f.varies for f in operands)
     gradient = any(f.gradient for f in operands) or backward_depth(equation) > 0
     real = any(f.real for f in operands)
     solved = any(f.solved for f in operands) or has(equation, Trait.ALGEBRA)
+    sources = _sources(equation, operands)
     if is_product(equation, self._rules):
       layer = is_layer(equation, self._rules, of_matrices=True) and not is_outer(equation)
-      active = active or (layer and varies)
+      layer = layer and varies and not (self._parameters is not None and is_filter(operands))
+      active, sources = active or layer, 0 if active or layer else sources
       solved = all(f.solved for f in operands[:2])
     elif equation.primitive is jax.lax.gather_p:
       active = active or operands[1].varies
     elif has(equation, Trait.SAME_WEIGHT) and len(operands) == 1:
       return [operands[0]._replace(argument=False)]
-    pure = backward_depth(equation) > 0 or _of_gradients(operands)
     made_of_literals = not any(map(is_variable, equation.invars))
     roots = [None if made_of_literals else (calls, v) for v in equation.outvars]
-    made = Lineage(active, varies, None, gradient, real=real, solved=solved, pure=pure)
-    other = made._replace(real=False, solved=False, pure=False)
+    made = Lineage(active, varies, None, gradient, real=real, solved=solved, sources=sources)
+    other = made._replace(real=False, solved=False)
     pairs = zip(roots, equation.outvars, strict=True)
     return [(made if is_float(v.aval) else other)._replace(root=root) for root, v in pairs]
 
@@ -115,9 +143,28 @@ class Lineages(ByRules[Lineage]):
     return result._replace(argument=False)
 
 
-def _of_gradients(facts: Sequence[Lineage]) -> bool:
-  """Returns whether a value with these facts is computed only from gradients."""
-  return any(f.pure for f in facts) and all(f.pure for f in facts if f.real)
+def _sources(equation: JaxprEqn, operands: list[Lineage]) -> int:
+  """Returns the sources of an equation's results."""
+  if equation.primitive in (jax.lax.gather_p, jax.lax.dynamic_slice_p):
+    return operands[0].sources
+  if equation.primitive is jax.lax.iota_p:
+    return _CONSTANTS
+  given = operands[1:] if equation.primitive is jax.lax.select_n_p else operands
+  active = [f for f in given if f.active]
+  scales = any(not f.sources for f in active) and not has(equation, Trait.ADDS | Trait.MOVES | Trait.CHOICE)
+  if active and (scales or not has(equation, _LINEAR)):
+    return 0
+  return functools.reduce(operator.or_, (f.sources for f in given), 0)
+
+
+def is_filter(operands: Sequence[Lineage]) -> bool:
+  """Returns whether a product is one of data and a constant, before any layer: no layer, but a filter.
+
+  Args:
+    operands: the sources of its operands; parameters are not among them.
+  """
+  data = [bool(f.sources) and not f.active and not f.is_constant for f in operands[:2]]
+  return any(data) and any(f.is_constant for f in operands[:2])
 
 
 class Ends(enum.Flag):
@@ -189,32 +236,54 @@ class ProductRoles:
   """
 
   def __init__(
-    self, lineages: Facts[Lineage], ends: Facts[Ends] | None, products: Mapping[Calls, ProductRole]
+    self,
+    lineages: Facts[Lineage],
+    ends: Facts[Ends] | None,
+    products: Mapping[Calls, ProductRole],
+    parameters: int,
   ):
     self.lineages = lineages
     self.ends = ends
+    self.parameters = parameters
     self._products = products
 
   @classmethod
-  def of(cls, jaxpr: AnyJaxpr, rules: CastingRules) -> ProductRoles:
-    """Returns the roles of the products of a whole program."""
+  def of(cls, jaxpr: AnyJaxpr, rules: CastingRules, arguments: Sequence[int]) -> ProductRoles:
+    """Returns the roles of the products of a whole program.
+
+    Args:
+      jaxpr: the program.
+      rules: the rules.
+      arguments: for each of its inputs, the number of the argument that it is a leaf of.
+    """
     body = open_jaxpr(jaxpr)
     inputs = [
-      Lineage(False, True, input_root(i), argument=True, real=is_float(v.aval))
-      for i, v in enumerate(body.invars)
+      Lineage(
+        False,
+        True,
+        input_root(i),
+        argument=True,
+        real=is_float(v.aval),
+        sources=_CONSTANTS << 1 + argument if shape_of(v) else 0,
+      )
+      for i, (v, argument) in enumerate(zip(body.invars, arguments, strict=True))
     ]
     lineages = Lineages(rules).solve(jaxpr, inputs)
+    parameters, has_filters = _parameters(lineages, rules)
+    if has_filters:
+      inputs = [fact._replace(sources=fact.sources & ~parameters) for fact in inputs]
+      lineages = Lineages(rules, parameters).solve(jaxpr, inputs)
     returned = [
       (Ends.ARRAY if shape_of(v) else Ends.SCALAR) if is_float(v.aval) else Ends.NONE for v in body.outvars
     ]
     ends = EndsOfValues(rules).solve(jaxpr, returned)
-    return cls(lineages, ends, _products(lineages, ends, rules))
+    return cls(lineages, ends, _products(lineages, ends, rules), parameters)
 
   def inside(self, equation: JaxprEqn, i: int) -> ProductRoles | None:
     """Returns the roles in the i-th body of a call; `None` if unknown."""
     lineages = self.lineages.inside(equation, i)
     ends = self.ends.inside(equation, i) if self.ends else None
-    return ProductRoles(lineages, ends, self._products) if lineages else None
+    return ProductRoles(lineages, ends, self._products, self.parameters) if lineages else None
 
   def product(self, equation: JaxprEqn) -> ProductRole | None:
     """Returns the role of a product; `None` if unknown."""
@@ -223,6 +292,20 @@ class ProductRoles:
   def lineage(self, atom: Atom) -> Lineage:
     """Returns the sources of a value."""
     return self.lineages[atom]
+
+  def adds_to_data(self, equation: JaxprEqn, rounded: Sequence[Atom], orders: bool) -> bool:
+    """Returns whether an equation adds values to data, and more than layers read the sum.
+
+    Args:
+      equation: any equation.
+      rounded: its operands that are in half precision.
+      orders: whether an order or an integer is made of the sum; otherwise the program has to return what is
+        made of it without a layer.
+    """
+    ends = self._end(equation.outvars[0]) & (Ends.SCALAR | Ends.ARRAY)
+    if not has(equation, Trait.ADDS) or not (ends or orders):
+      return False
+    return any(self.lineage(a).sources & ~self.parameters for a in equation.invars if a not in rounded)
 
   def reaches_product(self, atom: Atom) -> bool:
     """Returns whether a product follows a value."""
@@ -243,6 +326,32 @@ class ProductRoles:
 def by_calls(facts: Facts[F]) -> dict[Calls, Facts[F]]:
   """Returns the facts about a program and its bodies, by the calls around each."""
   return {own.calls: own for own in facts.everywhere()}
+
+
+def _parameters(lineages: Facts[Lineage], rules: CastingRules) -> tuple[int, bool]:
+  """Returns the sources that are parameters, and whether a product has a constant and may be a filter.
+
+  An argument is a parameter if a layer multiplies an activation by a leaf of it. Of a product before any
+  layer, the right operand is one, unless the left one is known to be.
+  """
+  found, first, has_filters = 0, [], False
+  for facts in lineages.everywhere():
+    for equation in facts.equations:
+      if not is_product(equation, rules) or backward_depth(equation):
+        continue
+      lhs, rhs = (facts[a] for a in equation.invars[:2])
+      batch = equation.primitive is jax.lax.dot_general_p and equation.params["dimension_numbers"][1][0]
+      if lhs.gradient or rhs.gradient or (lhs.active and rhs.active):
+        continue
+      has_filters = has_filters or is_filter((lhs, rhs))
+      if lhs.active or rhs.active:
+        found |= 0 if batch else (rhs if lhs.active else lhs).sources
+      elif rhs.argument or not (lhs.is_constant or rhs.is_constant):
+        first.append((lhs.sources, rhs.sources))
+  found &= ~_CONSTANTS
+  for left, right in first:
+    found |= 0 if left & found else right & ~_CONSTANTS
+  return found, has_filters
 
 
 def _products(lineages: Facts[Lineage], ends: Facts[Ends], rules: CastingRules) -> dict[Calls, ProductRole]:
@@ -373,9 +482,7 @@ def is_outer(equation: JaxprEqn) -> bool:
     return False
   contracted, _ = equation.params["dimension_numbers"]
   shapes = [shape_of(a) for a in equation.invars]
-  elements = (math.prod(shape[i] for i in own) for own, shape in zip(contracted, shapes, strict=True))
-  result = size(equation.outvars[0])
-  return max(elements) == 1 and all(size(a) < result for a in equation.invars)
+  return all(shape[i] == 1 for own, shape in zip(contracted, shapes, strict=True) for i in own)
 
 
 def states_precision(equation: JaxprEqn) -> bool:

@@ -25,6 +25,7 @@ from mpjax.casting._product_roles import (
   ProductRoles,
   Root,
   by_calls,
+  is_filter,
   is_layer,
   is_outer,
   is_product,
@@ -57,6 +58,7 @@ class Reads(enum.Flag):
   FLOAT32 = enum.auto()  # an operation in float32, or the caller
   ALGEBRA = enum.auto()  # linear algebra, directly or through float32 operations
   ORDER = enum.auto()  # a sort, an arg-max, a comparison or a cast to integers
+  NORM = enum.auto()  # a reduction that only layers read, as in a norm
 
 
 _IN_HALF = Reads.VIEW | Reads.HALF
@@ -113,18 +115,20 @@ def why_float32(
     return ""
   backward = in_backward(equation, calls)
   real = [fact.real for fact in operands] or [True]
-  if not any(real):
+  constant = [fact.is_constant for fact in operands] or [False]
+  if not any(real) or all(constant):
     return "its operands are positions, counts or constants: from no float input and no parameter"
+  if not backward and is_filter(operands):
+    return "a filter: it multiplies data by a constant, such as a NumPy array that the program closes over"
   if any(is_recurrent(equation, call, rules) for call, _ in calls):
     return "a linear recurrence: each step multiplies the state by the same matrix, and roundings grow"
   if backward or not _only_float32(reads):
     return ""
-  if operands and all(fact.pure or not fact.real for fact in operands):
-    return "it multiplies gradients that have left their backward pass, and only float32 reads it"
   # A lookup in a table that layers read is a layer; so is a product of constants and activations on the way.
   alone = not (followed and reads & Reads.FLOAT32)
-  prepares = not any(fact.active or fact.argument for fact in operands)
-  if not all(real) and (alone or prepares):
+  active = any(fact.active for fact in operands)
+  prepares = not active and not any(fact.argument for fact in operands)
+  if (not all(real) or (any(constant) and active)) and (alone or prepares):
     return "it selects or adds by positions or constants, and nothing reads it in half precision"
   algebra = bool(reads & Reads.ALGEBRA)
   if any(fact.solved and fact.active for fact in operands) and (alone or algebra):
@@ -173,6 +177,13 @@ class _Products:
     """Returns the sources of an equation's operands; empty if unknown."""
     known = self._lineages.get(calls)
     return [known[a] for a in equation.invars] if known else []
+
+  def is_norm(self, equation: JaxprEqn, calls: Calls) -> bool:
+    """Returns whether an equation is a reduction that only layers read."""
+    ends = self._ends.get(calls)
+    if ends is None or not has(equation, Trait.STORES_RESULT):
+      return False
+    return ends[equation.outvars[0]] == Ends.PRODUCT
 
   def keeps_float32(self, equation: JaxprEqn, reads: Reads, calls: Calls) -> bool:
     """Returns whether a product keeps float32 operands if its result is read so."""
@@ -243,7 +254,8 @@ class Readers(Backward[Reads]):
       return Reads.ORDER
     if listed in ("deny", "opaque", "call"):
       algebra = Reads.ALGEBRA if has(equation, Trait.ALGEBRA) else results & Reads.ALGEBRA
-      return Reads.FLOAT32 | algebra
+      norm = Reads.NORM if self._products.is_norm(equation, calls) else results & Reads.NORM
+      return Reads.FLOAT32 | algebra | norm
     return self._followed(equation, results)
 
   def _followed(self, equation: JaxprEqn, results: Reads) -> Reads:
@@ -255,7 +267,10 @@ class Readers(Backward[Reads]):
       return Reads.HALF if dtype_of(outs[0]).itemsize < 4 else Reads.FLOAT32
     if not any(is_float(v.aval) for v in outs):
       return Reads.ORDER
-    return results if has(equation, Trait.PASSES_ON) else results & ~_VIEWS
+    if has(equation, Trait.PASSES_ON):
+      return results
+    is_square = len({id(atom) for atom in equation.invars}) == 1
+    return results & ~(_VIEWS if is_square else _VIEWS | Reads.NORM)
 
 
 def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: CastingRules) -> frozenset[Calls]:

@@ -73,6 +73,7 @@ class Traced:
     arguments = [leaves[i] for i in dynamic]
     self._own = own_types(arguments)
     self.names = [self._modules.names[i] for i in dynamic]
+    self._arguments = [self._modules.arguments[i] for i in dynamic]
     with leaks_refused():
       self.closed = trace(lambda: jax.make_jaxpr(flat)(*arguments), overrides)
     self.operands = [*constants_of(self.closed), *arguments]
@@ -81,7 +82,7 @@ class Traced:
     self, rules: CastingRules, policy: Policy, *, copies: bool = True, enter_all: bool = False
   ) -> CastPlan:
     """Returns the decisions about the program under these rules; for the options see `Place`."""
-    roles = ProductRoles.of(self.closed, rules)
+    roles = ProductRoles.of(self.closed, rules, self._arguments)
     full = self._returns_float32(policy)
     readers = Readers.of(self.closed, rules, roles, full)
     gradients = WeightGradients.leaving(self.closed)

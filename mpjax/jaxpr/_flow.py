@@ -13,7 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
-from mpjax.jaxpr._bodies import CallLayout, call_layout, is_variable, once_for_each, open_jaxpr, variables_of
+from mpjax.jaxpr._bodies import (
+  CallLayout,
+  call_layout,
+  constants_of,
+  is_variable,
+  once_for_each,
+  open_jaxpr,
+  variables_of,
+)
 from mpjax.jaxpr._primitives import call_kind
 
 F = TypeVar("F")
@@ -140,6 +148,10 @@ class Forward(_Analysis[F]):
   def transfer(self, equation: JaxprEqn, operands: list[F], calls: Calls) -> Sequence[F]:
     """Returns the facts about the results of an equation, from the facts about its operands."""
 
+  def constant(self, variable: Var, value: object) -> F:
+    """Returns the fact about a constant that a body is closed over, from its value."""
+    return self.start(variable)
+
   def row(self, fact: F) -> F:
     """Returns the fact about the row that one step of a `scan` reads, from the fact about the array."""
     return fact
@@ -167,6 +179,8 @@ class Forward(_Analysis[F]):
     body = open_jaxpr(jaxpr)
     facts = Facts(body, calls, self)
     facts._of.update(zip(body.invars, inputs, strict=True))
+    known = zip(body.constvars, constants_of(jaxpr), strict=False)
+    facts._of.update((v, self.constant(v, value)) for v, value in known)
     for equation in facts.equations:
       operands = [facts[a] for a in equation.invars]
       layout = self._layout(equation)

@@ -214,7 +214,8 @@ decide(
   of(T.MOVES | T.READS_STORED | T.IN_PLACE, lax.dynamic_update_slice_p),
   of(T.PASSES_ON | T.MOVES | T.READS_STORED, lax.gather_p),
   of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL, lax.reshape_p, lax.squeeze_p, lax.transpose_p),
-  of(T.PASSES_ON | T.NO_RESIDUAL, lax.rev_p, lax.slice_p),
+  of(T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL, lax.rev_p),  # of a kernel, in the backward pass
+  of(T.PASSES_ON | T.NO_RESIDUAL, lax.slice_p),
   of(T.MOVES, newer("stack_p")),
 )
 decide(

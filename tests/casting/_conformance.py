@@ -29,6 +29,9 @@ Cast = Callable[[Function], Function]
 # Of jax.scipy.special and optax.losses.
 OF_SOME_RELEASES = {"binary_dice_loss", "boxcox", "boxcox1p", "dawsn", "dice_loss", "erfcx",
   "generalized_kl_divergence", "multiclass_generalized_dice_loss"}  # fmt: skip
+_WEIGHTS = jnp.ones(
+  (2, 1)
+)  # an array of JAX: what a function makes itself, or closes over from NumPy, is a constant
 # About ten unit roundoffs.
 TOLERANCE = {"bf16": 3e-2, "fp16": 5e-3}
 HALF = {"bf16": ("bf16", "bfloat16"), "fp16": ("f16", "float16")}
@@ -78,12 +81,15 @@ def product(x: Any) -> Any:
   """`x`, as far as float32 is concerned, from a matrix product; what is not float32 stays."""
   if getattr(x, "dtype", None) != np.float32:
     return x
-  return (x.reshape(-1, 1) @ np.ones((1, 1), np.float32)).reshape(x.shape)
+  return (jnp.pad(x.reshape(-1, 1), ((0, 0), (0, 1))) @ _WEIGHTS).reshape(x.shape)
 
 
-def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
-  """Standard normal float32 values that bfloat16 and float16 hold exactly."""
-  return exact(scale * np.random.default_rng(seed).standard_normal(shape))
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> jax.Array:
+  """Standard normal float32 values that bfloat16 and float16 hold exactly.
+
+  They are arrays of JAX: closed over, they may be weights, and those of NumPy are constants.
+  """
+  return jnp.asarray(exact(scale * np.random.default_rng(seed).standard_normal(shape)))
 
 
 def uniform(low: float, high: float, *shape: int, seed: int = 0) -> np.ndarray:

@@ -31,7 +31,6 @@ QUICK = {
 # What autocast does not get right yet, by what it would have to know.
 UNSOLVED = {
   "a stencil of constants that an activation meets is a convolution, and no layer": (
-    "stencil_by_convolution",
     "structural_similarity",
   ),
   "products of coordinates with small matrices fill no matrix unit": (
@@ -52,7 +51,6 @@ UNSOLVED = {
     "adaptive_solver",
     "diffrax_ode",
   ),
-  "autocast of grad: the gradient of a sample is carried back through its steps": ("guided_sampling",),
 }
 REASONS = {name: reason for reason, names in UNSOLVED.items() for name in names}
 assert PROGRAMS.keys() >= QUICK | REASONS.keys()

@@ -1,0 +1,73 @@
+"""Gradients of activations that are used many times: summed in float32, and rounded once.
+
+JAX adds the gradients of a value in its dtype: one for each use, each step of a loop that reads it, and each
+row of a lookup. In half precision such a sum stops at some hundred terms. So a use reads the half-precision
+value, and its gradient goes to a float32 copy, which no program computes: its only reader is the derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.core import AbstractValue
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from mpjax import _compat
+from mpjax._types import Array, JaxprEqn
+from mpjax.jaxpr import register_as
+from mpjax.products import lower_as
+
+MANY = 16  # uses; as many terms in bfloat16 are off by about 0.01
+
+# A slice is a lookup where a batching rule outside makes it one.
+LOOKUPS = frozenset({jax.lax.gather_p, jax.lax.dynamic_slice_p})
+
+_use_p = Primitive("use_of_many")  # (x, x in float32) -> x, whose gradient goes to the second
+register_as(_use_p, jax.lax.copy_p)
+
+
+def use(x: Array, wide: Array) -> Array:
+  """Returns `x`, a value in half precision; its gradient goes to `wide`, the same value in float32."""
+  return _use_p.bind(x, wide)
+
+
+def widened(x: Array) -> Array:
+  """Returns a value in float32, for `use`."""
+  return jax.lax.convert_element_type(x, jnp.float32)
+
+
+def look_up(equation: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
+  """Returns the rows of a half-precision array that a lookup reads; its gradient adds them in float32."""
+  rows, wide = (_compat.bind(equation, [x, *operands[1:]]) for x in (operands[0], widened(operands[0])))
+  return list(map(use, rows, wide))
+
+
+def _first(x: AbstractValue, wide: AbstractValue) -> AbstractValue:
+  return x
+
+
+def _jvp(primals: Sequence[Array], tangents: Sequence[Array | ad.Zero]) -> tuple[Array, Array | ad.Zero]:
+  x, (still, moving) = primals[0], tangents
+  return x, still if isinstance(moving, ad.Zero) else jax.lax.convert_element_type(moving, x.dtype)
+
+
+def _transpose(ct: Array | ad.Zero, x: object, wide: object) -> list[Array | ad.Zero | None]:
+  return [None, ct if isinstance(ct, ad.Zero) else widened(ct)]
+
+
+def _batch(operands: Sequence[Array], axes: Sequence[int | None]) -> tuple[Array, int | None]:
+  (x, wide), (axis, other) = operands, axes
+  if axis is not None and other is not None:
+    wide = jnp.moveaxis(wide, other, axis)
+  return use(x, wide), axis
+
+
+_use_p.def_impl(_first)
+_use_p.def_abstract_eval(_first)
+ad.primitive_jvps[_use_p] = _jvp
+ad.primitive_transposes[_use_p] = _transpose
+batching.primitive_batchers[_use_p] = _batch
+lower_as(_use_p, _first)
