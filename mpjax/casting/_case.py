@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import jax
@@ -27,6 +26,7 @@ from mpjax.casting._kinds import (
   is_half,
   meet,
   of_its_own,
+  rule_of,
   size,
   small,
 )
@@ -212,7 +212,8 @@ class Case:
     known = self.body.place.lineages
     return [known is None or known[a].real for a in self.operands]
 
-  def adds_to_data(self, met: Sequence[Held]) -> bool:
+  @property
+  def adds_to_data(self) -> bool:
     """Whether it adds half precision to float32 data, and float32 or an order is made of the sum.
 
     A sum that a norm reads is a residual stream.
@@ -220,7 +221,10 @@ class Case:
     roles, reads = self.body.place.roles, self.body.reads(self.equation.outvars[0])
     if roles is None or reads & Reads.NORM or not reads & (Reads.FLOAT32 | Reads.ORDER):
       return False
-    rounded = [a for a, h in zip(self.operands, met, strict=True) if h.kind is Kind.HALF]
+    kinds = {a: self.met(a).kind for a in self.operands if is_variable(a)}
+    if not kinds or rule_of(kinds.values()).kind is not Kind.HALF:
+      return False
+    rounded = [a for a, kind in kinds.items() if kind is Kind.HALF]
     return roles.adds_to_data(self.equation, rounded, bool(reads & Reads.ORDER))
 
   def wanted(self) -> list[np.dtype | None]:

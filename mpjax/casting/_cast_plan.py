@@ -102,6 +102,7 @@ class Node(Decision):
       are added in float32; for a product, those whose gradient it computes in float32 itself.
     result_dtype: the dtype that a product is asked for; `None` for the program's.
     stores_gradient: whether the gradient of a product's result crosses an optimisation barrier.
+    adds_many: whether it is a lookup in half precision, whose gradient is added in float32.
   """
 
   reads: tuple[np.dtype | None, ...]
@@ -109,6 +110,7 @@ class Node(Decision):
   own_casts: frozenset[int]
   result_dtype: np.dtype | None
   stores_gradient: bool
+  adds_many: bool
 
   def originals(self) -> list[Var]:
     """Returns the variables whose gradient a product computes in float32 itself."""

@@ -21,6 +21,7 @@ from mpjax.casting._cast_plan import CastPlan, Decision, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._decision_table import decision_of
 from mpjax.casting._elementwise_losses import stores_gradient
+from mpjax.casting._gradient_sums import adds_many
 from mpjax.casting._islands import in_units, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
 from mpjax.casting._loop_facts import layers_of_steps, why_in_solver
@@ -197,7 +198,14 @@ class Body:
       own_casts=own_casts,
       result_dtype=result,
       stores_gradient=stores,
+      adds_many=self._adds_many(made),
     )
+
+  def _adds_many(self, made: Decision) -> bool:
+    known, operands = self.place.lineages, made.equation.invars
+    if made.mode is not Mode.HALF or self.how(operands[0]).kind is not Kind.HALF:
+      return False
+    return adds_many(made.equation, known is not None and known[operands[-1]].is_constant)
 
   def _parameters(self, made: Decision) -> frozenset[int]:
     """Returns the operands that are float32 parameters, or computed only from those: no layer came before."""

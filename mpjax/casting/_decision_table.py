@@ -135,9 +135,6 @@ def _follow(case: Case) -> Decision:
     met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
   results = [v for v in case.equation.outvars if castable(v.aval)]
   out = followed(case.equation, case.operands, results, met, case.half, case.real())
-  if out.kind is Kind.HALF and case.adds_to_data(met):
-    why = "it adds to float32 data, and float32 reads the sum"
-    return case.decided(Mode.FULL, why, case.all_held(Held(Kind.ISLAND, FLOAT32)))
   if out.kind is Kind.HALF and all(in_order_alone(case.body.reads(v)) for v in results):
     why = "nothing but an order is made of it"
     return case.decided(Mode.FULL, why, case.all_held(Held(Kind.ISLAND, FLOAT32)))
@@ -146,6 +143,12 @@ def _follow(case: Case) -> Decision:
   strongest = rule_of({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})
   why = "an operand may be outside the half-precision range" if out.wide else strongest.why
   return case.decided(Mode.FULL, why, case.all_held(out))
+
+
+def _add_to_data(case: Case) -> Decision:
+  wide = max(case.met(a).wide for a in case.operands)
+  why = "it adds to float32 data, and float32 reads the sum"
+  return case.decided(Mode.FULL, why, case.all_held(Held(Kind.ISLAND, FLOAT32, wide)))
 
 
 def _full(why: str, listed: str = "") -> Callable[[Case], Decision]:
@@ -257,7 +260,7 @@ ROWS = (
   ),
   Row(
     "outer product",
-    "on the list `allow`, and contracts nothing",
+    "on the list `allow`, and contracts at most one element",
     lambda c: c.listed == "allow" and is_outer_product(c.equation, c.body.place.calls),
     _full("an outer product, on no matrix unit: it contracts nothing", "deny"),
   ),
@@ -275,7 +278,7 @@ ROWS = (
   ),
   Row(
     "exact product",
-    "a product of positions or constants; a selection that float32 reads; a linear recurrence; a Gram matrix",
+    "a product of positions, or of data and constants; a selection that float32 reads; a Gram matrix",
     lambda c: c.listed == "allow" and bool(c.why_float32),
     lambda c: _full(c.why_float32)(c),
   ),
@@ -313,6 +316,12 @@ ROWS = (
     lambda c: c.decided(
       Mode.FULL, "it adds gradients of a parameter", c.all_held(Held(Kind.PINNED, FLOAT32))
     ),
+  ),
+  Row(
+    "sum of data",
+    "it adds half precision to float32 data, and more than layers read the sum",
+    lambda c: c.adds_to_data,
+    _add_to_data,
   ),
   Row("follows", "anything else: by the kinds of its operands", lambda c: True, _follow),
 )

@@ -22,7 +22,7 @@ from mpjax.casting import _fp8_products
 from mpjax.casting._alike_islands import AlikeIslands, Function, common_scopes
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._elementwise_losses import store_gradient_p
-from mpjax.casting._gradient_sums import LOOKUPS, MANY, look_up, use
+from mpjax.casting._gradient_sums import MANY, look_up, use
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._islands import is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
@@ -179,7 +179,7 @@ class Emitter:
       # In the backward pass the loss scale must see an infinity.
       forward = not backward_depth(node.equation)
       return [_narrow(x, cast(np.dtype, node.half), forward and x.dtype == FLOAT32) for x in operands]
-    if node.equation.primitive in LOOKUPS and node.mode is Mode.HALF and not node.own_casts:
+    if node.adds_many:
       return look_up(node.equation, operands)
     changes = {} if node.result_dtype is None else {"preferred_element_type": node.result_dtype}
     return bind_product(node.equation, operands, originals, **changes)

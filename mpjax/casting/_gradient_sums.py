@@ -7,6 +7,7 @@ value, and its gradient goes to a float32 copy, which no program computes: its o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -17,13 +18,10 @@ from jax.interpreters import ad, batching
 
 from mpjax import _compat
 from mpjax._types import Array, JaxprEqn
-from mpjax.jaxpr import register_as
+from mpjax.jaxpr import register_as, shape_of
 from mpjax.products import lower_as
 
 MANY = 16  # uses; as many terms in bfloat16 are off by about 0.01
-
-# A slice is a lookup where a batching rule outside makes it one.
-LOOKUPS = frozenset({jax.lax.gather_p, jax.lax.dynamic_slice_p})
 
 _use_p = Primitive("use_of_many")  # (x, x in float32) -> x, whose gradient goes to the second
 register_as(_use_p, jax.lax.copy_p)
@@ -37,6 +35,24 @@ def use(x: Array, wide: Array) -> Array:
 def widened(x: Array) -> Array:
   """Returns a value in float32, for `use`."""
   return jax.lax.convert_element_type(x, jnp.float32)
+
+
+def adds_many(equation: JaxprEqn, known_index: bool) -> bool:
+  """Returns whether the gradient of a lookup may add many rows in one place.
+
+  Args:
+    equation: any equation.
+    known_index: whether its index depends on positions alone: then it reads each row about as often.
+  """
+  if equation.primitive is jax.lax.dynamic_slice_p:
+    return 1 in equation.params["slice_sizes"]  # a row: a batching rule outside makes it a lookup of many
+  if equation.primitive is not jax.lax.gather_p:
+    return False
+  operand, index = map(shape_of, equation.invars)
+  if known_index:
+    return math.prod(shape_of(equation.outvars[0])) > MANY * math.prod(operand)
+  batch = equation.params["dimension_numbers"].start_indices_batching_dims
+  return math.prod(n for axis, n in enumerate(index[:-1]) if axis not in batch) > MANY
 
 
 def look_up(equation: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
