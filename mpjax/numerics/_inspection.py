@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -123,7 +124,8 @@ def inspect_numerics(
     say(f"batch {i + 1}")
   if not inspection.count:
     raise ValueError("no batch: expected a batch, or a list of at least one")
-  lines = step.explain(state, first).fragile
+  with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
+    lines = step.without_mesh().explain(state, first).fragile
   report = inspection.report(title, keep, [one for one in lines if one.kind in ("loop", "order")])
   trial = None
   if advise and reference is not False:

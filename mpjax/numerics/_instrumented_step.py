@@ -293,8 +293,8 @@ def _tracing(step: TrainStep) -> Iterator[None]:
 def _loss(
   step: TrainStep, state: TrainState, batch: PyTree, transform: Transform, params: PyTree = None
 ) -> tuple[Array, Array]:
-  """Returns the scaled loss and the unscaled loss."""
-  loss = dataclasses.replace(step.loss, transform=transform)
+  """Returns the scaled loss and the unscaled loss, over the rows of all devices."""
+  loss = dataclasses.replace(step.without_mesh().loss, transform=transform)
   params = loss.compute_params(state) if params is None else params
   scaled, out = loss.scaled(params, state.fp8_state, batch, loss.keys(state, batch), state)
   return scaled, worth(out.loss)
