@@ -25,6 +25,7 @@ from mpjax.numerics.nonfinite._origins import Origin, count, is_finite
 from mpjax.numerics.nonfinite._places import Place
 from mpjax.numerics.nonfinite._report import NonfiniteReport
 from mpjax.patterns import path_text
+from mpjax.sharding import on_device
 from mpjax.step import TrainState, TrainStep
 
 _MOST_OTHERS = 8
@@ -110,7 +111,7 @@ def _hunt(
     names: the names of the batch's parts, if they are arguments of a loss function.
   """
   # Over several devices it would be one operation; an overflow only in their sum is found below.
-  alone = step.without_mesh()
+  alone, state = step.without_mesh(), on_device(state)
   with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
     closed, shapes = jax.make_jaxpr(alone.loss_and_gradients, return_shape=True)(state, batch)
   results = ["loss" if len(p) == 1 else "gradients" + _text(p[1:]) for p, _ in _leaves(shapes)]
