@@ -35,7 +35,6 @@ def scale_dependent(
   Returns:
     The norms at the first and at the second scale, by tree path (`blocks/0/kernel`). Leaves that are not
     finite at either scale, or that are overwritten, are ignored.
-    finite at either scale, or that are overwritten, are passed over.
   """
   one, other = (named_leaves(hide(gradients_at(scale))) for scale in scales)
   norms = {

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from mpjax._calls import refuse_keywords, require_call
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting._autocast import own_autocast, require_no_autocast
 from mpjax.numerics._kept_programs import is_hashable, step_for, step_under, weakly
 from mpjax.policy import get_policy
+from mpjax.sharding import check_mesh, has_explicit_axes
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._checks import require_state_and_batch
 from mpjax.step._loss import KEYWORDS
@@ -26,6 +29,7 @@ _LINEN = (
   "mpjax.{tool}(loss_fn, variables['params'], batch{how}) with def loss_fn(params, batch): "
   "logits = model.apply({{'params': params}}, batch['x']); ..."
 )
+_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 # Functions of `(params, batch)` by the function that they call, and by its arguments that are not arrays.
 _of_batches: weakref.WeakKeyDictionary[Callable[..., Any], dict[Hashable, Callable[..., Any]]]
 _of_batches = weakref.WeakKeyDictionary()
@@ -136,6 +140,45 @@ def step_of(
   resolved = get_policy("auto" if policy is None else policy).without_histories()
   step = step_for(target, tx, resolved.without_devices())
   return step, step.init(state, **init), tx is not None
+
+
+@contextlib.contextmanager
+def on_axes_of(step: TrainStep | Callable[..., Any]) -> Iterator[Callable[[PyTree], PyTree]]:
+  """Leaves `jax.set_mesh`; yields what puts a tree, or each of an iterator's, on the axes of a step's mesh.
+
+  The compiler divides these. Without a mesh, a step or a loss function keeps explicit axes: it may say how
+  its products are divided.
+  """
+  if not isinstance(step, TrainStep) or step.layout is None:
+    yield lambda tree: tree
+    return
+  around = jax.sharding.get_mesh()
+
+  def placed(tree: PyTree) -> PyTree:
+    if isinstance(tree, Iterator):
+      return map(placed, _taken_in(around, tree))
+    return jax.tree.map(_on_auto_axes, tree)
+
+  with jax.set_mesh(_NO_MESH):
+    yield placed
+
+
+def _taken_in(mesh: jax.sharding.Mesh, batches: Iterator[Any]) -> Iterator[Any]:
+  """Yields an iterator's batches, each made in the mesh that its user has set."""
+  while True:
+    with jax.set_mesh(mesh):
+      try:
+        batch = next(batches)
+      except StopIteration:
+        return
+    yield batch
+
+
+def _on_auto_axes(x: Any) -> Any:
+  at = getattr(x, "sharding", None)
+  if not isinstance(at, NamedSharding) or not has_explicit_axes(at.mesh):
+    return x
+  return jax.device_put(x, NamedSharding(check_mesh(at.mesh), at.spec, memory_kind=at.memory_kind))
 
 
 def _stand_ins(fun: Callable[..., Any]) -> dict[str, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -14,7 +15,7 @@ import optax
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting import ExplainedFragility
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler
-from mpjax.numerics._arguments import arguments_of, step_of
+from mpjax.numerics._arguments import arguments_of, on_axes_of, step_of
 from mpjax.numerics._batches import listed, micro_batches, rows
 from mpjax.numerics._instrumented_step import Seen, reference_state, reference_step
 from mpjax.numerics._kept_programs import shapes_of, step_under
@@ -107,35 +108,37 @@ def inspect_numerics(
   if pieces is not None and (isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1):
     raise ValueError(f"pieces={pieces!r}: expected a positive whole number, or None")
   given = arguments_of(inspect_numerics, fun_or_step, args, policy, init, scaled=tx is None)
-  batches = given.batches
-  step, state, updates = step_of(given.fun_or_step, given.state, given.policy, tx, init)
   say = progress or (lambda line: None)
-  parts = micro_batches(listed(batches), step.accumulate)
-  inspection = Inspection(step, state, reference, updates, pieces)
-  first: PyTree = None
-  for i, batch in enumerate(parts):
-    if i == 0:
-      first = batch
-      say("compiling")
-    seen = inspection.add(batch)
-    if i == 0:
-      in_float32 = seen
-    say(f"batch {i + 1}")
-  if not inspection.count:
-    raise ValueError("no batch: expected a batch, or a list of at least one")
-  lines = step.explain(state, first).fragile
-  report = inspection.report(title, keep, [one for one in lines if one.kind in ("loop", "order")])
-  trial = None
-  if advise and reference is not False:
+  with on_axes_of(given.fun_or_step) as placed:
+    step, state, updates = step_of(given.fun_or_step, placed(given.state), given.policy, tx, init)
+    parts = micro_batches(placed(iter(listed(given.batches))), step.accumulate)
+    inspection = Inspection(step, state, reference, updates, pieces)
+    first: PyTree = None
+    for i, batch in enumerate(parts):
+      if i == 0:
+        first = batch
+        say("compiling")
+      seen = inspection.add(batch)
+      if i == 0:
+        in_float32 = seen
+      say(f"batch {i + 1}")
+    if not inspection.count:
+      raise ValueError("no batch: expected a batch, or a list of at least one")
+    with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
+      lines = step.without_mesh().explain(state, first).fragile
+    report = inspection.report(title, keep, [one for one in lines if one.kind in ("loop", "order")])
+    trial = None
+    if advise and reference is not False:
 
-    def trial(policy: Policy) -> NumericsReport:
-      say(f"trying {policy.label}")
-      changed = step_under(step, policy.without_histories())
-      one = Inspection(changed, changed.adopt(state, step, warn=False), reference, updates, inspection.pieces)
-      one.add(first, in_float32)
-      return one.report(title, keep)
+      def trial(policy: Policy) -> NumericsReport:
+        say(f"trying {policy.label}")
+        changed = step_under(step, policy.without_histories())
+        adopted = changed.adopt(state, step, warn=False)
+        one = Inspection(changed, adopted, reference, updates, inspection.pieces)
+        one.add(first, in_float32)
+        return one.report(title, keep)
 
-  return report.with_advice(advice_for(report, trial))
+    return report.with_advice(advice_for(report, trial))
 
 
 class Inspection:

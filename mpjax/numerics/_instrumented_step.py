@@ -31,6 +31,7 @@ from mpjax.optim._convert import store_step
 from mpjax.optim._quantized import unstored
 from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy, matmul_precision
+from mpjax.sharding import on_device
 from mpjax.step import TrainState, TrainStep, Transform
 from mpjax.step._micro_batches import first_of_batch, split_batch
 from mpjax.step._optimizer import on_masters
@@ -116,6 +117,7 @@ def make_pass(
   gradients = _probed_gradients(step, points, summary, scale, save_memory, whole)
 
   def run(state: TrainState, batch: PyTree) -> Seen:
+    state = on_device(state)
     with _tracing(step):
       loss, grads, kept = _over_pieces(gradients, state, batch, pieces)
       grads, _ = step.trained.arguments(state, grads)
@@ -293,8 +295,8 @@ def _tracing(step: TrainStep) -> Iterator[None]:
 def _loss(
   step: TrainStep, state: TrainState, batch: PyTree, transform: Transform, params: PyTree = None
 ) -> tuple[Array, Array]:
-  """Returns the scaled loss and the unscaled loss."""
-  loss = dataclasses.replace(step.loss, transform=transform)
+  """Returns the scaled loss and the unscaled loss, over the rows of all devices."""
+  loss = dataclasses.replace(step.without_mesh().loss, transform=transform)
   params = loss.compute_params(state) if params is None else params
   scaled, out = loss.scaled(params, state.fp8_state, batch, loss.keys(state, batch), state)
   return scaled, worth(out.loss)

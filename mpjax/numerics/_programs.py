@@ -94,11 +94,9 @@ def _pass(
 def _can_leave_whole(side: Side, batch: PyTree) -> bool:
   """Returns whether all observed values fit on the single device together with the state."""
   step, state, _ = side
-  arrays = jax.tree.leaves((state, batch))
-  on_one = step.layout is None or step.layout.mesh.size == 1
-  arrays = [x for x in arrays if isinstance(x, jax.Array)]
+  arrays = [x for x in jax.tree.leaves((state, batch)) if isinstance(x, jax.Array)]
   # On an explicit mesh, one program cannot take values on different axes as arrays of one type.
-  if not on_one or any(len(x.devices()) > 1 or _compat.is_explicit(jax.typeof(x)) for x in arrays):
+  if any(len(x.devices()) > 1 or _compat.is_explicit(jax.typeof(x)) for x in arrays):
     return False
   weights = sum(4 * padded_size(x.size) for x in jax.tree.leaves(state.arrays))
   points = _points(step, state, batch, 1)

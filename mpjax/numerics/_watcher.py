@@ -11,6 +11,7 @@ import numpy as np
 
 from mpjax._types import PyTree
 from mpjax.loss_scale._state_access import find_scaler
+from mpjax.numerics._arguments import on_axes_of
 from mpjax.numerics._instrumented_step import Seen, loss_points, make_pass
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
@@ -43,13 +44,15 @@ class Watcher:
 
   def look(self, state: TrainState, batch: PyTree) -> tuple[Seen, jax.Array | float]:
     """Inspects a step; the result stays on the devices. Call this before the step: it donates the state."""
-    if self._step.accumulate > 1:  # the first micro-batch, since a backward pass takes one
-      batch = first_of_batch(self._step.accumulate, batch)
-    if self._pass is None:
-      self._points = loss_points(self._step, state, batch)
-      self._pass = make_pass(self._step, self._points, self._summary, updates=self._summary)
-    scaler = find_scaler(state.opt_state)
-    return self._pass(state, batch), 1.0 if scaler is None else jnp.copy(scaler.scale)
+    with on_axes_of(self._step) as placed:
+      state, batch = placed((state, batch))
+      if self._step.accumulate > 1:  # the first micro-batch, since a backward pass takes one
+        batch = first_of_batch(self._step.accumulate, batch)
+      if self._pass is None:
+        self._points = loss_points(self._step, state, batch)
+        self._pass = make_pass(self._step, self._points, self._summary, updates=self._summary)
+      scaler = find_scaler(state.opt_state)
+      return self._pass(state, batch), 1.0 if scaler is None else jnp.copy(scaler.scale)
 
   def figures(self, looked: tuple[Seen, jax.Array | float]) -> Figures:
     """Returns the figures of a step that `look` has inspected."""

@@ -51,6 +51,17 @@ def test_large_state_stays_on_the_host_and_numbers_are_the_same(policy):
   assert mpjax.find_nonfinite(step, state, _BATCH)
 
 
+@needs_host_memory
+def test_another_policy_is_looked_at_with_state_on_the_host():
+  reports = []
+  for step in (step_of("optimizer"), step_of(None)):
+    state = step.init(first_params())
+    assert mpjax.find_nonfinite(step, state, _BATCH, policy="bf16").finite
+    reports.append(mpjax.inspect_numerics(step, state, _BATCH, policy="bf16", advise=False))
+  updates = [[(t.path, t.norm, t.moved) for t in report.of("update")] for report in reports]
+  assert updates[0] == updates[1] != []
+
+
 def test_plan_counts_copies_and_leaves_the_state_out():
   params = jax.eval_shape(first_params)
   plans = []

@@ -18,13 +18,14 @@ from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import NonFinite
 from mpjax.loss_scale._overwritten import map_parts
 from mpjax.loss_scale._state_access import find_loss_scales
-from mpjax.numerics._arguments import arguments_of, step_of
+from mpjax.numerics._arguments import arguments_of, on_axes_of, step_of
 from mpjax.numerics.nonfinite._after_gradients import after_gradients
 from mpjax.numerics.nonfinite._evaluate import Evaluation
 from mpjax.numerics.nonfinite._origins import Origin, count, is_finite
 from mpjax.numerics.nonfinite._places import Place
 from mpjax.numerics.nonfinite._report import NonfiniteReport
 from mpjax.patterns import path_text
+from mpjax.sharding import on_device
 from mpjax.step import TrainState, TrainStep
 
 _MOST_OTHERS = 8
@@ -71,29 +72,30 @@ def find_nonfinite(
     TypeError: for arguments that do not fit; the message shows the right call.
   """
   given = arguments_of(find_nonfinite, fun_or_step, args, policy, init, listed=False)
-  batch = given.batches
   as_it_stands = given.policy is None and not isinstance(given.fun_or_step, TrainStep)
   asked = "fp32" if as_it_stands else given.policy
-  step, state, _ = step_of(given.fun_or_step, given.state, asked, None, init)
-  of_step = isinstance(given.fun_or_step, TrainStep)
-  found = _hunt(step, state, batch, whole=of_step, names=given.names)
-  if found.finite or not reference or as_it_stands:
-    return found
-  under = step.policy
-  narrow = under.compute_dtype.itemsize < 4 or under.param_dtype.itemsize < 4
-  if not narrow and not under.fp8 and not under.overrides and found.loss_scale == 1:
-    return dataclasses.replace(found, in_float32=True)
-  wide_step = step.with_policy("fp32")
-  if found.of_gradients:
-    wide = state.replace(
-      arrays=map_parts(lambda p: cast_floating(p, jnp.float32), lambda p: p, state.arrays),
-      opt_state=(),
-      fp8_state={},
-    )
-  else:
-    wide = wide_step.adopt(state, step, warn=False)
-  same = _hunt(wide_step, wide, batch, whole=of_step and not found.of_gradients, names=given.names)
-  return dataclasses.replace(found, in_float32=not same.finite, reference=same)
+  with on_axes_of(given.fun_or_step) as placed:
+    batch = placed(given.batches)
+    step, state, _ = step_of(given.fun_or_step, placed(given.state), asked, None, init)
+    of_step = isinstance(given.fun_or_step, TrainStep)
+    found = _hunt(step, state, batch, whole=of_step, names=given.names)
+    if found.finite or not reference or as_it_stands:
+      return found
+    under = step.policy
+    narrow = under.compute_dtype.itemsize < 4 or under.param_dtype.itemsize < 4
+    if not narrow and not under.fp8 and not under.overrides and found.loss_scale == 1:
+      return dataclasses.replace(found, in_float32=True)
+    wide_step = step.with_policy("fp32")
+    if found.of_gradients:
+      wide = state.replace(
+        arrays=map_parts(lambda p: cast_floating(p, jnp.float32), lambda p: p, state.arrays),
+        opt_state=(),
+        fp8_state={},
+      )
+    else:
+      wide = wide_step.adopt(state, step, warn=False)
+    same = _hunt(wide_step, wide, batch, whole=of_step and not found.of_gradients, names=given.names)
+    return dataclasses.replace(found, in_float32=not same.finite, reference=same)
 
 
 def _hunt(
@@ -109,7 +111,7 @@ def _hunt(
     names: the names of the batch's parts, if they are arguments of a loss function.
   """
   # Over several devices it would be one operation; an overflow only in their sum is found below.
-  alone = step.without_mesh()
+  alone, state = step.without_mesh(), on_device(state)
   with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
     closed, shapes = jax.make_jaxpr(alone.loss_and_gradients, return_shape=True)(state, batch)
   results = ["loss" if len(p) == 1 else "gradients" + _text(p[1:]) for p, _ in _leaves(shapes)]
