@@ -83,8 +83,11 @@ def _as_one(case: Case) -> Decision:
   denied = "deny" in case.lists
   name = operation_name(case.equation)
   why = f"{name} has operations that need float32" if denied else f"{name} runs as one"
+  outs = case.computed()
+  if any(case.body.how(a, case.half).wide is Wide.SATURATES for a in case.operands):
+    outs = tuple(h._replace(wide=max(h.wide, Wide.SATURATES)) for h in outs)  # `where` of a mask
   return case.decided(
-    Mode.FULL, case.why_whole if case.is_whole else why, case.computed(), "deny" if denied else "infer"
+    Mode.FULL, case.why_whole if case.is_whole else why, outs, "deny" if denied else "infer"
   )
 
 

@@ -220,7 +220,7 @@ def test_no_policy_gets_the_program_of_another():
 
 
 def test_closed_over_arrays_and_tracers():
-  constant = exact(W)
+  constant = jnp.asarray(exact(W))
 
   def loss(cast):  # w and x are tracers of grad and of jit
     return lambda w, x: cast(lambda y: jnp.sum((y @ w) @ constant))(x)

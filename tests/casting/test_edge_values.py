@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import mpjax
 from tests.casting._conformance import leaf_failures, normal
@@ -251,7 +252,33 @@ def test_a_literal_that_float16_has_as_zero_is_met_in_float32():
   np.testing.assert_array_equal(out, 2)
 
 
-def test_what_a_small_constant_divides_is_clipped_where_a_product_reads_it():
-  fun = mpjax.autocast(lambda x, w: ((x @ w) / 1e-4) @ (w * 1e-3), "fp16")
-  out = fun(np.full((4, 4), 3, np.float32), np.ones((4, 4), np.float32))
-  np.testing.assert_allclose(out, 4 * 65504e-3, rtol=1e-2)
+MESH = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+# Around `fun(x, w)`: what is beyond float16 where a product reads it.
+AROUND = {
+  "as it is": lambda fun: fun,
+  "scan": lambda fun: lambda x, w: jax.lax.scan(lambda _, x: (None, fun(x, w)), None, x[None])[1][0],
+  "vmap": lambda fun: lambda x, w: jax.vmap(fun, (0, None))(x[None], w)[0],
+  "jit and shard_map": lambda fun: jax.jit(
+    jax.shard_map(fun, mesh=MESH, in_specs=(P("rows"), P()), out_specs=P("rows"))
+  ),
+}
+BEYOND = {
+  "an exponential": lambda x, w: jnp.exp(x @ w) @ (w * 1e-3),
+  "what a small constant divides": lambda x, w: ((x @ w) / 1e-4) @ (w * 1e-3),
+  "what a large constant multiplies": lambda x, w: ((x @ w) * 1e5) @ (w * 1e-3),
+}
+MASKED = {
+  "where": lambda x, w: jnp.where(x > 1e3, x, -1e9) @ (w * 1e-3),
+  "integers": lambda x, w: (x @ w + (1 - (x > 1e3).astype(int)) * -1e9) @ (w * 1e-3),
+  "added": lambda x, w: (x @ w + jnp.where(x > 1e3, 0.0, -1e9)) @ (w * 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_value_beyond_float16_is_infinite_where_a_product_reads_it_and_a_mask_saturates(name):
+  x, w = np.full((4, 4), 3, np.float32), np.ones((4, 4), np.float32)
+  run = lambda x, w: {key: AROUND[name](f)(x, w) for key, f in (BEYOND | MASKED).items()}
+  found = jax.jit(mpjax.autocast(run, "fp16"))(x, w)
+  assert {key for key, out in found.items() if np.isposinf(out).all()} == set(BEYOND)
+  for key in MASKED:
+    np.testing.assert_allclose(found[key], -4 * 65504e-3, rtol=1e-2, err_msg=key)

@@ -11,8 +11,10 @@ import mpjax
 from tests.casting._jaxprs import PRODUCTS, dtypes, jit, multiplied, walk
 
 RNG = np.random.default_rng(0)
-X, W = RNG.standard_normal((64, 8), np.float32), RNG.standard_normal((8, 8), np.float32)
-HEAD = RNG.standard_normal((8, 2), np.float32)
+X = RNG.standard_normal((64, 8), np.float32)
+# Arrays of JAX, which may be weights: those of NumPy that a function closes over are constants.
+W, HEAD = (jnp.asarray(RNG.standard_normal(shape, np.float32)) for shape in ((8, 8), (8, 2)))
+FILTER = np.abs(RNG.standard_normal((8, 8), np.float32))
 LABELS = np.arange(64) % 8
 BF16 = mpjax.autocast(policy="bf16")
 
@@ -37,6 +39,12 @@ PROGRAMS = {
   "angles by tensordot": (lambda x, _: rotated(x @ W, jnp.tensordot(positions(), jnp.arange(8.0), 0)), [HALF, EXACT]),
   "angles by matmul": (lambda x, _: rotated(x @ W, positions()[:, None] @ jnp.arange(8.0)[None]), [HALF, EXACT]),
   "an outer product of activations": (lambda x, _: jnp.einsum("bi,bj->bij", x @ W, x @ W), [HALF, HALF, EXACT]),
+  # A filter: a constant before the first layer.
+  "a filter": (lambda x, _: jnp.log((x * x) @ FILTER) @ W, [EXACT, HALF]),
+  "a filter on the left": (lambda x, _: jnp.log(FILTER.T @ (x * x)[:8]) @ W, [EXACT, HALF]),
+  "a filter made inside": (lambda x, _: (x @ jnp.tri(8)) @ W, [EXACT, HALF]),
+  "a filter of a layer's results": (lambda x, _: jax.nn.relu((x @ W) @ FILTER) @ W, [HALF, HALF, HALF]),
+  "data that a program closes over": (lambda x, _: jax.nn.relu(FILTER @ W) @ W, [HALF, HALF]),
   # Read by float32, integers or linear algebra alone.
   "a selection": (lambda x, labels: jnp.einsum("bi,i->b", jax.nn.log_softmax(x @ W), hot(labels)[0]), [HALF, EXACT]),
   "sums of a codebook": (lambda x, labels: 0.1 * hot(labels).T @ jnp.tanh(x @ W), [HALF, EXACT]),
