@@ -304,7 +304,9 @@ ROWS = (
     "each alone",
     "it has a result for each operand",
     lambda c: has(c.equation, Trait.EACH) and len(c.equation.invars) == len(c.equation.outvars),
-    lambda c: c.decided(Mode.EACH, "each operand as it comes", tuple(map(c.body.how, c.equation.invars))),
+    lambda c: c.decided(
+      Mode.EACH, "each operand as it comes", tuple(c.body.how(a, c.half) for a in c.equation.invars)
+    ),
   ),
   Row(
     "comparison",

@@ -6,6 +6,7 @@ import io
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import rich.console
 from jax.experimental import pallas as pl
@@ -153,6 +154,14 @@ def test_an_override_sets_what_a_module_computes_again():
   for module, left in (("net/attention", []), ("head", ["net/attention"])):
     islands = explained(network, W, X, overrides={module: {"recompute": "nothing"}}).islands
     assert [island.path for island in islands] == left
+
+
+def test_the_recomputation_that_is_in_force_is_explained():
+  step = mpjax.make_train_step(lambda p, x: network(p, x).sum(), optax.sgd(0.1), "bf16", recompute="nothing")
+  state = step.init(W)
+  whole = mpjax.explain(mpjax.autocast(network, "bf16"), W, X)
+  none = mpjax.explain(mpjax.autocast(network, "bf16", recompute="nothing"), W, X)
+  assert [bool(found.islands) for found in (whole, none, step.explain(state, X))] == [True, False, False]
 
 
 def test_the_answer_says_what_is_half_precision_what_is_not_and_how_to_change_it():

@@ -221,6 +221,33 @@ TRANSFORMED = {
 }
 
 
+def test_a_scope_of_the_users_may_have_any_name():
+  names = ("half_precision", "full_precision", "half_precision_edge", "autocast_output", "checkpoint", "jit")
+  w = np.ones((4, 4), np.float32)
+
+  def fun(w, x):
+    for name in names:
+      with jax.named_scope(name):
+        x = jnp.tanh(x @ w)
+    return x
+
+  assert by_path(fun, "bf16", {}, w, X) == dict.fromkeys(names, "bf16")
+  assert by_path(fun, "bf16", dict.fromkeys(names, "fp32"), w, X) == dict.fromkeys(names, "fp32")
+  of_gradient = lambda w, x: jax.grad(lambda w: jax.checkpoint(fun)(w, x).sum())(w)
+  assert by_path(of_gradient, "bf16", {}, w, X).keys() == {*names}
+
+
+def test_a_module_in_its_namesake_has_both_names_behind_any_call():
+  def twice(call):
+    inner = lambda w, x: jax.named_scope("mlp")(lambda: x @ w)()
+    return lambda w, x: jax.named_scope("mlp")(lambda: call(inner)(w, x))()
+
+  scan = lambda f: lambda w, x: jax.lax.scan(lambda h, _: (f(w, h), None), x, None, length=2)[0]
+  for call in (lambda f: f, jax.jit, jax.checkpoint, scan):
+    fun, w = twice(call), np.ones((4, 4), np.float32)
+    assert by_path(fun, "bf16", {"^mlp/mlp": "fp32"}, w, X) == {"mlp/mlp": "fp32"}
+
+
 def test_paths_under_transformations():
   for name, fun in TRANSFORMED.items():
     found = {True: set(), False: set()}

@@ -139,6 +139,25 @@ def test_a_product_that_overflows_in_the_backward_pass_says_how_far():
   assert 65504 < origin.float32_largest < 1e7
 
 
+def test_an_operand_that_overflows_before_a_product_of_the_forward_pass_is_named():
+  """Decays of gated attention: no loss scale mends them."""
+
+  def loss(p, b):
+    with jax.named_scope("decay"):
+      decay = jnp.exp(4 * b["x"] @ p["w"])
+    return mean((decay @ p["v"]) ** 2)
+
+  step, state = of_loss(loss, {"w": np.eye(4, dtype=np.float32), "v": W}, "fp16")
+  report = hunt(step, state, {"x": np.full((4, 4), 3.0, np.float32)}, reference=True)
+  origin = report.origin
+  assert (origin.primitive, origin.module, origin.backward) == ("convert_element_type", "decay", False)
+  assert origin.operands[0].largest > 65504
+  assert {"loss", "gradients['w']"} <= report.results.keys()
+  advice = str(report).partition("try:")[2]
+  assert "bf16" in advice
+  assert "scale" not in advice
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_data_and_parameters_that_are_not_finite_are_named_without_an_operation(value):
   step, state = of_faults(["none", "none"], FP16)
