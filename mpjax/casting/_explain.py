@@ -129,6 +129,8 @@ def explain(
   require_call("explain", fun, args, kwargs)
   own = own_autocast(fun)
   if own is not None:
+    while (inner := own_autocast(own.fun)) is not None:
+      own = inner
     found = explain_as_run(own.fun, args, kwargs, own.policy, own.ops, own.overrides, own.recompute)
     return dataclasses.replace(found, note=found.note or _of_own_autocast(found.policy, policy))
   return explain_as_run(fun, args, kwargs, policy, ops, overrides)

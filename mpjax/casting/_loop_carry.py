@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from mpjax._types import Atom, JaxprEqn, Var
-from mpjax.casting._cast_plan import CastPlan, DecideBody, LoopCarry, Mode, Node
+from mpjax.casting._cast_plan import CastPlan, DecideBody, LoopCarry, Mode
 from mpjax.casting._kinds import FLOAT32, Condition, Held, Kind, Where, is_float, meet, rule_of
 from mpjax.jaxpr import Trait, bodies_of, has, is_variable, open_jaxpr, variables_of
 
@@ -109,11 +109,6 @@ def _way(equation: JaxprEqn) -> _Way:
   return _Way.NONE if moves else _Way.ADDED
 
 
-def _adds_half_in_float32(node: Node, plan: CastPlan) -> bool:
-  adds = has(node.equation, Trait.ADDS) and node.mode is Mode.FULL
-  return adds and any(plan.held[a].kind is Kind.HALF for a in variables_of(node.equation.invars))
-
-
 def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: DecideBody) -> _Flow:
   """Returns the path of a carry through the body of its loop.
 
@@ -148,8 +143,6 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Decide
       ways.update(dict.fromkeys(equation.outvars, _Way.LOGARITHM))
   if half is None:
     return _Flow(None, bodies.why_float32)
-  if any(after in node.equation.outvars and _adds_half_in_float32(node, plan) for node in plan.nodes):
-    return _Flow(None, "each step adds to float32 data")
   if not product:
     return _Flow(None, "no matrix product in the loop reads it: a sum or a state over many steps")
   if not is_variable(after) or after not in ways:
@@ -162,4 +155,6 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Decide
     return _Flow(half, "each step moves it or writes to it: a cache")
   if not layers:
     return _Flow(None, "each step adds a result of the same weights: a memory of many steps")
+  if plan.held[after].kind is Kind.ISLAND and any(after in node.equation.invars for node in plan.nodes):
+    return _Flow(None, "each step adds to float32 data, which more than layers read")
   return _Flow(half, "each step adds a layer with weights of its own: activations that pass through layers")

@@ -50,8 +50,8 @@ class Lineage(NamedTuple):
     real: whether it depends on a float input or an array that the program closes over, not only on
       positions, indices and constants.
     solved: whether it comes from linear algebra, without layers in between.
-    sources: a bit for each argument, one for constants and one for the arrays that the program closes over.
-      Before a layer, those that it depends on; after one, those that are added to it.
+    sources: a bit for each argument, and for each kind of constant. Before a layer, those that it depends
+      on; after one, those that are added to it.
   """
 
   active: bool
@@ -69,7 +69,8 @@ class Lineage(NamedTuple):
     return not self.varies
 
 
-_CLOSED_OVER, _CONSTANTS = 1, 2  # bits of `Lineage.sources`; arguments have the next ones
+# Bits of `Lineage.sources`: closed-over arrays of JAX, those of NumPy, positions; then arguments.
+_CLOSED_OVER, _NUMPY, _POSITIONS = 1, 2, 4
 # What leaves a value that is added as large as it is, or scales it.
 _LINEAR = Trait.ADDS | Trait.CHOICE | Trait.SCALES | Trait.PASSES_ON | Trait.MOVES | Trait.MARKS_AXES
 
@@ -97,7 +98,7 @@ class Lineages(ByRules[Lineage]):
   def constant(self, variable: Var, value: object) -> Lineage:
     fact = self.start(variable)
     # A NumPy array cannot be trained; one of JAX may be a parameter.
-    return fact if isinstance(value, jax.Array) else fact._replace(varies=False, sources=_CONSTANTS)
+    return fact if isinstance(value, jax.Array) else fact._replace(varies=False, sources=_NUMPY)
 
   def join(self, a: Lineage, b: Lineage) -> Lineage:
     root = b.root if a.root is None else a.root
@@ -148,7 +149,7 @@ def _sources(equation: JaxprEqn, operands: list[Lineage]) -> int:
   if equation.primitive in (jax.lax.gather_p, jax.lax.dynamic_slice_p):
     return operands[0].sources
   if equation.primitive is jax.lax.iota_p:
-    return _CONSTANTS
+    return _POSITIONS
   given = operands[1:] if equation.primitive is jax.lax.select_n_p else operands
   active = [f for f in given if f.active]
   scales = any(not f.sources for f in active) and not has(equation, Trait.ADDS | Trait.MOVES | Trait.CHOICE)
@@ -158,13 +159,13 @@ def _sources(equation: JaxprEqn, operands: list[Lineage]) -> int:
 
 
 def is_filter(operands: Sequence[Lineage]) -> bool:
-  """Returns whether a product is one of data and a constant, before any layer: no layer, but a filter.
+  """Returns whether a product is one of data and a NumPy array, before any layer: no layer, but a filter.
 
   Args:
     operands: the sources of its operands; parameters are not among them.
   """
   data = [bool(f.sources) and not f.active and not f.is_constant for f in operands[:2]]
-  return any(data) and any(f.is_constant for f in operands[:2])
+  return any(data) and any(f.is_constant and f.sources & _NUMPY for f in operands[:2])
 
 
 class Ends(enum.Flag):
@@ -264,7 +265,7 @@ class ProductRoles:
         input_root(i),
         argument=True,
         real=is_float(v.aval),
-        sources=_CONSTANTS << 1 + argument if shape_of(v) else 0,
+        sources=_POSITIONS << 1 + argument if shape_of(v) else 0,
       )
       for i, (v, argument) in enumerate(zip(body.invars, arguments, strict=True))
     ]
@@ -331,8 +332,8 @@ def by_calls(facts: Facts[F]) -> dict[Calls, Facts[F]]:
 def _parameters(lineages: Facts[Lineage], rules: CastingRules) -> tuple[int, bool]:
   """Returns the sources that are parameters, and whether a product has a constant and may be a filter.
 
-  An argument is a parameter if a layer multiplies an activation by a leaf of it. Of a product before any
-  layer, the right operand is one, unless the left one is known to be.
+  An argument is a parameter if a layer multiplies an activation by a leaf of it. The right operand of a
+  product before any layer is one, unless the left one is known to be.
   """
   found, first, has_filters = 0, [], False
   for facts in lineages.everywhere():
@@ -348,9 +349,10 @@ def _parameters(lineages: Facts[Lineage], rules: CastingRules) -> tuple[int, boo
         found |= 0 if batch else (rhs if lhs.active else lhs).sources
       elif rhs.argument or not (lhs.is_constant or rhs.is_constant):
         first.append((lhs.sources, rhs.sources))
-  found &= ~_CONSTANTS
+  constants = _NUMPY | _POSITIONS
+  found &= ~constants
   for left, right in first:
-    found |= 0 if left & found else right & ~_CONSTANTS
+    found |= 0 if left & found else right & ~constants
   return found, has_filters
 
 

@@ -119,7 +119,7 @@ def why_float32(
   if not any(real) or all(constant):
     return "its operands are positions, counts or constants: from no float input and no parameter"
   if not backward and is_filter(operands):
-    return "a filter: it multiplies data by a constant, such as a NumPy array that the program closes over"
+    return "a filter: it multiplies data by a NumPy array that the program closes over, a constant"
   if any(is_recurrent(equation, call, rules) for call, _ in calls):
     return "a linear recurrence: each step multiplies the state by the same matrix, and roundings grow"
   if backward or not _only_float32(reads):

@@ -23,8 +23,9 @@ OUTPUT = "@autocast_output"
 AUTOCAST = "@autocast_inside"  # with the policy's label; there for `explain` alone
 HALF_PRECISION, REGION_EDGE = "@half_precision", "@half_precision_edge"
 _OWN_MARKS = frozenset({FULL_PRECISION, OUTPUT, AUTOCAST, HALF_PRECISION, REGION_EDGE})
-# Scopes that are not modules. Names of einsums, `ij,jk->ik`, are not modules either.
-MARKS = _OWN_MARKS | {"rematted_computation"}
+# Scopes that are no modules, in a jaxpr and in a compiled program. Nor are names of einsums, `ij,jk->ik`.
+_MARKS = _OWN_MARKS | {"rematted_computation"}
+MARKS = _MARKS | {"checkpoint"}
 
 _TRANSFORMED = re.compile(r"^(transpose|jvp|vmap|pmap|checkpoint|remat|custom_jvp|custom_vjp|p?jit)\((.*)\)$")
 _CALLS = ("jit", "pjit")
@@ -120,7 +121,7 @@ def _parse_stack(stack: source_info_util.NameStack) -> Scopes:
 
 def module_path(equation: JaxprEqn) -> str:
   """Returns the modules that an equation was traced in: `GPT/h0/attn`."""
-  return _scopes(equation).path()
+  return _scopes(equation).path(_MARKS)
 
 
 def marked_path(equation: JaxprEqn) -> str:
@@ -130,12 +131,12 @@ def marked_path(equation: JaxprEqn) -> str:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _marked_path(stack: source_info_util.NameStack) -> str:
-  return _parse_stack(stack).path(MARKS - _OWN_MARKS)
+  return _parse_stack(stack).path(_MARKS - _OWN_MARKS)
 
 
 def without_marks(path: str) -> str:
   """Returns a marked path as a module path."""
-  return "/".join(part for part in path.split("/") if _unnumbered(part) not in MARKS)
+  return "/".join(part for part in path.split("/") if _unnumbered(part) not in _MARKS)
 
 
 def region_scope(mark: str = "") -> str:

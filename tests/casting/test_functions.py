@@ -152,7 +152,7 @@ LAX = {
   "conv dilated": case(lambda x, w: CONV(x, w, padding=((1, 1), (2, 0)), lhs_dilation=(2, 2),
     rhs_dilation=(2, 1)), IMAGES, KERNEL),
   "conv_general_dilated_local": case(lambda x, w: lax.conv_general_dilated_local(x, w, (1, 1), "VALID",
-    (3, 3)), IMAGES, normal(3, 36, 4, 4)),
+    (3, 3)), IMAGES, normal(3, 36, 4, 4), selects=True),
   "conv_general_dilated_patches": case(lambda x: lax.conv_general_dilated_patches(x, (2, 2), (1, 1), "SAME"),
     IMAGES, selects=True),
   "conv_transpose": case(lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME",

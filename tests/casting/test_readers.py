@@ -42,7 +42,7 @@ PROGRAMS = {
   # A filter: a constant before the first layer.
   "a filter": (lambda x, _: jnp.log((x * x) @ FILTER) @ W, [EXACT, HALF]),
   "a filter on the left": (lambda x, _: jnp.log(FILTER.T @ (x * x)[:8]) @ W, [EXACT, HALF]),
-  "a filter made inside": (lambda x, _: (x @ jnp.tri(8)) @ W, [EXACT, HALF]),
+  "a filter made inside": (lambda x, _: jnp.log((x * x) @ jnp.tri(8)) @ W, [EXACT, HALF]),
   "a filter of a layer's results": (lambda x, _: jax.nn.relu((x @ W) @ FILTER) @ W, [HALF, HALF, HALF]),
   "data that a program closes over": (lambda x, _: jax.nn.relu(FILTER @ W) @ W, [HALF, HALF]),
   # Read by float32, integers or linear algebra alone.

@@ -224,10 +224,10 @@ def test_explain_shows_a_registered_kernel_in_half_precision():
   assert (row.operands, row.after, row.why) == (("bfloat16",), "bfloat16", "a registered kernel")
 
 
-def test_what_leaves_float16s_range_is_its_largest_value():
+def test_what_leaves_float16s_range_is_infinite():
   register_kernel("mix_forward", forward)
   f = mpjax.autocast(lambda a, b: mix(a * 1e5, b * 1e5), "fp16")
-  assert jit(f)(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32)).max() == 65504
+  assert jit(f)(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32)).max() == np.inf
 
 
 def test_nothing_but_a_name_and_a_function_is_taken():

@@ -64,8 +64,8 @@ def test_name_stacks_as_text():
     ("net/net/jvp(x)", "net/net/x", "forward"),
     ("jvp(jit(f))/a", "a", "forward"),
     ("a/@full_precision/b/@autocast_output", "a/b", ""),
-    ("a/full_precision/b/checkpoint", "a/full_precision/b/checkpoint", ""),
-    ("a/rematted_computation/b", "a/b", ""),
+    ("a/full_precision/b", "a/full_precision/b", ""),
+    ("a/checkpoint/rematted_computation/b", "a/b", ""),
   ):
     scopes = parse_scopes(text)
     assert (scopes.path(), scopes.phase) == (path, phase), text

@@ -292,7 +292,7 @@ def test_rows_are_the_steps_in_order(lengths, steps):
     return lambda w, x: jax.lax.scan(lambda c, w: (f(w, c), None), x, copies(w))[0]
 
   fun = functools.reduce(around, reversed(lengths), program)
-  args = np.full((1, 1), 1.5, np.float32), np.ones((4, 1), np.float32)
+  args = np.full((2, 2), 0.75, np.float32), np.ones((2, 2), np.float32)
   points = find_points(fun, None)(*args)
   (at,) = [i for i, p in enumerate(points) if p.module == "product"]
   assert points[at].steps == steps

@@ -90,7 +90,7 @@ def test_small_gradients_and_those_of_zero_have_the_digits_that_they_have():
 
 
 def test_what_is_in_a_body_is_rounded_too_and_computed_again_alike():
-  w, x = RNG.standard_normal((2, 32, 32)).astype(np.float32) / 6, NORMAL(8, 32)
+  w, x = jnp.asarray(RNG.standard_normal((2, 32, 32), np.float32) / 6), NORMAL(8, 32)
   layer = lambda x, w: jnp.tanh(x @ w)
 
   def one_by_one(call):
@@ -108,7 +108,7 @@ def test_what_is_in_a_body_is_rounded_too_and_computed_again_alike():
   run = jax.jit(with_random_rounding(all_of_them, x))
   drawn = [run(jax.random.key(i), x) for i in range(3)]
   exact = x.astype(np.float64)
-  for matrix in w:
+  for matrix in np.asarray(w):
     exact = np.tanh(exact @ matrix)
   share = lambda a, b: (
     np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / np.linalg.norm(exact)

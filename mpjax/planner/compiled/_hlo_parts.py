@@ -16,8 +16,7 @@ _ORDER = ("compute copies", "gradients", "activations", "workspace", "temporarie
 _PRODUCTS = frozenset({"dot", "scaled-dot", "convolution", "custom-call", "fusion"})
 # Parts of a name that lowering adds for loops and calls.
 _NOT_MODULES = MARKS | {
-  *("body", "call_exported", "checkpoint", "closed_call", "cond", "eval_jaxpr", "remat2", "shard_map"),
-  "while",
+  *("body", "call_exported", "closed_call", "cond", "eval_jaxpr", "remat2", "shard_map", "while")
 }
 
 

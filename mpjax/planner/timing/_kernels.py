@@ -69,7 +69,7 @@ def kernel_flops(kernel: HloInstruction, traced: Kernels) -> float:
   names = path.split("/")
   shapes = tuple(shape.dims for value in (*kernel.operands, kernel) for shape in value.shapes)
   fitting = [at for at in traced if at[0] and _in_order(at[0].split("/"), names)]
-  # Of the kernels of one module, the one of its shapes.
+  # A module may have several: then the one of its shapes.
   best = max(fitting, key=lambda at: (len(at[0]), at[1] == shapes, traced[at]), default=None)
   return stated or (traced[best] if best else 0)
 
