@@ -32,6 +32,7 @@ from mpjax.jaxpr import (
 
 REASONS = {
   "difference": "a difference of half-precision products: if they are nearly equal, its digits cancel",
+  "residual": "a residual of a linear model: if its noise is little, its digits cancel",
   "angle": "an angle from a half-precision product: a large one keeps no fraction of a period",
   "order": "an order of noisy half-precision values: rounding makes some of them equal",
   "small": "a sum of few rounded products, such as coordinates: no matrix unit makes it faster",
@@ -114,6 +115,8 @@ class _Made(enum.Flag):
   SCALED = enum.auto()  # products, by elementwise operations
   SQUARES = enum.auto()  # sums of squares
   NOISE = enum.auto()  # random bits
+  LINEAR = enum.auto()  # a product of inputs, parameters and constants
+  BEHIND = enum.auto()  # a product, by any operations
 
 
 class _MadeOf(ByRules[_Made]):
@@ -130,7 +133,7 @@ class _MadeOf(ByRules[_Made]):
     kind = self._kind(equation, operands, made)
     if kind:
       self.fragile[equation] = kind
-    result = self._result(equation, operands, made)
+    result = self._result(equation, operands, made) | made & _Made.BEHIND
     return [result if is_float(v.aval) else result & _Made.NOISE for v in equation.outvars]
 
   def _kind(self, equation: JaxprEqn, operands: list[_Made], made: _Made) -> str:
@@ -144,7 +147,9 @@ class _MadeOf(ByRules[_Made]):
       lhs, rhs = operands
       other = _Made.PRODUCT | _Made.SQUARES
       cancels = (lhs & _Made.PRODUCT and rhs & other) or (rhs & _Made.PRODUCT and lhs & other)
-      return "difference" if cancels else ""
+      residual = _Made.LINEAR in lhs ^ rhs and not (_Made.BEHIND in lhs and _Made.BEHIND in rhs)
+      of_data = residual and size(equation.invars[0]) == size(equation.invars[1]) > 1
+      return "difference" if cancels else "residual" if of_data else ""
     return ""
 
   def _result(self, equation: JaxprEqn, operands: list[_Made], made: _Made) -> _Made:
@@ -153,7 +158,8 @@ class _MadeOf(ByRules[_Made]):
       return _Made.NOISE
     if listed == "allow":
       layer = is_layer(equation, self._rules) and not is_outer(equation)
-      return _Made.PRODUCT | _Made.SCALED if layer else _Made.NONE
+      first = _Made.NONE if _Made.BEHIND in made else _Made.LINEAR
+      return _Made.PRODUCT | _Made.SCALED | _Made.BEHIND | first if layer else _Made.NONE
     if equation.primitive is jax.lax.reduce_sum_p:
       return operands[0] & _Made.SQUARES
     if equation.primitive in _SQUARES and all(a is equation.invars[0] for a in equation.invars):
