@@ -155,6 +155,8 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Decide
     return _Flow(half, "each step moves it or writes to it: a cache")
   if not layers:
     return _Flow(None, "each step adds a result of the same weights: a memory of many steps")
-  if plan.held[after].kind is Kind.ISLAND and any(after in node.equation.invars for node in plan.nodes):
+  if plan.held[after].kind in (Kind.ISLAND, Kind.RUNNING) and any(
+    after in node.equation.invars for node in plan.nodes
+  ):
     return _Flow(None, "each step adds to float32 data, which more than layers read")
   return _Flow(half, "each step adds a layer with weights of its own: activations that pass through layers")

@@ -297,6 +297,8 @@ class ProductRoles:
   def adds_to_data(self, equation: JaxprEqn, rounded: Sequence[Atom], orders: bool) -> bool:
     """Returns whether an equation adds values to data, and more than layers read the sum.
 
+    Data differs from row to row; a running mean, which all rows share, is as a bias.
+
     Args:
       equation: any equation.
       rounded: its operands that are in half precision.
@@ -306,7 +308,9 @@ class ProductRoles:
     ends = self._end(equation.outvars[0]) & (Ends.SCALAR | Ends.ARRAY)
     if not has(equation, Trait.ADDS) or not (ends or orders):
       return False
-    return any(self.lineage(a).sources & ~self.parameters for a in equation.invars if a not in rounded)
+    rows = shape_of(equation.outvars[0])[:1]
+    data = (a for a in equation.invars if a not in rounded and shape_of(a)[:1] == rows)
+    return any(self.lineage(a).sources & ~self.parameters for a in data)
 
   def reaches_product(self, atom: Atom) -> bool:
     """Returns whether a product follows a value."""
@@ -479,12 +483,14 @@ def is_layer(equation: JaxprEqn, rules: CastingRules, of_matrices: bool = False)
 
 
 def is_outer(equation: JaxprEqn) -> bool:
-  """Returns whether a product contracts nothing: a column times a row, which it only multiplies."""
+  """Returns whether a product only multiplies: a column times a row, and any that contracts one element."""
   if equation.primitive is not jax.lax.dot_general_p:
     return False
   contracted, _ = equation.params["dimension_numbers"]
   shapes = [shape_of(a) for a in equation.invars]
-  return all(shape[i] == 1 for own, shape in zip(contracted, shapes, strict=True) for i in own)
+  if any(shape[i] != 1 for own, shape in zip(contracted, shapes, strict=True) for i in own):
+    return False
+  return bool(contracted[0]) or all(size(a) < size(equation.outvars[0]) for a in equation.invars)
 
 
 def states_precision(equation: JaxprEqn) -> bool:
