@@ -213,10 +213,10 @@ class Case:
     return [known is None or known[a].real for a in self.operands]
 
   @property
-  def adds_to_data(self) -> bool:
-    """Whether it adds half precision to float32 data, and float32 or an order is made of the sum.
+  def meets_data(self) -> bool:
+    """Whether half precision meets float32 data in it, and float32 or an order is made of the result.
 
-    A sum that a norm reads is a residual stream.
+    What a norm reads is a residual stream.
     """
     roles, reads = self.body.place.roles, self.body.reads(self.equation.outvars[0])
     if roles is None or reads & Reads.NORM or not reads & (Reads.FLOAT32 | Reads.ORDER):
@@ -225,7 +225,7 @@ class Case:
     if not kinds or rule_of(kinds.values()).kind is not Kind.HALF:
       return False
     rounded = [a for a, kind in kinds.items() if kind is Kind.HALF]
-    return roles.adds_to_data(self.equation, rounded, bool(reads & Reads.ORDER))
+    return roles.meets_data(self.equation, rounded, bool(reads & Reads.ORDER))
 
   def wanted(self) -> list[np.dtype | None]:
     """Returns the half dtype of each result that nothing reads in another dtype."""

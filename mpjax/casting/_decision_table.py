@@ -148,9 +148,9 @@ def _follow(case: Case) -> Decision:
   return case.decided(Mode.FULL, why, case.all_held(out))
 
 
-def _add_to_data(case: Case) -> Decision:
+def _meet_data(case: Case) -> Decision:
   wide = max(case.met(a).wide for a in case.operands)
-  why = "it adds to float32 data, and float32 reads the sum"
+  why = "float32 data meets half precision, and float32 reads the result"
   return case.decided(Mode.FULL, why, case.all_held(Held(Kind.ISLAND, FLOAT32, wide)))
 
 
@@ -323,10 +323,10 @@ ROWS = (
     ),
   ),
   Row(
-    "sum of data",
-    "it adds half precision to float32 data, and more than layers read the sum",
-    lambda c: c.adds_to_data,
-    _add_to_data,
+    "data",
+    "half precision meets float32 data, and more than layers read the result",
+    lambda c: c.meets_data,
+    _meet_data,
   ),
   Row("follows", "anything else: by the kinds of its operands", lambda c: True, _follow),
 )

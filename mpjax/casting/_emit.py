@@ -269,7 +269,7 @@ class _Environment:
       if apart:
         return narrow
       copies[dtype] = narrow
-    if atom in self._used_often and dtype == self.held[atom].dtype:
+    if atom in self._used_often and dtype != FLOAT32:
       return use(copies[dtype], self.read(atom, FLOAT32))
     return copies[dtype]
 
@@ -309,9 +309,9 @@ def _expired(plan: CastPlan) -> list[list[Var]]:
 
 
 def _used_often(plan: CastPlan) -> set[Var]:
-  """Returns the half-precision values of a program that are used many times."""
+  """Returns the values of a program that are used many times."""
   uses = Counter(a for node in plan.nodes for a in variables_of(node.equation.invars))
-  return {v for v, n in uses.items() if n > MANY and castable(v.aval) and plan.held[v].kind is Kind.HALF}
+  return {v for v, n in uses.items() if n > MANY and castable(v.aval)}
 
 
 def _before_cast(values: _Environment, atom: Atom, node: Node) -> Array:

@@ -258,10 +258,13 @@ def followed(
   if out.kind is Kind.HALF and has(equation, Trait.SCALES):
     # The half value may bring an island's result back into half precision's range.
     out = Held(Kind.ISLAND, FLOAT32) if any(h.kind is Kind.ISLAND for h in met) else out
-  if out.wide and any(h.wide is Wide.SATURATES for h in met) and has(equation, Trait.SCALES):
-    # A mask of integers times -1e9 is a mask; a value times 1e9 is a value.
-    scaled = any(is_real and not h.wide for is_real, h in zip(real, met, strict=True))
-    out = out._replace(wide=Wide.OVERFLOWS if scaled else Wide.SATURATES)
+  masks = [a for a, h in zip(operands, met, strict=True) if h.wide is Wide.SATURATES]
+  if out.wide and masks:
+    # A mask of integers times -1e9 is a mask; a value times 1e9, or plus 1e9, is a value.
+    values = any(is_real and not h.wide for is_real, h in zip(real, met, strict=True))
+    number = all(size(a) == 1 for a in masks) and equation.primitive is not jax.lax.select_n_p
+    if has(equation, Trait.SCALES) or number:
+      out = out._replace(wide=Wide.OVERFLOWS if values else Wide.SATURATES)
   return out
 
 

@@ -50,8 +50,8 @@ class Lineage(NamedTuple):
     real: whether it depends on a float input or an array that the program closes over, not only on
       positions, indices and constants.
     solved: whether it comes from linear algebra, without layers in between.
-    sources: a bit for each argument, and for each kind of constant. Before a layer, those that it depends
-      on; after one, those that are added to it.
+    sources: a bit for each input, and for each kind of constant. Before a layer, those that it depends on;
+      after one, those that linear operations have put into it.
   """
 
   active: bool
@@ -69,7 +69,7 @@ class Lineage(NamedTuple):
     return not self.varies
 
 
-# Bits of `Lineage.sources`: closed-over arrays of JAX, those of NumPy, positions; then arguments.
+# Bits of `Lineage.sources`: closed-over arrays of JAX, those of NumPy, positions; then inputs.
 _CLOSED_OVER, _NUMPY, _POSITIONS = 1, 2, 4
 # What leaves a value that is added as large as it is, or scales it.
 _LINEAR = Trait.ADDS | Trait.CHOICE | Trait.SCALES | Trait.PASSES_ON | Trait.MOVES | Trait.MARKS_AXES
@@ -151,9 +151,7 @@ def _sources(equation: JaxprEqn, operands: list[Lineage]) -> int:
   if equation.primitive is jax.lax.iota_p:
     return _POSITIONS
   given = operands[1:] if equation.primitive is jax.lax.select_n_p else operands
-  active = [f for f in given if f.active]
-  scales = any(not f.sources for f in active) and not has(equation, Trait.ADDS | Trait.MOVES | Trait.CHOICE)
-  if active and (scales or not has(equation, _LINEAR)):
+  if any(f.active for f in given) and not has(equation, _LINEAR):
     return 0
   return functools.reduce(operator.or_, (f.sources for f in given), 0)
 
@@ -265,12 +263,15 @@ class ProductRoles:
         input_root(i),
         argument=True,
         real=is_float(v.aval),
-        sources=_POSITIONS << 1 + argument if shape_of(v) else 0,
+        sources=_source(i) if shape_of(v) else 0,
       )
-      for i, (v, argument) in enumerate(zip(body.invars, arguments, strict=True))
+      for i, v in enumerate(body.invars)
     ]
     lineages = Lineages(rules).solve(jaxpr, inputs)
-    parameters, has_filters = _parameters(lineages, rules)
+    beside: dict[int, int] = {}  # by argument, the bits of its leaves
+    for i, argument in enumerate(arguments):
+      beside[argument] = beside.get(argument, 0) | _source(i)
+    parameters, has_filters = _parameters(lineages, rules, list(beside.values()))
     if has_filters:
       inputs = [fact._replace(sources=fact.sources & ~parameters) for fact in inputs]
       lineages = Lineages(rules, parameters).solve(jaxpr, inputs)
@@ -294,19 +295,19 @@ class ProductRoles:
     """Returns the sources of a value."""
     return self.lineages[atom]
 
-  def adds_to_data(self, equation: JaxprEqn, rounded: Sequence[Atom], orders: bool) -> bool:
-    """Returns whether an equation adds values to data, and more than layers read the sum.
+  def meets_data(self, equation: JaxprEqn, rounded: Sequence[Atom], orders: bool) -> bool:
+    """Returns whether values meet data in an elementwise equation, and more than layers read its result.
 
     Data differs from row to row; a running mean, which all rows share, is as a bias.
 
     Args:
       equation: any equation.
       rounded: its operands that are in half precision.
-      orders: whether an order or an integer is made of the sum; otherwise the program has to return what is
-        made of it without a layer.
+      orders: whether an order or an integer is made of the result; otherwise the program has to return what
+        is made of it without a layer.
     """
     ends = self._end(equation.outvars[0]) & (Ends.SCALAR | Ends.ARRAY)
-    if not has(equation, Trait.ADDS) or not (ends or orders):
+    if not has(equation, Trait.ELEMENTWISE) or not (ends or orders):
       return False
     rows = shape_of(equation.outvars[0])[:1]
     data = (a for a in equation.invars if a not in rounded and shape_of(a)[:1] == rows)
@@ -333,31 +334,57 @@ def by_calls(facts: Facts[F]) -> dict[Calls, Facts[F]]:
   return {own.calls: own for own in facts.everywhere()}
 
 
-def _parameters(lineages: Facts[Lineage], rules: CastingRules) -> tuple[int, bool]:
-  """Returns the sources that are parameters, and whether a product has a constant and may be a filter.
+def _source(i: int) -> int:
+  """Returns the bit of an input of a whole program."""
+  return _POSITIONS << 1 + i
 
-  An argument is a parameter if a layer multiplies an activation by a leaf of it. The right operand of a
-  product before any layer is one, unless the left one is known to be.
+
+def _parameters(lineages: Facts[Lineage], rules: CastingRules, beside: list[int]) -> tuple[int, bool]:
+  """Returns the sources that are parameters, and whether a product may be one of data and a NumPy array.
+
+  What a layer multiplies an activation by is a parameter. The right operand of a product before any layer is
+  one, and the left one is data, unless one of them is known to be the other. So are the inputs beside a
+  parameter in its argument, unless data is among them, too.
+
+  Args:
+    lineages: the sources of the program's values.
+    rules: the rules.
+    beside: for each argument, the bits of its leaves.
   """
-  found, first, has_filters = 0, [], False
+  found = data = 0
+  first, has_filters = [], False
   for facts in lineages.everywhere():
     for equation in facts.equations:
       if not is_product(equation, rules) or backward_depth(equation):
         continue
       lhs, rhs = (facts[a] for a in equation.invars[:2])
-      batch = equation.primitive is jax.lax.dot_general_p and equation.params["dimension_numbers"][1][0]
       if lhs.gradient or rhs.gradient or (lhs.active and rhs.active):
         continue
       has_filters = has_filters or is_filter((lhs, rhs))
-      if lhs.active or rhs.active:
-        found |= 0 if batch else (rhs if lhs.active else lhs).sources
-      elif rhs.argument or not (lhs.is_constant or rhs.is_constant):
-        first.append((lhs.sources, rhs.sources))
+      dims = equation.params["dimension_numbers"] if equation.primitive is jax.lax.dot_general_p else None
+      if not (lhs.active or rhs.active):
+        rows = dims is not None and dims[0][1] == (len(shape_of(equation.invars[1])) - 1,) != (0,)
+        first.append((lhs, rhs, rows))
+      elif dims is None or not dims[1][0]:
+        found |= (rhs if lhs.active else lhs).sources
   constants = _NUMPY | _POSITIONS
   found &= ~constants
-  for left, right in first:
-    found |= 0 if left & found else right & ~constants
-  return found, has_filters
+  for lhs, rhs, _ in first:
+    data |= (lhs.sources if rhs.sources & found else rhs.sources if lhs.sources & found else 0) & ~found
+  for lhs, rhs, rows in first:
+    left, right = lhs.sources & ~constants, rhs.sources & ~constants
+    if rhs.is_constant:  # a filter, or rows of data behind a weight on the left
+      found |= left & ~data if rows else 0
+    elif (
+      not right & (data | left) and not left & found and (len(beside) < 2 or not _alike(left, right, beside))
+    ):
+      found, data = found | right, data | left & ~right
+  return found | sum({leaves for leaves in beside if leaves & found and not leaves & data}), has_filters
+
+
+def _alike(left: int, right: int, beside: list[int]) -> bool:
+  """Returns whether two values are from one argument."""
+  return any(left & leaves and right & leaves for leaves in beside)
 
 
 def _products(lineages: Facts[Lineage], ends: Facts[Ends], rules: CastingRules) -> dict[Calls, ProductRole]:
@@ -484,6 +511,9 @@ def is_layer(equation: JaxprEqn, rules: CastingRules, of_matrices: bool = False)
 
 def is_outer(equation: JaxprEqn) -> bool:
   """Returns whether a product only multiplies: a column times a row, and any that contracts one element."""
+  if equation.primitive is jax.lax.conv_general_dilated_p:
+    out = equation.params["dimension_numbers"].rhs_spec[0]
+    return all(n == 1 for axis, n in enumerate(shape_of(equation.invars[1])) if axis != out)
   if equation.primitive is not jax.lax.dot_general_p:
     return False
   contracted, _ = equation.params["dimension_numbers"]

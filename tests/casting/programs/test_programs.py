@@ -30,9 +30,6 @@ QUICK = {
 }
 # What autocast does not get right yet, by what it would have to know.
 UNSOLVED = {
-  "a stencil of constants that an activation meets is a convolution, and no layer": (
-    "structural_similarity",
-  ),
   "products of coordinates with small matrices fill no matrix unit": (
     "affine_warp",
     "camera_rays",
