@@ -343,8 +343,8 @@ def _parameters(lineages: Facts[Lineage], rules: CastingRules, beside: list[int]
   """Returns the sources that are parameters, and whether a product may be one of data and a NumPy array.
 
   What a layer multiplies an activation by is a parameter. The right operand of a product before any layer is
-  one, and the left one is data, unless one of them is known to be the other. So are the inputs beside a
-  parameter in its argument, unless data is among them, too.
+  one, and the left one is data, unless one of them is known to be the other. So are the inputs beside one of
+  the former in its argument, unless data is among them, too.
 
   Args:
     lineages: the sources of the program's values.
@@ -368,7 +368,7 @@ def _parameters(lineages: Facts[Lineage], rules: CastingRules, beside: list[int]
       elif dims is None or not dims[1][0]:
         found |= (rhs if lhs.active else lhs).sources
   constants = _NUMPY | _POSITIONS
-  found &= ~constants
+  layers = found = found & ~constants
   for lhs, rhs, _ in first:
     data |= (lhs.sources if rhs.sources & found else rhs.sources if lhs.sources & found else 0) & ~found
   for lhs, rhs, rows in first:
@@ -379,7 +379,9 @@ def _parameters(lineages: Facts[Lineage], rules: CastingRules, beside: list[int]
       not right & (data | left) and not left & found and (len(beside) < 2 or not _alike(left, right, beside))
     ):
       found, data = found | right, data | left & ~right
-  return found | sum({leaves for leaves in beside if leaves & found and not leaves & data}), has_filters
+  return found | sum(
+    {leaves & ~found for leaves in beside if leaves & layers and not leaves & data}
+  ), has_filters
 
 
 def _alike(left: int, right: int, beside: list[int]) -> bool:

@@ -128,7 +128,7 @@ def why_float32(
   alone = not (followed and reads & Reads.FLOAT32)
   active = any(fact.active for fact in operands)
   prepares = not active and not any(fact.argument for fact in operands)
-  if (not all(real) or (any(constant) and active)) and (alone or prepares):
+  if (not all(real) or (constant[-1] and active)) and (alone or prepares):
     return "it selects or adds by positions or constants, and nothing reads it in half precision"
   algebra = bool(reads & Reads.ALGEBRA)
   if any(fact.solved and fact.active for fact in operands) and (alone or algebra):
