@@ -71,6 +71,7 @@ class Lineage(NamedTuple):
 
 # Bits of `Lineage.sources`: closed-over arrays of JAX, those of NumPy, positions; then inputs.
 _CLOSED_OVER, _NUMPY, _POSITIONS = 1, 2, 4
+_CONSTANTS = _NUMPY | _POSITIONS
 # What leaves a value that is added as large as it is, or scales it.
 _LINEAR = Trait.ADDS | Trait.CHOICE | Trait.SCALES | Trait.PASSES_ON | Trait.MOVES | Trait.MARKS_AXES
 
@@ -162,7 +163,7 @@ def is_filter(operands: Sequence[Lineage]) -> bool:
   Args:
     operands: the sources of its operands; parameters are not among them.
   """
-  data = [bool(f.sources) and not f.active and not f.is_constant for f in operands[:2]]
+  data = [bool(f.sources & ~_CONSTANTS) and not f.active for f in operands[:2]]
   return any(data) and any(f.is_constant and f.sources & _NUMPY for f in operands[:2])
 
 
@@ -367,12 +368,11 @@ def _parameters(lineages: Facts[Lineage], rules: CastingRules, beside: list[int]
         first.append((lhs, rhs, rows))
       elif dims is None or not dims[1][0]:
         found |= (rhs if lhs.active else lhs).sources
-  constants = _NUMPY | _POSITIONS
-  layers = found = found & ~constants
+  layers = found = found & ~_CONSTANTS
   for lhs, rhs, _ in first:
     data |= (lhs.sources if rhs.sources & found else rhs.sources if lhs.sources & found else 0) & ~found
   for lhs, rhs, rows in first:
-    left, right = lhs.sources & ~constants, rhs.sources & ~constants
+    left, right = lhs.sources & ~_CONSTANTS, rhs.sources & ~_CONSTANTS
     if rhs.is_constant:  # a filter, or rows of data behind a weight on the left
       found |= left & ~data if rows else 0
     elif (
