@@ -41,10 +41,12 @@ PROGRAMS = {
   "an outer product of activations": (lambda x, _: jnp.einsum("bi,bj->bij", x @ W, x @ W), [HALF, HALF, EXACT]),
   # A filter: a constant before the first layer.
   "a filter": (lambda x, _: jnp.log((x * x) @ FILTER) @ W, [EXACT, HALF]),
-  "a filter on the left": (lambda x, _: jnp.log(FILTER.T @ (x * x)[:8]) @ W, [EXACT, HALF]),
   "a filter made inside": (lambda x, _: jnp.log((x * x) @ jnp.tri(8)) @ W, [EXACT, HALF]),
   "a filter of a layer's results": (lambda x, _: jax.nn.relu((x @ W) @ FILTER) @ W, [HALF, HALF, HALF]),
   "data that a program closes over": (lambda x, _: jax.nn.relu(FILTER @ W) @ W, [HALF, HALF]),
+  "data closed over, a weight turned": (lambda x, _: jax.nn.relu(FILTER @ (2 * W).T) @ W, [HALF, HALF]),
+  "a convolution of one element": (
+    lambda x, _: jax.lax.conv(x[:, None, :, None], HEAD[:1, :1, None, None], (1, 1), "SAME"), [EXACT]),
   # Read by float32, integers or linear algebra alone.
   "a selection": (lambda x, labels: jnp.einsum("bi,i->b", jax.nn.log_softmax(x @ W), hot(labels)[0]), [HALF, EXACT]),
   "sums of a codebook": (lambda x, labels: 0.1 * hot(labels).T @ jnp.tanh(x @ W), [HALF, EXACT]),
@@ -56,6 +58,34 @@ PROGRAMS = {
   "a small head": (lambda x, _: jax.nn.log_softmax(jnp.tanh(x @ W) @ HEAD).sum(), [HALF, WIDE]),
   "a head as large as what it reads": (lambda x, _: jax.nn.log_softmax(jnp.tanh(x @ W) @ W).sum(), [HALF, HALF]),
 }  # fmt: skip
+
+
+# Boxes that a loss and a layer read, and what else a program does with its arguments, in several orders.
+def boxes(params, batch):
+  found = batch["boxes"] + jnp.tanh(batch["x"] @ params["w"]) @ params["v"] + params["b"]
+  return jnp.mean((found - 1) ** 2) + jnp.mean((found @ params["w"]) ** 2)
+
+
+MATRIX = RNG.standard_normal((64, 64), np.float32)
+BESIDE = {
+  "nothing": lambda params, batch: 0.0,
+  "data by itself": lambda params, batch: jnp.mean(batch["x"] @ batch["x"].T),
+  "data that mixes rows": lambda params, batch: jnp.mean(batch["a"] @ jnp.tanh(batch["x"] @ params["w"])),
+  "a constant on the left": lambda params, batch: jnp.mean(MATRIX @ batch["x"]),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_sum_of_data_is_float32_for_its_loss_whatever_else_reads_the_data(name):
+  params = {"w": W, "v": W, "b": W[0]}
+  batch = {"x": X, "boxes": 1000 + X, "a": MATRIX}
+  fun = lambda params, batch: boxes(params, batch) + BESIDE[name](params, batch)
+  dtypes_of = {}
+  for row in mpjax.explain(fun, params, batch, policy="bf16").rows:
+    dtypes_of.setdefault(row.rule, set()).add((row.primitive, row.after))
+  assert dtypes_of["data"] == {("add", "float32")}
+  # The argument of parameters has no data beside it: a bias follows the activation.
+  assert mpjax.explain(boxes, params, batch, policy="bf16").matrix_flops().keys() == {"bfloat16"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -46,7 +46,6 @@ UNSOLVED = {
   ),
   "autocast of grad: the gradient that a layer hands to a solver is rounded to half precision": (
     "adaptive_solver",
-    "diffrax_ode",
   ),
 }
 REASONS = {name: reason for reason, names in UNSOLVED.items() for name in names}
