@@ -24,7 +24,7 @@ from mpjax.casting._kinds import (
   rule_of,
 )
 from mpjax.casting._product_roles import is_layer, states_precision
-from mpjax.casting._readers import is_outer_product
+from mpjax.casting._readers import in_order_alone, is_outer_product
 from mpjax.jaxpr import (
   OUTPUT,
   UNKNOWN,
@@ -138,6 +138,9 @@ def _follow(case: Case) -> Decision:
     met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
   results = [v for v in case.equation.outvars if castable(v.aval)]
   out = followed(case.equation, case.operands, results, met, case.half, case.real())
+  if out.kind is Kind.HALF and all(in_order_alone(case.body.reads(v)) for v in results):
+    why = "nothing but an order is made of it"
+    return case.decided(Mode.FULL, why, case.all_held(Held(Kind.ISLAND, FLOAT32)))
   if out.kind is Kind.HALF:
     return case.decided(Mode.HALF, _FOLLOWS, case.all_held(out))
   strongest = rule_of({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})
@@ -262,7 +265,7 @@ ROWS = (
     "outer product",
     "on the list `allow`, and contracts at most one element",
     lambda c: c.listed == "allow" and is_outer_product(c.equation, c.body.place.calls),
-    _full("an outer product, on no matrix unit: it contracts nothing", "deny"),
+    _full("an outer product, on no matrix unit: it contracts at most one element", "deny"),
   ),
   Row(
     "float32 module",
@@ -278,7 +281,7 @@ ROWS = (
   ),
   Row(
     "exact product",
-    "a product of positions, or of data and constants; a selection that float32 reads; a Gram matrix",
+    "a product of positions, or of data and a filter; a selection that float32 reads; a linear recurrence",
     lambda c: c.listed == "allow" and bool(c.why_float32),
     lambda c: _full(c.why_float32)(c),
   ),

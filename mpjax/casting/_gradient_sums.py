@@ -23,13 +23,14 @@ from mpjax.products import lower_as
 
 MANY = 16  # uses; as many terms in bfloat16 are off by about 0.01
 
-_use_p = Primitive("use_of_many")  # (x, x in float32) -> x, whose gradient goes to the second
+# (x, its original in float32) -> x; the gradient goes to the original, as that of a product does.
+_use_p = Primitive("use_of_many")
 register_as(_use_p, jax.lax.copy_p)
 
 
 def use(x: Array, wide: Array) -> Array:
   """Returns `x`, a value in half precision; its gradient goes to `wide`, the same value in float32."""
-  return _use_p.bind(x, wide)
+  return _use_p.bind(x, wide, originals=(0,))
 
 
 def widened(x: Array) -> Array:
@@ -61,20 +62,26 @@ def look_up(equation: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
   return list(map(use, rows, wide))
 
 
-def _first(x: AbstractValue, wide: AbstractValue) -> AbstractValue:
+def _first(x: AbstractValue, wide: AbstractValue, *, originals: tuple[int, ...]) -> AbstractValue:
   return x
 
 
-def _jvp(primals: Sequence[Array], tangents: Sequence[Array | ad.Zero]) -> tuple[Array, Array | ad.Zero]:
+def _jvp(
+  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, originals: tuple[int, ...]
+) -> tuple[Array, Array | ad.Zero]:
   x, (still, moving) = primals[0], tangents
   return x, still if isinstance(moving, ad.Zero) else jax.lax.convert_element_type(moving, x.dtype)
 
 
-def _transpose(ct: Array | ad.Zero, x: object, wide: object) -> list[Array | ad.Zero | None]:
+def _transpose(
+  ct: Array | ad.Zero, x: object, wide: object, *, originals: tuple[int, ...]
+) -> list[Array | ad.Zero | None]:
   return [None, ct if isinstance(ct, ad.Zero) else widened(ct)]
 
 
-def _batch(operands: Sequence[Array], axes: Sequence[int | None]) -> tuple[Array, int | None]:
+def _batch(
+  operands: Sequence[Array], axes: Sequence[int | None], *, originals: tuple[int, ...]
+) -> tuple[Array, int | None]:
   (x, wide), (axis, other) = operands, axes
   if axis is not None and other is not None:
     wide = jnp.moveaxis(wide, other, axis)

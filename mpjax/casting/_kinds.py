@@ -287,7 +287,7 @@ def initial(aval: AbstractValue, value: ArrayLike | None = None, half: np.dtype 
 
 
 def width(value: ArrayLike, half: np.dtype) -> Wide:
-  """Returns whether finite numbers stay finite, and non-zero ones non-zero, in `half`."""
+  """Returns what rounding to `half` makes of finite numbers."""
   value = np.asarray(value)
   with np.errstate(over="ignore", under="ignore"):
     rounded = value.astype(half).astype(np.float32)

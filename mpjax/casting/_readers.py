@@ -75,6 +75,11 @@ def in_half_alone(reads: Reads) -> bool:
   return bool(reads & _VIEWS) and not reads & ~(_IN_HALF | Reads.LATER)
 
 
+def in_order_alone(reads: Reads) -> bool:
+  """Returns whether only a value's place among others, or an integer, is computed from it."""
+  return reads & ~(Reads.LATER | Reads.NORM) == Reads.ORDER
+
+
 def in_backward(equation: JaxprEqn, calls: Calls) -> bool:
   """Returns whether an equation, or a call around it, is in a backward pass."""
   return any(map(backward_depth, (equation, *(call for call, _ in calls))))
@@ -264,8 +269,8 @@ class Readers(Backward[Reads]):
       return Reads.ORDER
     if has(equation, Trait.PASSES_ON):
       return results
-    is_square = len({id(atom) for atom in equation.invars}) == 1
-    return results & ~(_VIEWS if is_square else _VIEWS | Reads.NORM)
+    alone = len({id(atom) for atom in equation.invars}) == 1  # as in a square: the norm is of the operand
+    return results & ~(_VIEWS if alone else _VIEWS | Reads.NORM)
 
 
 def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: CastingRules) -> frozenset[Calls]:

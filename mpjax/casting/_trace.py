@@ -96,7 +96,8 @@ class Traced:
     `None` for a program that cannot be compared.
     """
     structure = structure_of(self.closed)
-    known = structure, tuple(self._held(rules)), self._returns_float32(policy)
+    arrays = tuple(isinstance(x, jax.Array) for x in constants_of(self.closed))
+    known = structure, tuple(self._held(rules)), self._returns_float32(policy), arrays, tuple(self._arguments)
     return known if structure.is_known else None
 
   def _held(self, rules: CastingRules) -> list[Held]:

@@ -134,6 +134,7 @@ SCANS = {
   "sum": (lambda c, x: (c + (x @ W).sum(), None), "f32", ""),
   "sum of squares": (lambda c, x: (c + (x @ W) ** 2, None), "f32", ""),
   "decaying mean": (lambda c, x: (0.9 * c + 0.1 * (x @ W), None), "f32", ""),
+  "log-probabilities": (lambda c, x: (jnp.log(jnp.exp(c - c.max()) @ jnp.abs(W)) + c.max() + x, None), "f32", ""),
   "stacked products": (lambda c, x: (c @ W, x @ W), "H", "H"),
   "counter": (lambda c, x: ((c[0] + 1, c[1] @ W), None), "int32 H", ""),
   "stream and loss": (lambda c, x: ((c[0] + (c[0] @ x.T) @ x, c[1] + jnp.sum(c[0])), None), "H f32", ""),

@@ -94,6 +94,25 @@ def test_what_the_function_closes_over_may_change():
     np.testing.assert_allclose(cast(W), fun(W), rtol=0.02)
 
 
+def test_what_may_be_a_weight_makes_another_program():
+  closure = {"w": W}
+  of_constant = lambda x: jax.nn.relu(x @ closure["w"]) @ closure["w"]
+  run, found = mpjax.autocast(of_constant, "bf16"), []
+  for w in (W, jnp.asarray(W), W):  # an array of NumPy is a constant
+    closure["w"] = w
+    found.append(products(lambda x: run(x), X))
+  assert found == [{"f32"}, {"bf16"}, {"f32"}]
+  boxes = lambda params, x: (
+    jnp.mean((x + params[1] + x @ params[0]) ** 2) + jnp.mean((x + x @ params[0]) @ params[0])
+  )
+  flat = lambda *args: boxes(args[:2], args[2]) if len(args) == 3 else boxes(*args)
+  run = mpjax.autocast(flat, "bf16")
+  texts = [
+    str(jax.make_jaxpr(lambda *args: run(*args))(*args)) for args in (((W, X), X), (W, X, X), ((W, X), X))
+  ]
+  assert texts[0] == texts[2]
+
+
 def test_a_derivative_rule_may_change():
   held = {"slope": 2.0}
 

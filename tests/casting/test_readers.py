@@ -60,6 +60,12 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+def test_an_integer_is_made_of_float32_sums():
+  code = lambda x: jnp.floor((x @ W + W[0]) * 16 + 64).astype(int)
+  after = {row.primitive: row.after for row in mpjax.explain(code, X, policy="bf16").rows}
+  assert (after["add"], after["mul"], after["floor"]) == ("float32", "float32", "float32")
+
+
 # Boxes that a loss and a layer read, and what else a program does with its arguments, in several orders.
 def boxes(params, batch):
   found = batch["boxes"] + jnp.tanh(batch["x"] @ params["w"]) @ params["v"] + params["b"]

@@ -21,11 +21,13 @@ from mpjax.jaxpr import (
   BACKWARD,
   OTHER,
   CallKind,
+  Trait,
   bodies_of,
   call_kind,
   default_branch,
   facts,
   flops,
+  has,
   inside,
   is_recomputed,
   is_variable,
@@ -264,6 +266,8 @@ class _Builder:
   ) -> GraphOperation:
     kind = call_kind(equation)
     operands = [environment[v] for v in variables_of(equation.invars)]
+    if "originals" in equation.params and not has(equation, Trait.PRODUCT):
+      operands[1:] = operands[:1]  # the other one is there for a gradient alone
     results = []
     for variable in equation.outvars:
       environment[variable] = _value(variable.aval)
