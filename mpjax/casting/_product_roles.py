@@ -269,10 +269,10 @@ class ProductRoles:
       for i, v in enumerate(body.invars)
     ]
     lineages = Lineages(rules).solve(jaxpr, inputs)
-    beside: dict[int, int] = {}  # by argument, the bits of its leaves
+    groups: dict[int, int] = {}  # by argument, the bits of its leaves
     for i, argument in enumerate(arguments):
-      beside[argument] = beside.get(argument, 0) | _source(i)
-    parameters, has_filters = _parameters(lineages, rules, list(beside.values()))
+      groups[argument] = groups.get(argument, 0) | _source(i)
+    parameters, has_filters = _parameters(lineages, rules, list(groups.values()))
     if has_filters:
       inputs = [fact._replace(sources=fact.sources & ~parameters) for fact in inputs]
       lineages = Lineages(rules, parameters).solve(jaxpr, inputs)
@@ -340,17 +340,17 @@ def _source(i: int) -> int:
   return _POSITIONS << 1 + i
 
 
-def _parameters(lineages: Facts[Lineage], rules: CastingRules, beside: list[int]) -> tuple[int, bool]:
+def _parameters(lineages: Facts[Lineage], rules: CastingRules, groups: list[int]) -> tuple[int, bool]:
   """Returns the sources that are parameters, and whether a product may be one of data and a NumPy array.
 
-  What a layer multiplies an activation by is a parameter. The right operand of a product before any layer is
-  one, and the left one is data, unless one of them is known to be the other. So are the inputs beside one of
-  the former in its argument, unless data is among them, too.
+  What a layer multiplies an activation by is a parameter, and with it the other inputs of its argument,
+  unless data is among them. The right operand of a product before any layer is a parameter, and the left one
+  is data, unless one of them is known to be the other.
 
   Args:
     lineages: the sources of the program's values.
     rules: the rules.
-    beside: for each argument, the bits of its leaves.
+    groups: for each argument, the bits of its leaves.
   """
   found = data = 0
   first, has_filters = [], False
@@ -376,17 +376,17 @@ def _parameters(lineages: Facts[Lineage], rules: CastingRules, beside: list[int]
     if rhs.is_constant:  # a filter, or rows of data behind a weight on the left
       found |= left & ~data if rows else 0
     elif (
-      not right & (data | left) and not left & found and (len(beside) < 2 or not _alike(left, right, beside))
+      not right & (data | left) and not left & found and (len(groups) < 2 or not _alike(left, right, groups))
     ):
       found, data = found | right, data | left & ~right
   return found | sum(
-    {leaves & ~found for leaves in beside if leaves & layers and not leaves & data}
+    {leaves & ~found for leaves in groups if leaves & layers and not leaves & data}
   ), has_filters
 
 
-def _alike(left: int, right: int, beside: list[int]) -> bool:
+def _alike(left: int, right: int, groups: list[int]) -> bool:
   """Returns whether two values are from one argument."""
-  return any(left & leaves and right & leaves for leaves in beside)
+  return any(left & leaves and right & leaves for leaves in groups)
 
 
 def _products(lineages: Facts[Lineage], ends: Facts[Ends], rules: CastingRules) -> dict[Calls, ProductRole]:

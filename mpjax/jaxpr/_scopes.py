@@ -23,7 +23,7 @@ OUTPUT = "@autocast_output"
 AUTOCAST = "@autocast_inside"  # with the policy's label; there for `explain` alone
 HALF_PRECISION, REGION_EDGE = "@half_precision", "@half_precision_edge"
 _OWN_MARKS = frozenset({FULL_PRECISION, OUTPUT, AUTOCAST, HALF_PRECISION, REGION_EDGE})
-# Scopes that are no modules, in a jaxpr and in a compiled program. Nor are names of einsums, `ij,jk->ik`.
+# Scopes that are not modules, in a jaxpr and in a compiled program.
 _MARKS = _OWN_MARKS | {"rematted_computation"}
 MARKS = _MARKS | {"checkpoint"}
 

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from mpjax._average import Average, is_average
 from mpjax._calls import is_linen_module
 from mpjax._lazy import nnx
-from mpjax._types import Array, ArrayLike, Metrics, PyTree
+from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.casting._casting_rules import make_rules
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.patterns import named_leaves, path_text
@@ -196,7 +196,7 @@ def require_given(keywords: tuple[str, ...], name: str, value: object, call: str
 
 def unpack(
   out: PyTree, takes_state: bool, grad_norm: bool = False
-) -> tuple[Float[Array, ""] | Average, Metrics, PyTree | None]:
+) -> tuple[Float[Array, ""] | Average, dict[str, Array | Average], PyTree | None]:
   """Returns loss, metrics and model state (or `None`) from the output of a loss function.
 
   Args:

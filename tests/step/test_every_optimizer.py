@@ -74,7 +74,6 @@ BY_NAME = {
   "adagrad": "sum_of_squares",
   "adan": "m v n g",
   "amsgrad": "mu nu nu_max",
-  "lars": "trace",
   "signum": "ema",
   "optimistic_adam_v2": "mu nu previous_gradient",
   "rprop": "step_sizes prev_updates",
@@ -120,6 +119,7 @@ TABLE = {
   **dict(pair.split(":") for pair in words(ALSO_IN)),
   **{f"scale_by_{name}": name for name in words(SCALED_BY)},
   # optax
+  "lars": Runs(named("lars"), "trace", lean=0.16),  # its updates are as small as a step of 24 bits
   "apply_every": Runs(lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1))),
   "apply_if_finite": Runs(lambda: optax.apply_if_finite(momentum(), 3), "trace"),
   "clip": Runs(lambda: optax.chain(
