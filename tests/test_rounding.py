@@ -59,7 +59,7 @@ def test_gradients_of_both_operands_are_those_of_rounded_values(policy, dtype):
 def test_a_value_between_two_products_is_rounded_once(policy, dtype):
   """The first product has two terms, so that its sum lies between two numbers of the format."""
   x = np.float32([[1, 2**-8 if dtype == "bfloat16" else 2**-11]])
-  ones = np.ones((2, 2), np.float32)
+  ones = jnp.ones((2, 2))
   twice = jax.jit(mpjax.autocast(lambda x: (x @ ones) @ ones, policy=policy))
   np.testing.assert_array_equal(np.float32(twice(x)), [[2, 2]])
 
