@@ -16,10 +16,8 @@ from typing import Any
 
 from benchmarks import _headlines
 from benchmarks._record import provenance
-from benchmarks.autocast import _ablation, _retrace
+from benchmarks.autocast import _ablation
 from benchmarks.chaos import _suite as chaos_suite
-from benchmarks.chaos import _table as chaos_table
-from benchmarks.fp8 import _errors
 from benchmarks.fp8 import _tables as fp8_tables
 from benchmarks.gather import _suite as gather_suite
 from benchmarks.gpu import _rates as gpu_rates
@@ -29,7 +27,6 @@ from benchmarks.memory import _suite as memory_suite
 from benchmarks.mutations import _suite as mutations_suite
 from benchmarks.plan import _tables as plan_tables
 from benchmarks.quality import _tables as quality_tables
-from benchmarks.start import _suite as start_suite
 from benchmarks.step_time import _published as step_time_published
 from benchmarks.step_time import _six as step_time_six
 from benchmarks.tune import _suite as tune_suite
@@ -107,39 +104,7 @@ def autocast_memory(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
-def losses(report: dict[str, Any]) -> str:
-  """Temporary memory, and bytes accessed where the compiler says them, of losses and masks."""
-  lines = ["| gradient of a loss with | float32 | by hand | autocast | beside by hand |", "|---" * 5 + "|"]
-  for case, rows in report["cases"].items():
-    cells = [f"{row['temp_bytes'] / 1e6:.0f} MB" for row in rows.values()]
-    accessed = [row["bytes_accessed"] / 1e9 for row in rows.values()]
-    if all(accessed):
-      cells = [f"{cell}, {size:.2f} GB" for cell, size in zip(cells, accessed, strict=True)]
-    ratio = rows["autocast"]["temp_bytes"] / rows["hand"]["temp_bytes"]
-    cells.append(f"{ratio:.3f}" + (f", {accessed[2] / accessed[1]:.3f}" if all(accessed) else ""))
-    lines.append(f"| {case} | " + " | ".join(cells) + " |")
-  return "\n".join([*lines, "", provenance(report)])
-
-
-def autocast_trace(report: dict[str, Any]) -> str:
-  """Equations, seconds of tracing, lowering and compiling, and their ratios to the plain function's."""
-  phases = ("trace", "lower", "compile", "total")
-  heads = ["equations", *(f"{phase} s" for phase in phases)]
-  lines = ["| gradient of | " + " | ".join(f"{head} (ratio)" for head in heads) + " |", "|---" * 6 + "|"]
-  for model, rows in report["models"].items():
-    for name, row in rows.items():
-      cells = [f"{row['equations']} ({row['equations_ratio']:.2f})"]
-      cells += [f"{row[f'{phase}_s']:.2f} ({row[f'{phase}_ratio']:.2f})" for phase in phases]
-      lines.append(f"| {model}, {name} | " + " | ".join(cells) + " |")
-  return "\n".join([*lines, "", provenance(report)])
-
-
 DEVICES = ("h200", "h200_cublas", "b200", "tpu7x", "v5e", "v5p", "v6e")
-
-
-def fp8_errors(report: dict[str, Any]) -> str:
-  """Error and gain of a weight's gradient by recipe."""
-  return f"{_errors.table(report)}\n\n{provenance(report)}"
 
 
 def numerics_memory(report: dict[str, Any]) -> str:
@@ -181,50 +146,6 @@ def numerics_inspect(report: dict[str, Any]) -> str:
       f"| {row['layers']} | {row['first_step_s']:.1f} | {row['first_look_s']:.1f} | {row['first']:.1f} | "
       f"{step:.0f} | {both:.0f} | {look:.0f} | {row['again']:.1f} |"
     )
-  return "\n".join([*lines, "", provenance(report)])
-
-
-def gradients(report: dict[str, Any]) -> str:
-  """The error of each weight's gradient, blocks and stages together by their largest."""
-  lines: list[str] = []
-  for config, columns in report["errors"].items():
-    rows: dict[str, list[float]] = {}
-    for i, errors in enumerate(columns.values()):
-      for path, error in errors.items():
-        name = "/".join(part for part in path.split("/") if not part.isdigit() and "block_" not in part)
-        row = rows.setdefault(name, [0.0] * len(columns))
-        row[i] = max(row[i], error)
-    if not lines:
-      lines += [f"| config | gradient | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
-    lines += [f"| {config} | {name} | {' | '.join(f'{x:.4f}' for x in row)} |" for name, row in rows.items()]
-  return "\n".join([*lines, "", provenance(report)])
-
-
-def few_bytes_tracking(report: dict[str, Any]) -> str:
-  """Medians of the stored second moment over the exact one by size of the gradients, and the spread."""
-  sizes = list(dict.fromkeys(row["gradients"] for row in report["rows"]))
-  lines = [f"| b2 | stored as | {' | '.join(sizes)} | 1% to 99% |", "|---" * (len(sizes) + 3) + "|"]
-  by_format: dict[tuple[float, str], list[dict[str, Any]]] = {}
-  for row in report["rows"]:
-    by_format.setdefault((row["b2"], row["format"]), []).append(row)
-  for (b2, name), rows in by_format.items():
-    cells = [
-      ", ".join(f"{row[phase]['median']:.3g}" for phase in ("steady", "after", "half")) for row in rows
-    ]
-    phases = [row[phase] for row in rows for phase in ("steady", "after")]
-    spread = f"{min(p['low'] for p in phases):.2g} to {max(p['high'] for p in phases):.3g}"
-    lines.append(f"| {b2} | {name} | {' | '.join(cells)} | {spread} |")
-  return "\n".join([*lines, "", provenance(report)])
-
-
-def few_bytes_time(report: dict[str, Any]) -> str:
-  """Time of an update by how its state and the weights are kept."""
-  lines = ["| update | ns a parameter | ratio of the shortest | of the medians | beside |", "|---" * 5 + "|"]
-  lines += [
-    f"| {row['name']} | {row['least_s'] / report['parameters'] * 1e9:.1f} | {row['least_ratio']:.2f} | "
-    f"{row['median_ratio']:.2f} | {row['beside']} |"
-    for row in report["rows"]
-  ]
   return "\n".join([*lines, "", provenance(report)])
 
 
@@ -286,13 +207,6 @@ def large_vocabulary_time(report: dict[str, Any]) -> str:
     for row in report["times"]
   ]
   return "\n".join([*lines, "", provenance(report)])
-
-
-def tune_predictions(report: dict[str, Any]) -> str:
-  """How good the sum of single changes is: a scatter, and its figures."""
-  _save(tune_suite.picture(report), "tune_predictions.png")
-  shown = "![predicted and measured errors](pictures/tune_predictions.png)"
-  return f"{shown}\n\n{tune_suite.TABLES['predictions'](report)}"
 
 
 def scaling(report: dict[str, Any]) -> str:
@@ -374,9 +288,6 @@ def main() -> None:
   for name, make in (
     ("scaling_tpu_v5e", scaling),
     ("chaos_cpu", chaos_suite.table),
-    ("chaos_table", chaos_table.table),
-    ("chaos_table_before", chaos_table.table),
-    ("start_cpu", start_suite.table),
     ("mutations", lambda report: mutations_suite.table(report["before"], report["after"])),
     ("gather_v5e", gather_suite.table),
     ("gather_h200", gather_suite.table),
@@ -387,26 +298,13 @@ def main() -> None:
     ("step_time_six_h100", step_time_six.table),
     ("compiled_h200", compiled),
     ("compiled_tpu_v5e", compiled),
-    ("tune_search", tune_suite.TABLES["search"]),
-    ("tune_predictions", tune_predictions),
-    ("tune_growth", tune_suite.TABLES["growth"]),
-    ("tune_proof", tune_suite.TABLES["proof"]),
+    ("tune_search", tune_suite.table),
     ("layerwise_cpu", layerwise),
     ("autocast_memory_h200", autocast_memory),
     ("autocast_memory_tpu_v5e", autocast_memory),
     ("autocast_ablation_cuda", _ablation.table),
     ("autocast_ablation_tpu", _ablation.table),
-    ("autocast_retrace_cpu", _retrace.table),
-    ("autocast_trace_h200", autocast_trace),
-    ("autocast_trace_h200_float16", autocast_trace),
-    ("losses_h200", losses),
-    ("losses_tpu_v5e", losses),
-    ("fp8_h200_triton", fp8_tables.compiled),
-    ("fp8_h200_cublas", fp8_tables.compiled),
-    ("fp8_h200_saved_compute", fp8_tables.compiled),
-    ("fp8_h200_saved_fp8", fp8_tables.compiled),
     *((f"fp8_devices_{target}", fp8_tables.by_device) for target in DEVICES),
-    ("fp8_errors_cpu", fp8_errors),
     ("quality_recipes_cpu", quality_tables.tables),
     ("quality_few_bytes_cpu", quality_tables.tables),
     ("memory_h200_jax_0_12", memory_suite.tables),
@@ -414,10 +312,6 @@ def main() -> None:
     ("numerics_memory_v5e", numerics_memory),
     ("numerics_time_cpu", numerics_time),
     ("numerics_inspect_cpu", numerics_inspect),
-    ("gradients_cpu_jax_0_10", gradients),
-    ("gradients_cpu_jax_0_12", gradients),
-    ("few_bytes_tracking_cpu", few_bytes_tracking),
-    ("few_bytes_time_cpu", few_bytes_time),
     ("few_bytes_memory_h200", few_bytes_memory),
     ("few_bytes_memory_v5e", few_bytes_memory),
     ("few_bytes_step_h200", few_bytes_step),

@@ -1,34 +1,24 @@
 """What `mpjax.autocast` of a plain float32 model costs beside careful casts by hand.
 
     python scripts/bench.py autocast memory cuda|tpu [--dtype bfloat16|float16] [--json FILE]
-    python scripts/bench.py autocast trace [cuda|tpu] [--dtype bfloat16|float16] [--rounds N] [--json FILE]
-    python scripts/bench.py autocast retrace [--rounds N] [--json FILE]
     python scripts/bench.py autocast ablation cuda|tpu [--model NAME] [--without MECHANISM] [--json FILE]
 
 `memory` compiles the gradient of the loss of a GPT (768 wide, 4 layers, 512 tokens, batch 16) and of a ViT
 (384 wide, 6 layers, 224 x 224, batch 32) for an H200 or a TPU v5e, without the device: temporary memory from
 the compiler, and matrix products and convolutions by the dtypes of their operands, from the StableHLO.
-`trace` times what comes before the first gradient of these, and of 48 small blocks that are not scanned, with
-JAX's caches emptied every time: tracing, lowering and compiling, for this machine or a described device; and
-counts the equations. `retrace` times tracing alone, of a gradient that was never traced and of the same once
-more, in float32 and under two policies. `ablation` compiles the gradients of small models of a dozen kinds,
-under autocast and under autocast without one of its mechanisms. A described device needs the packages that
-`mpjax[plan-cuda]` and `mpjax[plan-tpu]` name. Triton's products are off for the H200: with no GPU to tune
-them on, XLA finds no tiling for the ViT's and stops.
+`ablation` compiles the gradients of small models of a dozen kinds, under autocast and under autocast without
+one of its mechanisms. A described device needs the packages that `mpjax[plan-cuda]` and `mpjax[plan-tpu]`
+name. Triton's products are off for the H200: with no GPU to tune them on, XLA finds no tiling for the ViT's
+and stops.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import gc
-import itertools
 import os
-import random
 import re
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -45,18 +35,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
-from benchmarks._record import compiler_figures, origin, write
-from benchmarks.autocast import _ablation, _retrace
+from benchmarks._record import compiler_figures, origin
+from benchmarks.autocast import _ablation
 from benchmarks.autocast._kinds_of_models import EXAMPLES
 from benchmarks.autocast._models import Task, gpt, vit
-from mpjax._types import AnyJaxpr
-from mpjax.jaxpr import bodies_of, open_jaxpr
 
 LARGE = {"GPT": gpt(768, 12, 4, seq=512, batch=16), "ViT": vit(384, 6, 6, side=224, batch=32)}
-TRACED = LARGE | {"48 blocks": gpt(64, 4, 48, seq=16, batch=2)}
 POLICIES = {"bfloat16": "bf16", "float16": "fp16"}
 SAVE_DOTS = jax.checkpoint_policies.dots_saveable
-PHASES = ("trace", "lower", "compile", "total")
 
 # Name to (task, half-precision dtype) -> loss.
 VARIANTS: dict[str, Callable[[Task, str], Callable[[Any, Any], jax.Array]]] = {
@@ -66,9 +52,7 @@ VARIANTS: dict[str, Callable[[Task, str], Callable[[Any, Any], jax.Array]]] = {
   "autocast": lambda task, dtype: mpjax.autocast(task.loss(), POLICIES[dtype]),
   "autocast, recompute": lambda task, dtype: mpjax.autocast(task.loss(), POLICIES[dtype], recompute="dots"),
 }
-AGAINST_HAND = ("hand", "hand, dots_saveable", "autocast", "autocast, recompute", "float32")
-AGAINST_PLAIN = ("float32", "hand", "hand, dots_saveable", "autocast", "autocast, recompute")
-ORDER = {"memory": AGAINST_HAND, "trace": AGAINST_PLAIN}
+ORDER = ("hand", "hand, dots_saveable", "autocast", "autocast, recompute", "float32")
 
 
 def products(stablehlo: str) -> dict[str, int]:
@@ -86,10 +70,8 @@ def target_device(target: str) -> Any:
 
 
 def shapes(task: Task, device: Any) -> tuple[Any, Any]:
-  """Shapes of parameters and batch, on a device unless that is None."""
+  """Shapes of parameters and batch on a device."""
   tree = (jax.eval_shape(task.init), {"x": task.x, "y": task.y})
-  if device is None:
-    return tree
   sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
   return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree)
 
@@ -113,37 +95,6 @@ def measure_memory(target: str, dtype: str, names: list[str]) -> dict[str, Any]:
   return report
 
 
-def measure_trace(target: str | None, dtype: str, rounds: int, names: list[str]) -> dict[str, Any]:
-  """Times tracing, lowering and compiling the gradient of every variant, from empty caches, interleaved."""
-  device = target_device(target) if target else None
-  shown = f"{device.device_kind}, described and not there" if device else None
-  command = " ".join(["autocast trace", *([target] if target else []), f"--dtype {dtype} --rounds {rounds}"])
-  if len(names) < len(VARIANTS):
-    command += "".join(f" --variant {name!r}" if " " in name else f" --variant {name}" for name in names)
-  report = origin(command, "flax", "optax", device=shown) | {"models": {}}
-  for model, task in TRACED.items():
-    params, batch = shapes(task, device)
-    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    first_gradient(VARIANTS[names[0]](task, dtype), params, batch)  # what Python itself does once
-    for i in range(rounds):
-      for name in random.Random(i).sample(names, len(names)):
-        seconds[name].append(first_gradient(VARIANTS[name](task, dtype), params, batch))
-    rows: dict[str, dict[str, Any]] = {}
-    report["models"][model] = rows
-    print(f"{f'{model}, {dtype}':30}" + "".join(f"{phase + ' s':>12}{'ratio':>8}" for phase in PHASES))
-    counts = {name: equations(VARIANTS[name](task, dtype), params, batch) for name in names}
-    for name in names:
-      row = rows[name] = {"equations": counts[name], "equations_ratio": counts[name] / counts[names[0]]}
-      for phase in PHASES:
-        row[f"{phase}_s"] = statistics.median(times[phase] for times in seconds[name])
-        pairs = zip(seconds[name], seconds[names[0]], strict=True)
-        row[f"{phase}_ratio"] = statistics.median(here[phase] / base[phase] for here, base in pairs)
-      cells = (f"{row[f'{phase}_s']:12.3f}{row[f'{phase}_ratio']:8.2f}" for phase in PHASES)
-      shown_count = f"{row['equations']:8} equations ({row['equations_ratio']:.2f})"
-      print(f"  {name:28}" + "".join(cells) + shown_count, flush=True)
-  return report
-
-
 def measure_ablation(target: str, models: list[str] | None, without: list[str] | None) -> dict[str, Any]:
   """Compiles the gradient of every model under autocast without each mechanism; "nothing" stands for none."""
   device = target_device(target)
@@ -154,39 +105,11 @@ def measure_ablation(target: str, models: list[str] | None, without: list[str] |
   return report | {"models": _ablation.measure(device, models, chosen)}
 
 
-def equations(loss: Any, params: Any, batch: Any) -> int:
-  """The number of equations in a loss's gradient, those of bodies too."""
-
-  def count(jaxpr: AnyJaxpr) -> int:
-    body = open_jaxpr(jaxpr)
-    return len(body.eqns) + sum(count(inner) for equation in body.eqns for inner in bodies_of(equation))
-
-  return count(jax.make_jaxpr(jax.value_and_grad(loss))(params, batch))
-
-
-def first_gradient(loss: Any, params: Any, batch: Any) -> dict[str, float]:
-  """Seconds by phase until a loss's gradient could run for the first time."""
-  jax.clear_caches()
-  gc.collect()
-  marks = [time.perf_counter()]
-  traced = jax.jit(jax.value_and_grad(loss)).trace(params, batch)
-  marks.append(time.perf_counter())
-  lowered = traced.lower()
-  marks.append(time.perf_counter())
-  lowered.compile()
-  marks.append(time.perf_counter())
-  trace, lower, compile_ = (b - a for a, b in itertools.pairwise(marks))
-  return {"trace": trace, "lower": lower, "compile": compile_, "total": trace + lower + compile_}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("measure", choices=("memory", "trace", "retrace", "ablation"))
-  parser.add_argument(
-    "target", choices=("cuda", "tpu"), nargs="?", help="a device to compile for, which need not be there"
-  )
+  parser.add_argument("measure", choices=("memory", "ablation"))
+  parser.add_argument("target", choices=("cuda", "tpu"), help="what to compile for")
   parser.add_argument("--dtype", choices=POLICIES, default="bfloat16")
   parser.add_argument("--variant", choices=VARIANTS, action="append", help="leave the others out; may repeat")
-  parser.add_argument("--rounds", type=int, help="of trace and retrace (5)")
   parser.add_argument(
     "--model", choices=EXAMPLES, action="append", help="of ablation; leave the others out; may repeat"
   )
@@ -195,20 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def run(options: argparse.Namespace) -> int:
-  if options.measure == "retrace":
-    write(_retrace.measure(options.rounds or 5), options.json)
-    return 0
-  if options.measure != "trace" and options.target is None:
-    sys.exit(f"{options.measure} needs the device to compile for: {options.measure} cuda, or tpu")
+def run(options: argparse.Namespace) -> dict[str, Any]:
   if options.measure == "ablation":
-    write(measure_ablation(options.target, options.model, options.without), options.json)
-    return 0
+    return measure_ablation(options.target, options.model, options.without)
   # The first is what the others are divided by.
-  names = sorted(options.variant or VARIANTS, key=ORDER[options.measure].index)
-  if options.measure == "memory":
-    report = measure_memory(options.target, options.dtype, names)
-  else:
-    report = measure_trace(options.target, options.dtype, options.rounds or 5, names)
-  write(report, options.json)
-  return 0
+  names = sorted(options.variant or VARIANTS, key=ORDER.index)
+  return measure_memory(options.target, options.dtype, names)

@@ -1,26 +1,22 @@
 """Training runs under the faults of a month of use, each compared bit for bit with an undisturbed twin.
 
     python -m benchmarks.chaos --hours 1 [--seed 0] [--json FILE]      (or: python scripts/bench.py chaos ...)
-    python -m benchmarks.chaos --table [--rows REGEX]
 
 Small runs of the three example configs, one of them of two processes, are killed, signalled, paused, moved
 and deleted, run out of disk, and get a clock that jumps, a standard output that nobody reads, another mesh.
 While they stand still, their files are damaged. The same command then goes on. In the end the records, the
 arrays of the last checkpoint and the summary have to be those of a run that was left alone, but for records
 that were destroyed, which a start has to tell.
-`--table` tries each fault of a review by itself, and ends with status 1 if one does not end as it has to.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import json
 import os
 import pathlib
 import platform
 import random
-import re
 import shutil
 import sys
 import tempfile
@@ -28,19 +24,9 @@ import time
 from typing import Any
 
 from benchmarks._record import origin, provenance, write
-from benchmarks.chaos import (
-  _table,
-  _table_commands,
-  _table_data,
-  _table_files,
-  _table_library,
-  _table_pairs,
-  _table_processes,
-)
 from benchmarks.chaos._disturbance import Place, places
 from benchmarks.chaos._run import EVERY, STEPS, Example, Run, twin_of
 from benchmarks.chaos._starts import warm_up
-from benchmarks.chaos._trial import Prepared, Row, prepare
 
 _FP16 = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 20}}"
 _SMALL = ("model.layers=1", "model.heads=2", "data.batch_size=8")
@@ -56,10 +42,6 @@ EXAMPLES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--hours", type=float, default=0.05, help="how long runs are begun")
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--table", action="store_true", help="try each fault of the table instead")
-  parser.add_argument("--rows", default="", metavar="REGEX", help="only these rows; others stay in FILE")
-  parser.add_argument("--at-a-time", type=int, metavar="N", help="cases of the table; by default cores + 1")
-  parser.add_argument("--older", default="", metavar="PYTHON", help="of an environment with an older JAX")
   parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="where runs go that end otherwise")
 
 
@@ -67,39 +49,11 @@ def run(options: argparse.Namespace) -> int:
   with tempfile.TemporaryDirectory(prefix="mpjax-chaos-") as folder:
     root = pathlib.Path(folder)
     warm_up(root / "compiled")
-    if options.table:
-      report, good = _table_of_faults(root, options)
-    else:
-      report, good = _soak(root, options)
-  mode = "--table" if options.table else f"--hours {options.hours:g} --seed {options.seed}"
+    report, good = _soak(root, options)
+  mode = f"--hours {options.hours:g} --seed {options.seed}"
   cores = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
   write(origin(f"chaos {mode}", "jaxlib", "orbax-checkpoint", device=cores) | report, options.json)
   return 0 if good else 1
-
-
-def _table_of_faults(root: pathlib.Path, options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-  root.chmod(0o755)
-  try:
-    prepared = prepare(root, options.older)
-  except RuntimeError as error:
-    sys.exit(str(error))
-  rows = table_rows(prepared)
-  report, good = _table.report(
-    [row for row in rows if re.search(options.rows, row.name)],
-    root,
-    prepared,
-    options.at_a_time,
-    options.keep,
-  )
-  if options.rows and options.json is not None and options.json.exists():
-    report = _table.merged(json.loads(options.json.read_text()), report, [row.name for row in rows])
-  return report, good
-
-
-def table_rows(prepared: Prepared) -> list[Row]:
-  """Returns the rows of the fault table."""
-  families = (_table_files, _table_processes, _table_pairs, _table_commands, _table_data, _table_library)
-  return [row for family in families for row in family.rows(prepared)]
 
 
 def _soak(root: pathlib.Path, options: argparse.Namespace) -> tuple[dict[str, Any], bool]:

@@ -40,9 +40,9 @@ from jax.experimental import topologies
 
 import mpjax
 from benchmarks._record import compiler_figures, origin, write
-from benchmarks.fp8._suite import is_narrow, without_json
 from mpjax.planner import get_target
-from mpjax.planner.compiled import kernel_products, module_proto, parse
+from mpjax.planner.compiled import KernelProduct, kernel_products, module_proto, parse
+from mpjax.planner.compiled._hlo import numpy_name
 
 _DUMP = pathlib.Path(tempfile.gettempdir(), f"ptx-{os.getpid()}")
 ROWS, NARROW, WIDE = 8192, 2048, 8192
@@ -147,3 +147,18 @@ def measure(policy: Any, params: Any, x: Any, put: Any, on_gpu: bool) -> dict[st
   else:
     row["cycles"] = sum(c for c in map(int, _CYCLES.findall(compiled.as_text() or "")) if c < _NO_ESTIMATE)
   return row
+
+
+def is_narrow(product: KernelProduct) -> bool:
+  """Whether it is a GEMM with both operands below 16 bits."""
+  return product.kernel != "loop" and all(
+    mpjax.formats.narrow_bits(numpy_name(dtype)) for dtype in product.dtypes
+  )
+
+
+def without_json(arguments: list[str]) -> list[str]:
+  """A command line without where its report went."""
+  if "--json" in arguments:
+    at = arguments.index("--json")
+    return arguments[:at] + arguments[at + 2 :]
+  return [argument for argument in arguments if not argument.startswith("--json=")]

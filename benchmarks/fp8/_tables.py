@@ -7,24 +7,6 @@ from typing import Any
 from benchmarks._record import provenance
 
 
-def compiled(report: dict[str, Any]) -> str:
-  """Which products are FP8 GEMMs, and the memory beside bfloat16's."""
-  lines = [
-    "| policy | eligible, of the forward FLOPs | FP8 of that: forward, backward | temporaries MB | ratio |",
-    "|---|---|---|---|---|",
-  ]
-  for name, row in report["policies"].items():
-    eligible = row["eligible"]["flops"] / row["all_forward_flops"]
-    share = row["share"]
-    cells = (
-      ["-", "-"] if share is None else [f"{eligible:.1%}", f"{share['forward']:.0%}, {share['backward']:.0%}"]
-    )
-    lines.append(
-      f"| {name} | {' | '.join(cells)} | {row['temp_bytes'] / 1e6:.1f} | {row['temp_ratio']:.3f} |"
-    )
-  return "\n".join([*lines, "", provenance(report)])
-
-
 def by_device(report: dict[str, Any]) -> str:
   """Temporaries, and products below 16 bits or cycles, by recipe on one device."""
   rows = report["policies"]

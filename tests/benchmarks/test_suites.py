@@ -6,7 +6,6 @@ import jax
 import pytest
 
 from benchmarks.few_bytes import _memory as few_bytes
-from benchmarks.few_bytes import _tracking as tracking
 from benchmarks.large_vocabulary import _suite as large_vocabulary
 from benchmarks.plan import _measured
 from benchmarks.scaling import _suite as scaling
@@ -64,12 +63,6 @@ def test_what_does_not_say_what_it_moves_is_refused(line, message):
   proto = serialised(f"HloModule m\n\n{called}{computation('ENTRY %main', f'{read}; {line}')}")
   with pytest.raises(ValueError, match=message):
     few_bytes.main_memory_bytes(proto)
-
-
-def test_the_rule_of_others_comes_back_close():
-  x = jax.random.uniform(jax.random.key(0), tracking.SHAPE)
-  back = tracking.from_root_codes(tracking.root_codes(x))
-  assert abs(back - x).max() < 0.01
 
 
 def test_the_loss_in_chunks_is_measured_beside_float64(monkeypatch):

@@ -1,1 +1,0 @@
-"""How exact each gradient is."""

@@ -1,1 +1,0 @@
-"""Losses and masks under autocast, beside casts by hand."""

@@ -1,1 +1,0 @@
-"""How long `mpjax train` takes to its first step."""
