@@ -95,22 +95,26 @@ def test_what_the_function_closes_over_may_change():
 
 
 def test_what_may_be_a_weight_makes_another_program():
-  closure = {"w": W}
-  of_constant = lambda x: jax.nn.relu(x @ closure["w"]) @ closure["w"]
-  run, found = mpjax.autocast(of_constant, "bf16"), []
-  for w in (W, jnp.asarray(W), W):  # an array of NumPy is a constant
-    closure["w"] = w
-    found.append(products(lambda x: run(x), X))
-  assert found == [{"f32"}, {"bf16"}, {"f32"}]
-  boxes = lambda params, x: (
-    jnp.mean((x + params[1] + x @ params[0]) ** 2) + jnp.mean((x + x @ params[0]) @ params[0])
-  )
-  flat = lambda *args: boxes(args[:2], args[2]) if len(args) == 3 else boxes(*args)
-  run = mpjax.autocast(flat, "bf16")
-  texts = [
-    str(jax.make_jaxpr(lambda *args: run(*args))(*args)) for args in (((W, X), X), (W, X, X), ((W, X), X))
-  ]
-  assert texts[0] == texts[2]
+  closure = {}
+  exact = jnp.tanh(X @ W)
+  for order in ((W, jnp.asarray(W)), (jnp.asarray(W), W)):  # an array of NumPy is a constant
+    run = mpjax.autocast(lambda x: jnp.tanh(x @ closure["w"]), "bf16")
+    for closure["w"] in order:
+      off = np.abs(run(X) - exact).max()
+      assert (off < 1e-5) == isinstance(closure["w"], np.ndarray), off
+
+  def flat(*args):
+    w, offset, x = args if len(args) == 3 else (*args[0], args[1])
+    found = offset + x @ w
+    return jnp.mean((found - 1) ** 2) + jnp.mean((found @ w) ** 2)
+
+  groups = ((W, X), X), (W, X, X)  # bias and data in one argument with the weights, or in their own
+  trace = lambda run, args: str(jax.make_jaxpr(lambda *args: run(*args))(*args))
+  alone = [trace(mpjax.autocast(lambda *args: flat(*args), "bf16"), args) for args in groups]
+  assert alone[0] != alone[1]
+  for order in ((0, 1), (1, 0)):
+    run = mpjax.autocast(lambda *args: flat(*args), "bf16")
+    assert [trace(run, groups[i]) for i in order] == [alone[i] for i in order]
 
 
 def test_a_derivative_rule_may_change():
