@@ -1,1 +1,0 @@
-"""The loss of a large vocabulary in chunks of rows, beside that of whole logits."""
