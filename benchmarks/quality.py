@@ -1,0 +1,165 @@
+"""Evaluation loss by policy over several seeds, beside float32 with the same seed.
+
+A row is a run of `mpjax train`. The same seed has the same data and the same first weights. FP8 is emulated
+where the machine has no units for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import statistics
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks._runner import ROOT, Row, chosen, markdown
+from mpjax.train import run as train
+
+PACKAGES = ("flax", "optax")
+BASE, INT8 = "fp32", "bf16, int8 state"
+FP8 = "base: fp8, fp8: {emulate: true"
+# By the name in the table; the first is what the others are compared with.
+POLICIES = {
+  BASE: "fp32",
+  "bf16": "bf16",
+  "fp16": "fp16",
+  "fp16, no loss scale": "{base: fp16, loss_scaling: null}",
+  "fp8": f"{{{FP8}}}}}",
+  # Of products that are too small to gain from it, too, which the preset leaves in bfloat16.
+  "fp8, min_dim 16": f"{{{FP8}, min_dim: 16}}}}",
+  "fp8, delayed": f"{{{FP8}, min_dim: 16, recipe: delayed}}}}",
+  "fp8, nvfp4": f"{{{FP8}, min_dim: 16, recipe: nvfp4}}}}",
+  INT8: "{base: bf16, optimizer_dtype: int8}",
+  "bf16, bfloat16 state": "{base: bf16, optimizer_dtype: bfloat16}",
+  "bf16_lean": "bf16_lean",
+}
+FEW_BYTES = (INT8, "bf16_lean")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """What is trained.
+
+  Attributes:
+    config: a file, and what is set otherwise in it.
+    policies: beside float32.
+    seeds: more of them where they are quick and far apart.
+    plugin: registers the config's model.
+  """
+
+  config: tuple[str, ...]
+  policies: tuple[str, ...]
+  seeds: int = 3
+  plugin: str | None = None
+
+
+def _small(file: str, *changes: str) -> tuple[str, ...]:
+  return (file, "model.layers=2", "data.batch_size=8", "data.eval_batches=100", "train.steps=300", *changes)
+
+
+def _small_gpt(optimizer: str, rate: str, *changes: str) -> tuple[str, ...]:
+  sizes = ("model.dim=128", "model.heads=2")
+  return _small(
+    "configs/gpt_stdlib.yaml",
+    *sizes,
+    f"optimizer.name={optimizer}",
+    f"optimizer.learning_rate={rate}",
+    *changes,
+  )
+
+
+_LLAMA = "examples/llama/llama.py"
+_PLAIN = "optimizer.options={}"
+TASKS = {
+  "GPT, 2,048 bytes a batch": Task(
+    ("configs/gpt_stdlib.yaml", "train.steps=400", "data.eval_batches=100"),
+    ("bf16", "fp16", "fp16, no loss scale", "fp8"),
+  ),
+  # A batch of a size that one takes on an accelerator: each byte's share of the gradient is small.
+  "GPT, 32,768 bytes a batch": Task(
+    (
+      *("configs/gpt_stdlib.yaml", "model.dim=32", "model.layers=4", "model.heads=2", "data.seq_len=256"),
+      *(
+        "data.batch_size=128",
+        "optimizer.warmup_steps=20",
+        "optimizer.learning_rate=5e-3",
+        "train.steps=100",
+      ),
+      "data.eval_batches=6",
+    ),
+    ("bf16", "fp16", "fp16, no loss scale"),
+  ),
+  "Llama": Task(
+    _small("examples/llama/stdlib.yaml"),
+    ("bf16", "fp8, min_dim 16", "fp8, delayed", "fp8, nvfp4", INT8),
+    seeds=2,
+    plugin=_LLAMA,
+  ),
+  "ViT on digits": Task(("configs/vit_digits.yaml",), ("bf16", "bf16_lean")),
+  "ResNet on digits": Task(
+    ("configs/resnet_digits.yaml", "optimizer.name=adamw", _PLAIN, "optimizer.learning_rate=2e-3"),
+    ("bf16", INT8),
+    seeds=2,
+  ),
+  "small GPT, AdamW": Task(_small_gpt("adamw", "2e-3"), ("bf16", *FEW_BYTES), seeds=2),
+  "Lion": Task(_small_gpt("lion", "5e-4", _PLAIN), (INT8,), seeds=2),
+  "Muon": Task(_small_gpt("muon", "5e-3", _PLAIN), ("bf16, bfloat16 state", INT8), seeds=2),
+  "SGD": Task(
+    _small_gpt("sgd", "0.1", "optimizer.options={momentum: 0.9}", "optimizer.weight_decay=0"),
+    (INT8,),
+    seeds=2,
+  ),
+}
+
+
+def rows() -> Iterator[Row]:
+  """A run for each task, policy and seed; each seed of all before the next."""
+  for seed in range(max(task.seeds for task in TASKS.values())):
+    for name, task in TASKS.items():
+      for policy in (BASE, *task.policies):
+        if seed < task.seeds:
+          facts = {"task": name, "policy": policy, "seed": seed}
+          yield Row(facts, functools.partial(measure, task, policy, seed))
+
+
+def measure(task: Task, policy: str, seed: int) -> dict[str, Any]:
+  """Trains, and returns the evaluation at the end."""
+  file, *changes = task.config
+  with tempfile.TemporaryDirectory() as folder:
+    end = ("train.eval_every=1000000", "train.checkpoint_every=1000000")
+    own = [f"policy={POLICIES[policy]}", f"seed={seed}", f"out={pathlib.Path(folder, 'run')}"]
+    result = train(
+      str(ROOT / file), [*changes, *end, *own], plugins=[str(ROOT / task.plugin)] if task.plugin else []
+    )
+  return {"eval_loss": result.eval_loss, "steps": result.steps, "skipped_steps": result["skipped_steps"]}
+
+
+def differences(report: dict[str, Any], task: str, policy: str) -> list[float]:
+  """By seed: how far the loss is from float32's, as a share of the mean of that."""
+  base = {row["seed"]: row["eval_loss"] for row in chosen(report, task=task, policy=BASE)}
+  mean = statistics.fmean(base.values())
+  rows = chosen(report, task=task, policy=policy)
+  return [(row["eval_loss"] - base[row["seed"]]) / mean for row in rows]
+
+
+def table(report: dict[str, Any]) -> str:
+  """Mean difference from float32 and its standard error, policies down and tasks across."""
+  lines = [["float32's loss", *(f"{_loss(report, task):.4f}" for task in TASKS)]]
+  for policy in list(POLICIES)[1:]:
+    lines.append([policy, *(_cell(report, task, policy) for task in TASKS)])
+  lines.append(["seeds", *(str(task.seeds) for task in TASKS.values())])
+  return markdown(["policy", *TASKS], lines)
+
+
+def _loss(report: dict[str, Any], task: str) -> float:
+  return statistics.fmean(row["eval_loss"] for row in chosen(report, task=task, policy=BASE))
+
+
+def _cell(report: dict[str, Any], task: str, policy: str) -> str:
+  if policy not in TASKS[task].policies:
+    return ""
+  found = differences(report, task, policy)
+  error = statistics.stdev(found) / len(found) ** 0.5
+  return f"{statistics.fmean(found):+.2%} ± {error:.2%}"

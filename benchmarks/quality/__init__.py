@@ -1,1 +1,0 @@
-"""Evaluation loss by policy over several seeds."""
