@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.memory._suite import peak
+from benchmarks._runner import markdown, one
 from mpjax._render.picture_style import BLACK, BLUE, GREY, HEADING, TEXT, new_figure, picture_style
-
-RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,58 +33,45 @@ class Headline:
     return self.with_[1] / self.without[1]
 
 
-def headlines() -> list[Headline]:
-  """Reads the figures from the committed reports."""
-  memory = _read("memory_h200_jax_0_12")
-  step = {row["policy"]: peak(row) for row in memory["rows"] if _is(row, model="gpt", sweep="rows", rows=8)}
-  casts = _read("autocast_memory_h200")
-  gradient = {name: row["temp_bytes"] for name, row in casts["models"]["GPT"].items()}
-  vocabulary = _read("large_vocabulary_memory_h200")
-  loss = {row["name"]: row["temp_bytes"] for row in vocabulary["rows"] if _is(row, policy="bf16", width=1024)}
-  gather = _read("gather_h200")
-  llama = {row["gather"]: row["peak"] for row in gather["rows"] if _is(row, model="llama", accumulate=1)}
-  few = _read("few_bytes_memory_h200")
-  held = {row["name"]: row["held"] for row in few["rows"]}
+def headlines(read: Callable[[str], dict[str, Any]]) -> list[Headline]:
+  """Finds the figures in the reports that `read` gives by name."""
+  step = functools.partial(one, read("memory"), target="h200", model="gpt", rows=8)
+  gradient = functools.partial(one, read("autocast"), target="h200", model="GPT")
+  loss = functools.partial(one, read("large_vocabulary"), target="h200", policy="bf16")
+  llama = functools.partial(one, read("gather"), target="h200:8", model="llama", accumulate=1)
+  update = functools.partial(one, read("few_bytes"), target="h200")
   return [
     Headline(
       "Training step of a GPT, 124M\nparameters, 8 rows of 1024 tokens",
-      ("fp32", step["fp32"] / 1e9),
-      ("bf16", step["bf16"] / 1e9),
+      ("fp32", step(policy="fp32")["peak"] / 1e9),
+      ("bf16", step(policy="bf16")["peak"] / 1e9),
       "GB",
     ),
     Headline(
       "Gradient of a GPT in bfloat16,\n768 wide, 4 layers: temporaries",
-      ("careful casts by hand", gradient["hand"] / 1e9),
-      ("autocast", gradient["autocast"] / 1e9),
+      ("careful casts by hand", gradient(casts="hand")["temporaries"] / 1e9),
+      ("autocast", gradient(casts="autocast")["temporaries"] / 1e9),
       "GB",
     ),
     Headline(
       "Loss of 128,256 classes,\n8192 tokens: temporaries",
-      ("whole logits", loss["whole logits"] / 1e9),
-      ("linear_cross_entropy", loss["1024 rows"] / 1e9),
+      ("whole logits", loss(loss="whole logits")["temporaries"] / 1e9),
+      ("linear_cross_entropy", loss(loss="linear_cross_entropy")["temporaries"] / 1e9),
       "GB",
     ),
     Headline(
       "Step of a Llama, 1.1B\nparameters, on 8 GPUs: each",
-      ("parameters gathered once a step", llama["step"] / 1e9),
-      ('gather="block"', llama["block"] / 1e9),
+      ("parameters gathered once a step", llama(gather="step")["peak"] / 1e9),
+      ('gather="block"', llama(gather="block")["peak"] / 1e9),
       "GB",
     ),
     Headline(
       "Weights and state of AdamW,\nheld all the time",
-      ("float32", held["optax.adamw"]),
-      ("bf16_lean", held["state int8, weights int8"]),
+      ("float32", update(update="optax.adamw")["held"]),
+      ("bf16_lean", update(update="state int8, weights int8")["held"]),
       "bytes a parameter",
     ),
   ]
-
-
-def _read(name: str) -> dict[str, Any]:
-  return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def _is(row: dict[str, Any], **facts: Any) -> bool:
-  return all(row[key] == value for key, value in facts.items())
 
 
 @picture_style()
@@ -112,8 +97,8 @@ def picture(rows: list[Headline]) -> Any:
 
 def table(rows: list[Headline]) -> str:
   """The same figures as a table."""
-  lines = ["| compiled for an H200 | without | with mpjax | ratio |", "|---|---|---|---|"]
+  lines = []
   for row in rows:
-    cells = (f"{name}: {value:.3g} {row.unit}" for name, value in (row.without, row.with_))
-    lines.append(f"| {row.title.replace(chr(10), ' ')} | {' | '.join(cells)} | {row.ratio:.2f} |")
-  return "\n".join(lines)
+    cells = [f"{name}: {value:.3g} {row.unit}" for name, value in (row.without, row.with_)]
+    lines.append([row.title.replace("\n", " "), *cells, f"{row.ratio:.2f}"])
+  return markdown(["compiled for an H200", "without", "with mpjax", "ratio"], lines)

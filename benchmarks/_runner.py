@@ -24,6 +24,7 @@ import pathlib
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(suite: Any, name: str, options: argparse.Namespace) -> dict[str, Any] | int:
-  """Measures the rows of a suite that match, prints the table, and returns the report.
+  """Measures the rows of a suite that match, prints what it finds, and returns the report.
 
   Rows that the file under `--json` has already, of the same commit and versions, are not measured again.
   """
@@ -83,7 +84,8 @@ def run(suite: Any, name: str, options: argparse.Namespace) -> dict[str, Any] | 
   if failed:
     print(f"{failed} of {len(wanted)} rows failed", file=sys.stderr)
     return 1
-  print(f"\n{suite.table(report)}")
+  # A table needs all rows.
+  print(f"\n{suite.table(report) if options.match is None else json.dumps(report['rows'], indent=1)}")
   return report
 
 
@@ -91,7 +93,8 @@ def _known(head: dict[str, Any], path: pathlib.Path | None) -> dict[str, dict[st
   if path is None or not path.exists():
     return {}
   before = json.loads(path.read_text())
-  if any(before.get(key) != head[key] for key in ("commit", "device", "versions")):
+  same = all(before.get(key) == head[key] for key in ("commit", "device", "versions"))
+  if not same or head["commit"].endswith("+"):
     return {}
   return {row["name"]: row for row in before["rows"] if "error" not in row}
 
@@ -122,6 +125,8 @@ def origin(command: str, *packages: str) -> dict[str, Any]:
 
 def commit() -> str:
   """The commit of this checkout, with a plus where its files differ."""
+  if shutil.which("git") is None:
+    return ""
   git = lambda *words: subprocess.run(
     ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
   ).stdout.strip()
@@ -212,4 +217,3 @@ def one(report: dict[str, Any], **facts: Any) -> dict[str, Any]:
   """The row of a report with these facts."""
   (row,) = chosen(report, **facts)
   return row
-

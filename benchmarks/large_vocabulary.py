@@ -46,7 +46,9 @@ def rows() -> Iterator[Row]:
 
 def figures(target: str, policy: str, loss: str) -> dict[str, Any]:
   """Memory and FLOPs of loss and gradients."""
-  under = mpjax.autocast(lambda x, kernel, labels: LOSSES[loss](x.astype(jnp.float32), kernel, labels), policy)
+  under = mpjax.autocast(
+    lambda x, kernel, labels: LOSSES[loss](x.astype(jnp.float32), kernel, labels), policy
+  )
   shapes = ((ROWS, WIDTH), DTYPES[policy]), ((WIDTH, CLASSES), jnp.float32), ((ROWS,), jnp.int32)
   args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
   program = jax.jit(jax.value_and_grad(under, (0, 1)))

@@ -1,65 +1,26 @@
-"""The command of the benchmarks, and its overhead suite: that what it compares is one and the same step."""
+"""The command of the benchmarks, and what it makes of a suite's rows."""
 
+import argparse
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import types
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from tests import _quick_compile as quick
+from benchmarks import _runner
+from benchmarks._runner import Row
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def bench(*arguments, timeout=300):
+def bench(*arguments):
   command = [sys.executable, str(ROOT / "scripts" / "bench.py"), *arguments]
-  environment = os.environ | {"JAX_PLATFORMS": "cpu"} | quick.environment(1)
-  return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_variant_is_the_same_step(dtype):
-  import benchmarks.overhead._keras  # noqa: F401 - not left out
-  from benchmarks.overhead._models import SMALL
-  from benchmarks.overhead._steps import variants
-
-  model = SMALL["mlp_tiny"]
-  init, _, data = model.build()
-  batch = data()
-  losses = {}
-  for name, (start, step) in variants(model, dtype).items():
-    state = jax.tree.map(jnp.array, start(init()))
-    curve = []
-    for _ in range(4):
-      state, out = step(state, batch)
-      curve.append(float(out["loss"] if isinstance(out, dict) else out))
-    losses[name] = curve
-  expected = losses["hand-written"]
-  assert expected[-1] < expected[0]
-  tolerance = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
-  for name, curve in losses.items():
-    np.testing.assert_allclose(curve, expected, rtol=tolerance, err_msg=name)
-
-
-@pytest.mark.slow
-def test_a_suite_writes_its_report_and_says_what_it_found(tmp_path):
-  file = tmp_path / "report.json"
-  model = ("--model", "mlp_tiny", "--dtype", "bfloat16")
-  done = bench("overhead", *model, "--rounds", "3", "--compile-rounds", "0", "--json", str(file))
-  assert done.returncode == 0, done.stderr
-  assert "mpjax.make_train_step bf16" in done.stdout
-  report = json.loads(file.read_text())
-  assert report["command"].endswith("--model mlp_tiny --dtype bfloat16 --rounds 3 --compile-rounds 0")
-  assert {"jax", "flax", "optax", "jmp", "mpjax"} <= set(report["versions"])
-  rows = report["models"]["mlp_tiny"]["dtypes"]["bfloat16"]
-  assert rows["hand-written"]["step_ratio"] == 1.0
-  assert all(row["step_q25"] <= row["step_ratio"] <= row["step_q75"] for row in rows.values())
+  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+  return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
 
 
 @pytest.mark.slow
@@ -77,32 +38,47 @@ def test_the_command_line(arguments, status, says):
   assert says in done.stdout + done.stderr
 
 
-def a_report():
-  rows = lambda **times: {
-    name: {"step_s": 0.01 * r, "step_ratio": r, "step_q25": r - 0.01, "step_q75": r + 0.01, "temp_bytes": 1e6}
-    | {"temp_bytes_ratio": r}
-    for name, r in times.items()
-  }
-  named = lambda ours, peer: rows(
-    **{"hand-written": 1.0, "jmp casts": peer, "mpjax.make_train_step bf16": ours}
-  )
-  models = {
-    "mlp": {"title": "large", "bound": "products", "dtypes": {"bfloat16": named(0.98, 1.05)}},
-    "vit": {"title": "slow", "bound": "products", "dtypes": {"bfloat16": named(1.04, 1.05)}},
-    "mlp_tiny": {"title": "tiny", "bound": "dispatch", "dtypes": {"bfloat16": named(0.99, 2.0)}},
-    "transformer_opt": {"title": "beaten", "bound": "optimiser", "dtypes": {"bfloat16": named(0.98, 0.9)}},
-  }
-  return {"command": "python scripts/bench.py overhead", "device": "here", "versions": {}, "models": models}
+@pytest.mark.slow
+def test_a_row_is_measured_in_a_process_of_its_own(tmp_path):
+  file = tmp_path / "report.json"
+  done = bench("layerwise", "--match", "gradients", "--json", str(file))
+  assert done.returncode == 0, done.stderr
+  report = json.loads(file.read_text())
+  assert report["command"] == "python scripts/bench.py layerwise --match gradients"
+  assert re.fullmatch(r"[0-9a-f]{7,}\+?|", report["commit"])
+  assert {"jax", "mpjax"} <= set(report["versions"])
+  assert len(report["rows"]) == 1
 
 
-def test_targets_are_judged_by_row():
-  from benchmarks.overhead import _tables
+def a_suite(**measured):
+  rows = lambda: [Row({"model": name}, lambda found=found: found) for name, found in measured.items()]
+  return types.SimpleNamespace(rows=rows, table=lambda report: f"{len(report['rows'])} rows in all")
 
-  lines = [line for line in _tables.targets(a_report()).splitlines() if " time: " in line]
-  missed = ["not met" in line for line in lines]
-  assert missed == [False, True, False, True]  # the hand-written step is one of the others
-  bound = [line for line in _tables.targets(a_report()).splitlines() if "at most 1.03" in line]
-  assert ["not met" in line for line in bound] == [False, True]
-  text = _tables.tables(a_report())
-  assert "| mpjax.make_train_step bf16 | 0.98 (0.97 to 0.99) |" in text
-  assert _tables.pictures(a_report()) == {}  # float16 is not there
+
+def options(file, match=None):
+  return argparse.Namespace(json=file, match=match and re.compile(match), jobs=2, row=None)
+
+
+def test_what_fails_is_named_and_what_is_there_is_not_measured_again(tmp_path, monkeypatch, capsys):
+  file, asked = tmp_path / "report.json", []
+
+  def apart(suite, row):
+    asked.append(row.name)
+    return row.measure()
+
+  monkeypatch.setattr(_runner, "_apart", apart)
+  monkeypatch.setattr(_runner, "commit", lambda: "0123abc")
+  suite = a_suite(gpt={"peak": 3}, vit={"error": "no memory"})
+  assert _runner.run(suite, "memory", options(file)) == 1
+  assert "1 of 2 rows failed" in capsys.readouterr().err
+  suite = a_suite(gpt={"peak": 4}, vit={"peak": 5})
+  report = _runner.run(suite, "memory", options(file))
+  assert asked == ["gpt", "vit", "vit"]
+  assert report["rows"] == [
+    {"name": "gpt", "model": "gpt", "peak": 3},
+    {"name": "vit", "model": "vit", "peak": 5},
+  ]
+  assert report == json.loads(file.read_text())
+  assert "2 rows in all" in capsys.readouterr().out
+  file.write_text(json.dumps(json.loads(file.read_text()) | {"commit": "another"}))
+  assert _runner.run(suite, "memory", options(file, "gpt"))["rows"][0]["peak"] == 4
