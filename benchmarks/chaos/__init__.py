@@ -64,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
         sys.exit(f"the undisturbed run of {example.name}: {alone.problems[0]}")
     made = Run(example, folder, scratch, twins[example], random.Random(f"{options.seed}/{number}"))
     made.go()
-    report["runs"].append({"example": example.name, "faults": made.faults, "problems": made.problems})
+    problems = [text.partition("\n")[0] for text in made.problems]
+    report["runs"].append({"example": example.name, "faults": made.faults, "problems": problems})
     outcome = "\n  ".join(made.problems[:9]) or "as its twin"
     print(f"{number} {example.name}: {'; '.join(made.faults)}\n  {outcome}", flush=True)
     if not made.problems:

@@ -253,7 +253,7 @@ class Run:
     """Returns the statuses of a start, and notes what no fault may bring: another one, a traceback."""
     statuses, said = start.statuses(), start.said()
     if not set(statuses) <= set(allowed):
-      self.problems.append(f"ended with {statuses}, expected {sorted(allowed)}: {said[-3000:]}")
+      self.problems.append(f"ended with {statuses}, expected {sorted(allowed)}; it said:\n{said[-3000:]}")
     elif KILLED not in statuses and "Traceback (most recent call last)" in said:
-      self.problems.append(f"a traceback: {said[-3000:]}")
+      self.problems.append(f"a traceback:\n{said[-3000:]}")
     return statuses
