@@ -1,7 +1,8 @@
-"""Faults of a month in an hour: python -m benchmarks.chaos --hours H, as `scripts/bench.py chaos` does."""
+"""The soak of `scripts/bench.py chaos`, as python -m benchmarks.chaos."""
 
 import sys
 
 from benchmarks.__main__ import main
 
-sys.exit(main(["chaos", *sys.argv[1:]], prog="python -m benchmarks"))
+if __name__ == "__main__":
+  sys.exit(main(["chaos", *sys.argv[1:]], prog="python -m benchmarks"))

@@ -1,48 +1,45 @@
-"""Runs under faults: what is done to them, how they are compared, and that no wrong config brings a traceback."""
+"""Runs under faults: one ends as its twin, and whatever differs between two is found."""
 
-import json
 import random
+import shutil
 
 import pytest
 
-from benchmarks.chaos import _damage, _suite
-from benchmarks.chaos._contents import difference
+from benchmarks.__main__ import main
+from benchmarks.chaos import EXAMPLES, Run, contents, differences, table
+from benchmarks.chaos._contents import checkpoints
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_damage_to_metrics_destroys_the_records_that_it_says(tmp_path, seed):
-  def steps():
-    found = set()
-    for line in file.read_bytes().split(b"\n") if file.exists() else []:
-      try:
-        found.add(json.loads(line)["step"])
-      except ValueError:
-        continue
-    return found
-
-  file = tmp_path / "metrics.jsonl"
-  file.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 31)))
-  before = steps()
-  damage = _damage.damage_metrics(tmp_path, random.Random(seed))
-  assert damage is not None
-  assert before - steps() == damage.destroyed
+def test_only_records_that_were_destroyed_may_be_missing():
+  twin, without = {"record 1": "a", "record 2": "b"}, {"record 2": "b"}
+  assert differences(twin, twin) == []
+  assert differences(without, twin) == ["record 1: None, expected a"]
+  assert differences(without, twin, {1}) == differences(twin, without, {1}) == []
+  assert differences(without | {"record 1": "c"}, twin, {1}) == ["record 1: c, expected a"]
 
 
-def test_a_run_differs_from_its_twin_in_all_that_was_not_destroyed():
-  twin = {"records": {"1": "a", "2": "b"}, "summary": {}, "arrays": {"w": "x"}, "step": 2}
-  assert difference(twin, twin, set()) == ""
-  without = twin | {"records": {"2": "b"}}
-  assert "records: 1 differ, such as 1" in difference(without, twin, set())
-  assert difference(without, twin, {1}) == ""
-  assert "such as 1: other, expected a" in difference(twin | {"records": {"1": "other", "2": "b"}}, twin, {1})
-  assert "arrays: 1 differ, such as w" in difference(twin | {"arrays": {"w": "y"}}, twin, set())
-
-
-def test_the_table_counts_faults_by_kind_and_outcome():
-  fault = {"kind": "pause", "detail": "1 s", "outcome": "trained on to the end", "right": True}
-  run = {"example": "gpt_stdlib", "faults": [fault, fault], "same": True, "taken_again": [4]}
-  other = run | {"faults": [fault | {"outcome": "killed"}], "same": False}
-  report = {"command": "c", "device": "d", "versions": {}, "minutes": 1, "checkpoint_every": 10}
-  table = _suite.table(report | {"runs": [run, other]})
-  assert "| pause | 3 | trained on to the end: 2; killed: 1 | 2 |" in table
-  assert "1 of 2 runs ended as their twins, after 3 faults in 1 minutes" in table
+@pytest.mark.slow
+def test_a_run_that_was_killed_and_damaged_ends_as_its_twin_and_no_other_does(tmp_path, monkeypatch, capsys):
+  monkeypatch.delenv("XLA_FLAGS")  # a start says itself how many devices there are
+  example, alone, other = EXAMPLES[1], tmp_path / "alone", tmp_path / "other"
+  twin = Run(example, alone, tmp_path).end()
+  run = Run(example, tmp_path / "run", tmp_path, twin, random.Random(28))
+  run.disturb("SIGKILL in a checkpoint write")
+  run.disturb("SIGTERM")
+  run.damage_checkpoint()
+  run.damage_metrics()
+  run.end()
+  assert run.problems == []
+  counted = table({"runs": [{"example": example.name, "faults": run.faults, "problems": []}]})
+  kinds = ("SIGKILL in a checkpoint write", "SIGTERM", "checkpoint damaged", "metrics.jsonl damaged")
+  assert all(f"| {kind} | 0 | 1 | 0 | 0 |" in counted for kind in kinds), run.faults
+  shutil.copytree(alone, other)
+  assert main(["chaos", "--compare", str(alone), str(other)]) == 0
+  metrics = other / "metrics.jsonl"
+  metrics.write_text(metrics.read_text().replace('"step": 7, "loss": ', '"step": 7, "loss": 1', 1))
+  assert [line.partition(":")[0] for line in differences(contents(other), twin)] == ["record 7"]
+  before, newest = checkpoints(other)
+  shutil.rmtree(newest)
+  before.rename(newest)
+  assert main(["chaos", "--compare", str(alone), str(other)]) == 1
+  assert f"checkpoint {newest.name} params/" in capsys.readouterr().out
