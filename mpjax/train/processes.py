@@ -61,6 +61,8 @@ _BROKEN = re.compile(
   r"|heartbeat|coordination|(?<![-_])barrier",
   re.IGNORECASE,
 )
+# A jitted function that ran before raises them as a ValueError, which begins with the runtime's status.
+_STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED): ")
 _meetings = itertools.count()
 
 
@@ -334,7 +336,11 @@ def _agreed(told_by: list[dict[str, Any]], same: bool) -> Any:
 
 
 def _is_broken(error: BaseException) -> bool:
-  told = [str(link) for link in causes(error) if isinstance(link, jax.errors.JaxRuntimeError)]
+  told = [
+    str(link)
+    for link in causes(error)
+    if isinstance(link, jax.errors.JaxRuntimeError) or (type(link) is ValueError and _STATUS.match(str(link)))
+  ]
   # The runtime also passes on what Python code in a step raised, with its traceback.
   return any(_BROKEN.search(text) and "Traceback (most recent call last)" not in text for text in told)
 

@@ -373,6 +373,7 @@ IN_A_STEP = "INTERNAL: CpuCallback error calling callback: Traceback (most recen
     (JaxError(f"{IN_A_STEP}ValueError: the feature store is unavailable"), False),
     (JaxError("RESOURCE_EXHAUSTED: out of memory: 1. 4.00G: %opt-barrier.3"), False),
     (JaxError("UNKNOWN: Gloo all-reduce failed: Read error [10.0.0.1]:3456: Connection reset by peer"), True),
+    (ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:40370"), True),
     (JaxError("DEADLINE_EXCEEDED: Barrier timed out. Id: 7"), True),
   ],
 )
