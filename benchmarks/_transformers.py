@@ -15,7 +15,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 
@@ -98,7 +97,6 @@ class Task:
   model: Any
   x: jax.ShapeDtypeStruct
   y: jax.ShapeDtypeStruct
-  labels: int
 
   def loss(self, dtype: Any = None) -> Callable[[Any, Any], jax.Array]:
     """The mean cross entropy, `(params, batch) -> float32[]`; cast by hand where given a dtype."""
@@ -114,20 +112,10 @@ class Task:
     """The float32 parameters."""
     return jax.jit(self.model.init)(jax.random.key(0), jnp.zeros((1, *self.x.shape[1:]), self.x.dtype))
 
-  def batch(self) -> Any:
-    """Random inputs and labels."""
-    rng = np.random.default_rng(0)
-    if jnp.issubdtype(self.x.dtype, jnp.integer):
-      x = rng.integers(0, self.labels, self.x.shape)
-    else:
-      x = rng.normal(size=self.x.shape)
-    y = rng.integers(0, self.labels, self.y.shape)
-    return {"x": jnp.asarray(x, self.x.dtype), "y": jnp.asarray(y, self.y.dtype)}
-
 
 def gpt(width: int, heads: int, layers: int, seq: int, batch: int, vocab: int = 256) -> Task:
   tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-  return Task(GPT(width, heads, layers, vocab), tokens, tokens, vocab)
+  return Task(GPT(width, heads, layers, vocab), tokens, tokens)
 
 
 def vit(
@@ -135,4 +123,4 @@ def vit(
 ) -> Task:
   images = jax.ShapeDtypeStruct((batch, side, side, 3), jnp.float32)
   labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
-  return Task(ViT(width, heads, layers, patch, classes), images, labels, classes)
+  return Task(ViT(width, heads, layers, patch, classes), images, labels)

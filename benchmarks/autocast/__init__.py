@@ -1,1 +1,0 @@
-"""What autocast costs beside careful casts by hand, compiled and traced."""

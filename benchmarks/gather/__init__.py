@@ -1,1 +1,0 @@
-"""When parameters are gathered: compiled memory and collectives."""

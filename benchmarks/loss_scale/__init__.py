@@ -1,1 +1,0 @@
-"""What a loss scale costs in a compiled program."""

@@ -1,1 +1,0 @@
-"""Peak memory of a training step by policy, batch and model size."""

@@ -1,1 +1,0 @@
-"""Weak scaling on 1 to 256 described chips."""
