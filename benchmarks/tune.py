@@ -74,13 +74,14 @@ def search(config: Config, step: Any, state: Any, batches: Any, trials: pathlib.
 
 
 def table(report: dict[str, Any]) -> str:
-  """The choice for each target, with its time over float32's, and its error."""
+  """The choice for each target, and the estimated times of FP8 and float32 over bfloat16's."""
   lines = []
   for row in report["rows"]:
     cells = []
     for found in row["targets"].values():
       seconds = found["estimated_s"]
-      cells.append(f"{found['chosen']}: {seconds[found['chosen']] / seconds['fp32']:.2f}")
+      fp8, fp32 = (seconds[policy] / seconds["bf16"] for policy in ("fp8", "fp32"))
+      cells.append(f"{found['chosen']} ({fp8:.2f}, {fp32:.2f})")
     first = row["targets"][TARGETS[0]]
     lines.append([row["config"], *cells, f"{first['error']:.2%}", f"{first['tolerance']:.2%}"])
   return markdown(["config", *TARGETS, f"error ({TARGETS[0]})", "tolerance"], lines)
