@@ -207,18 +207,15 @@ def test_the_gradient_of_a_gradient_is_an_ordinary_one():
 @pytest.mark.slow
 def test_a_deep_float16_network_trains_as_in_float32(monkeypatch):
   """The benchmarks' network in half as many layers: every single scale loses the first of them, or overflows."""
-  from benchmarks.layerwise import _suite as benchmark
+  from benchmarks import layerwise as benchmark
 
   monkeypatch.setattr(benchmark, "DEPTH", benchmark.DEPTH // 2)
   monkeypatch.setattr(benchmark, "ATTENUATION", benchmark.ATTENUATION**2)
-  table = benchmark.gradient_table()
-  assert max(table["layerwise"]["zeros"]) < 0.02
-  for single in table["single"].values():
-    assert single["zeros"][0] == 1 or not single["finite"]
-  full, half = (
-    benchmark.train(lambda *args, loss=loss, dtype=dtype: loss(*args, dtype), 500)
-    for loss, dtype in ((benchmark.plain_loss, jnp.float32), (benchmark.layerwise_loss, jnp.float16))
-  )
+  found = {case: benchmark.gradients(*of) for case, of in benchmark.CASES.items()}
+  assert max(found["layer-wise"]["zeros"]) < 0.02
+  for case in found.keys() - {"float32", "layer-wise"}:
+    assert found[case]["zeros"][0] == 1 or not found[case]["finite"]
+  full, half = (benchmark.train(*benchmark.CASES[case], steps=500) for case in ("float32", "layer-wise"))
   assert half["skipped"] == 0
   assert full["eval_loss"] < 0.2  # 0.53 at first
   assert abs(half["eval_loss"] / full["eval_loss"] - 1) < 0.01

@@ -9,15 +9,17 @@ first policy are taken within a round. Memory is the compiler's figure for one s
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from typing import Any
 
+import jax
 import rich.console
 import rich.table
 
-from benchmarks._record import compiler_figures, origin
-from benchmarks.overhead._suite import Runner, compared, shuffled
+from benchmarks._runner import origin
+from benchmarks._timing import Stepper, compared, in_turns
 from mpjax._render.plain_text import bytes_text
 from mpjax.cli._config_arguments import add_config, with_default
 from mpjax.cli._exit_status import outcome_of
@@ -29,6 +31,7 @@ POLICIES = ("fp32", "bf16", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the config, and how often to time it."""
   add_config(parser, overrides="dotted keys that override the file; policy=a,b for the policies to compare")
   parser.add_argument("--rounds", type=int, default=20, help="of timed steps")
 
@@ -53,31 +56,32 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
   load_plugins(options.plugin)
   policies, overrides = split_policies(options.overrides)
   rows: dict[str, dict[str, Any]] = {}
-  runners: dict[str, Runner] = {}
+  steppers: dict[str, Stepper] = {}
   for policy in policies or POLICIES:
     setup = make_setup(load_config(options.config, [*overrides, f"policy={policy}"]))
-    runners[policy], rows[policy] = _compiled(setup)
-    runners[policy](2)
-  times: dict[str, list[float]] = {policy: [] for policy in runners}
-  for number in range(options.rounds):
-    for policy in shuffled(runners, number):
-      times[policy].append(runners[policy](1))
+    steppers[policy], rows[policy] = _compiled(setup)
+  times = in_turns(steppers, options.rounds)
   base = next(iter(times.values()))
   for policy, row in rows.items():
     row |= compared("step", times[policy], base)
-  words = [options.config, *options.overrides, *(f"--plugin {name}" for name in options.plugin)]
   _show(rows)
-  return origin(f"config {' '.join(words)} --rounds {options.rounds}", "flax", "optax") | {"policies": rows}
+  plugins = [word for name in options.plugin for word in ("--plugin", name)]
+  words = ["config", options.config, *options.overrides, *plugins, "--rounds", str(options.rounds)]
+  device = {"device": f"{jax.device_count()} x {jax.devices()[0].device_kind}"}
+  return origin(shlex.join(words), "flax", "optax") | device | {"policies": rows}
 
 
-def _compiled(setup: Setup) -> tuple[Runner, dict[str, Any]]:
+def _compiled(setup: Setup) -> tuple[Stepper, dict[str, Any]]:
   """Returns what runs the step of a setup, compiled, and what its compiler says."""
   state = setup.first_state()
   batch = setup.place(next(setup.data.train(setup.rows)))
   start = time.perf_counter()
   step = setup.step.jitted.lower(state, batch).compile()
-  figures = {"compile_s": time.perf_counter() - start} | compiler_figures(step)
-  return Runner(step, state, batch), figures
+  seconds = time.perf_counter() - start
+  memory: Any = step.memory_analysis()
+  held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+  figures = {"compile_s": seconds, "peak_bytes": held + memory.temp_size_in_bytes}
+  return Stepper(step, state, batch), figures
 
 
 def _show(rows: dict[str, dict[str, Any]]) -> None:

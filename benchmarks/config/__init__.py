@@ -1,1 +1,0 @@
-"""A config of a user's, by policy."""

@@ -1,1 +1,0 @@
-"""What an inspection of the numbers costs."""

@@ -1,1 +1,0 @@
-"""What a step costs by hand, by other libraries and by mpjax."""

@@ -1,1 +1,0 @@
-"""What a search for a policy finds for the example configs, and how good its predictions are."""
