@@ -94,9 +94,9 @@ def table(report: dict[str, Any]) -> str:
   least = min(row["explained"] for row in found)
   times = sorted(ratio(row, "seconds") for row in found if row["seconds"]["compiled"])
   words = (
-    f"Bytes of the arguments are equal, analytic and compiled, in {equal} of {len(found)} plans. The parts that "
-    f"are read from a compiled program are at least {least:.0%} of its peak. Analytic over compiled seconds: "
-    f"{times[0]:.2f} to {times[-1]:.2f}, median {statistics.median(times):.2f}."
+    f"Bytes of the arguments are equal, analytic and compiled, in {equal} of {len(found)} plans. The parts "
+    f"that are read from a compiled program are at least {least:.0%} of its peak. Analytic seconds over "
+    f"compiled ones: {times[0]:.2f} to {times[-1]:.2f}, median {statistics.median(times):.2f}."
   )
   heads = ["step", *(f"{target} {policy}" for target, policy in columns)]
   return "\n".join([markdown(heads, lines), "", words])
