@@ -1,13 +1,10 @@
 """Suites that need a device or its compiler, as far as they go without."""
 
-import types
-
 import jax
 import pytest
 
 from benchmarks.few_bytes import _memory as few_bytes
 from benchmarks.large_vocabulary import _suite as large_vocabulary
-from benchmarks.plan import _measured
 from benchmarks.scaling import _suite as scaling
 from tests.planner.compiled._hlo_text import computation, serialised
 
@@ -19,16 +16,6 @@ def test_scaling_divides_parameters_over_fsdp(monkeypatch):
   specs = {tuple(leaf.sharding.spec) for leaf in jax.tree.leaves(state.params)}
   assert any("fsdp" in spec for spec in specs)
   assert rows["tokens"].sharding.spec
-
-
-@pytest.mark.parametrize(("kind", "name"), [("NVIDIA H200", "h200"), ("NVIDIA L40S", None)])
-def test_a_gpu_is_found_among_the_described_ones(kind, name, monkeypatch):
-  device = types.SimpleNamespace(
-    platform="gpu", device_kind=kind, memory_stats=lambda: {"bytes_limit": 2**37}
-  )
-  monkeypatch.setattr(jax, "local_devices", lambda: [device])
-  monkeypatch.setattr(_measured, "missing", lambda target: "")
-  assert _measured.described_here() == name
 
 
 def test_the_bytes_that_a_compiled_update_moves_through_main_memory():
