@@ -68,23 +68,11 @@ def _perceptron(policy: str) -> Plan:
 
   step = mpjax.make_train_step(loss, optax.adamw(1e-4), policy)
   weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 6
-  batch = {
-    "x": jax.ShapeDtypeStruct((8192, 2048), jnp.float32),
-    "y": jax.ShapeDtypeStruct((8192, 2048), jnp.float32),
-  }
+  batch = dict.fromkeys(("x", "y"), jax.ShapeDtypeStruct((8192, 2048), jnp.float32))
   return mpjax.plan(step, jax.eval_shape(step.init, weights), batch, target="h100", compile=True)
 
 
 def _decoder(policy: str) -> Plan:
   (given,) = (row for row in step_time.PUBLISHED["rows"] if row["name"] == "Llama 3.1 8B, 8 H100")
-  sizes: dict[str, Any] = {
-    "dim": 1024,
-    "layers": 4,
-    "heads": 8,
-    "kv_heads": 8,
-    "hidden": 4096,
-    "vocab": 8192,
-    "length": 1024,
-  }
-  decoder = dataclasses.replace(step_time.decoder_of(given), **sizes)
+  decoder = step_time.decoder_of(given)
   return mpjax.plan(*decoder.training(policy), target=decoder.target, compile=True)
