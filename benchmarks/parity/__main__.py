@@ -1,4 +1,4 @@
-"""Whether two checkouts make the same programs: python -m benchmarks.parity, `scripts/bench.py parity`."""
+"""Compares programs and plans of two checkouts: python -m benchmarks.parity, `scripts/bench.py parity`."""
 
 import sys
 

@@ -1,1 +1,0 @@
-"""How close plans are to compilers and to a GPU."""

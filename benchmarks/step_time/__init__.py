@@ -1,1 +1,0 @@
-"""Step times: published and measured ones beside those of plans."""

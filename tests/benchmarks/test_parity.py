@@ -1,0 +1,41 @@
+"""What parity says of two checkouts' programs and plans."""
+
+import argparse
+import json
+
+import pytest
+
+from benchmarks import parity
+from benchmarks.parity._plans import figures
+from tests.planner._plans import a_plan
+
+
+def run(*words):
+  parser = argparse.ArgumentParser()
+  parity.add_arguments(parser)
+  return parity.run(parser.parse_args(list(words)))
+
+
+def test_the_figure_of_a_plan_that_differs_is_named_with_both_values():
+  before = {"time": {"seconds": 1.0, "parts": {"products": 0.5}}, "notes": []}
+  now = {"time": {"seconds": 1.0, "parts": {"products": 0.75, "copies": 0.25}}, "notes": []}
+  said = [", time, parts, products: 0.5 -> 0.75", ", time, parts, copies: None -> 0.25"]
+  assert list(parity.differences(before, now)) == said
+  assert list(parity.differences("1234", "5678")) == [": 1234 -> 5678"]
+
+
+def test_a_plan_is_compared_by_all_its_figures():
+  made = json.loads(json.dumps(figures(a_plan())))
+  assert sum(made["compiled parts"].values()) == a_plan().compiled.memory.peak
+  assert made["time"]["seconds"] == a_plan().time.seconds
+
+
+@pytest.mark.slow
+def test_one_changed_figure_is_all_that_differs_from_the_same_checkout(tmp_path, capsys):
+  file, chosen = tmp_path / "before.json", ("--match", "kept training, v5e, 0.12", "--jobs", "1")
+  assert run("write", str(file), *chosen) == 0
+  file.write_text(file.read_text().replace('"peak": ', '"peak": 1'))
+  assert run("compare", str(file), *chosen) == 1
+  differs, number = capsys.readouterr().out.splitlines()[-2:]
+  assert differs.startswith("differs: plans, kept training, v5e, 0.12.0.1, compiled, peak: 1")
+  assert number == "1 differences"
