@@ -74,7 +74,7 @@ def run_tests(
   copy: pathlib.Path,
   seconds: dict[str, float],
   limit_s: float,
-  options: Sequence[str] = ("-x",),
+  options: Sequence[str],
 ) -> Ended:
   """Runs tests in a fork, in an order that keeps those of a file together.
 

@@ -6,59 +6,40 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.autocast import _ablation as ablation
-from benchmarks.autocast._kinds_of_models import EXAMPLES, F32
+from benchmarks import ablation
+from benchmarks._kinds_of_models import EXAMPLES
 
 
-def arguments(example):
-  variables = dict(example.variables())
-  return variables.pop("params"), variables, example.batch()
-
-
-def program(name, variant):
-  patched = ablation.MECHANISMS.get(variant, contextlib.nullcontext)
+def program(name, mechanism=None):
   jax.clear_caches()
-  with patched():
-    gradient = ablation.gradient(EXAMPLES[name], variant)
-    return str(jax.make_jaxpr(gradient)(*arguments(EXAMPLES[name])))
+  with ablation.without(mechanism) if mechanism else contextlib.nullcontext():
+    return str(ablation.gradient(name).trace(*EXAMPLES[name].shapes()).jaxpr)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_model_cast_by_hand_has_the_parameters_and_the_loss_of_the_plain_one(name):
-  example = EXAMPLES[name]
-  params, statistics, batch = arguments(example)
-  (loss, after), gradients = jax.eval_shape(ablation.gradient(example, "hand"), params, statistics, batch)
-  assert (loss.shape, loss.dtype) == ((), F32)
-  after = after[0] if example.returns_result else after
+  params, statistics, batch = EXAMPLES[name].shapes()
+  (loss, after), gradients = jax.eval_shape(ablation.gradient(name, by_hand=True), params, statistics, batch)
+  assert (loss.shape, loss.dtype) == ((), jnp.float32)
   types = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
   assert types(after) == types(statistics)
-  assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(F32)}
+  assert types(gradients) == types(params)
 
 
 def test_a_mechanism_is_off_while_its_variant_is_traced_and_no_longer():
-  as_it_is = program("transformer", "autocast")
-  for name in ("pull-in", "products at islands' ends", "barriers", "saved statistics"):
+  as_it_is = program("transformer")
+  for name in ("pull-in", "products at ends", "barriers", "saved statistics"):
     assert program("transformer", name) != as_it_is, name
-  assert program("transformer", "autocast") == as_it_is
-  assert program("autoencoder", "losses by element") != program("autoencoder", "autocast")
-  for off in ablation.MECHANISMS.values():
-    with off():  # each names a function that there is
+  assert program("transformer") == as_it_is
+  assert program("autoencoder", "losses by element") != program("autoencoder")
+  for name in ablation.MECHANISMS:  # each names a function that there is
+    with ablation.without(name):
       pass
 
 
 def test_a_table_says_what_casts_by_hand_and_a_mechanism_give():
-  figures = lambda temporaries, accessed: {"temp_bytes": temporaries, "bytes_accessed": accessed}
-  rows = {
-    "float32": figures(400e6, 8e9),
-    "hand": figures(200e6, 4e9),
-    "autocast": figures(100e6, 5e9),
-    "grad_dtype=bfloat16": figures(100e6, 4e9),
-    "without barriers": figures(150e6, 5e9),
-    "without heads": figures(100e6, 5e9),
-  }
-  report = {"command": "x", "device": "a TPU", "versions": {"jax": "1"}, "models": {"BERT": rows}}
-  text = ablation.table(report)
-  sizes = "400.0 MB, 8.00 GB | 200.0 MB, 4.00 GB | 100.0 MB, 5.00 GB | 100.0 MB, 4.00 GB"
-  assert f"| BERT | {sizes} | 0.500, 1.250 | 0.500, 1.000 |" in text
-  assert "| without barriers | +50.0, +0.0 |" in text
-  assert "| without heads | 0 |" in text
+  figures = lambda temporaries, accessed: {"temporaries": temporaries, "accessed": accessed}
+  without = dict.fromkeys(ablation.MECHANISMS, figures(100e6, 5e9)) | {"barriers": figures(150e6, 5e9)}
+  row = {"target": "v5e", "model": "BERT", "by hand": figures(200e6, 4e9), "autocast": figures(100e6, 5e9)}
+  text = ablation.table({"rows": [row | {"without": without}]})
+  assert "| BERT | 200 | 0.50, 1.25 |  |  | +50, +0 |  |" in text
