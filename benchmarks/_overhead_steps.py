@@ -1,18 +1,14 @@
-"""Models of the suite `overhead`, and their training steps by hand, by other libraries and by mpjax.
+"""Training steps of the suite `overhead`: by hand, by other libraries and by mpjax.
 
-The models are plain JAX, whose products take the dtype of the parameters. Given float32 parameters a loss is
-a plain float32 function, which libraries that cast by themselves are given. Given parameters cast to half
-precision it is the same function with careful casts by hand: normalising statistics, softmax and cross
-entropy in float32, their results back in half precision.
+Libraries that cast by themselves are given a plain float32 model; by hand it has linen's `dtype`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jmp
@@ -24,8 +20,8 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import mpjax
+from benchmarks._transformers import Task, gpt
 
-VOCAB = 256
 TX = optax.adamw(1e-3)
 SCALE, PERIOD = 2.0**15, 2000
 POLICIES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -35,104 +31,40 @@ Loss = Callable[[Any, Any], jax.Array]
 Variant = tuple[Callable[[Any], Any], Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-  """A model to train, and a batch for it.
+class Perceptron(nn.Module):
+  """Three layers with ReLU."""
 
-  Attributes:
-    init: makes float32 parameters.
-    loss: of parameters and a batch.
-    data: makes the batch.
-    inner: steps to time at once.
-  """
+  width: int
+  classes: int
+  dtype: Any = None
 
-  init: Callable[[], Any]
-  loss: Loss
-  data: Callable[[], Any]
-  inner: int = 1
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    for _ in range(2):
+      x = nn.relu(nn.Dense(self.width, dtype=self.dtype)(x))
+    return nn.Dense(self.classes, dtype=self.dtype)(x)
 
 
-def transformer(dim: int, heads: int, batch: int, seq: int, layers: int = 4, inner: int = 1) -> Model:
-  """A causal transformer over bytes: pre-norm blocks, no biases, GELU."""
-
-  def init() -> Any:
-    normal = _normals()
-    block = lambda: {
-      "qkv": normal(dim, 3 * dim),
-      "out": normal(dim, dim),
-      "up": normal(dim, 4 * dim),
-      "down": normal(4 * dim, dim),
-      "gain": jnp.ones((2, dim)),
-    }
-    ends = {"embed": normal(VOCAB, dim), "position": normal(seq, dim), "head": normal(dim, VOCAB)}
-    return ends | {"blocks": [block() for _ in range(layers)]}
-
-  def loss(params: Any, batch: Any) -> jax.Array:
-    x = params["embed"][batch["x"]] + params["position"]
-    for block in params["blocks"]:
-      x += _attention(_norm(x, block["gain"][0]) @ block["qkv"], heads) @ block["out"]
-      x += jax.nn.gelu(_norm(x, block["gain"][1]) @ block["up"]) @ block["down"]
-    return _cross_entropy(x @ params["head"], batch["y"])
-
-  def data() -> Any:
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (batch, seq + 1)).astype(np.int32)
-    return {"x": jnp.asarray(tokens[:, :-1]), "y": jnp.asarray(tokens[:, 1:])}
-
-  return Model(init, loss, data, inner)
-
-
-def perceptron(sizes: tuple[int, ...], batch: int, inner: int) -> Model:
-  """A perceptron with ReLU."""
-
-  def init() -> Any:
-    normal = _normals()
-    return [{"w": normal(n, m), "b": jnp.zeros(m)} for n, m in itertools.pairwise(sizes)]
-
-  def loss(params: Any, batch: Any) -> jax.Array:
-    x = batch["x"].astype(params[0]["w"].dtype)
-    for layer in params[:-1]:
-      x = jax.nn.relu(x @ layer["w"] + layer["b"])
-    return _cross_entropy(x @ params[-1]["w"] + params[-1]["b"], batch["y"])
-
-  def data() -> Any:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(batch, sizes[0])).astype(np.float32)
-    return {"x": jnp.asarray(x), "y": jnp.asarray(rng.integers(0, sizes[-1], batch), jnp.int32)}
-
-  return Model(init, loss, data, inner)
-
-
-def _normals() -> Callable[..., jax.Array]:
-  """Draws matrices of variance 1 / rows, each with a key of its own."""
-  keys = (jax.random.key(seed) for seed in itertools.count())
-  return lambda *shape: jax.random.normal(next(keys), shape) / np.sqrt(shape[0])
-
-
-def _attention(qkv: jax.Array, heads: int) -> jax.Array:
-  """Causal attention, with scores in float32."""
-  batch, seq, width = qkv.shape
-  q, k, v = (part.reshape(batch, seq, heads, -1) for part in jnp.split(qkv, 3, -1))
-  scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / np.sqrt(q.shape[-1])
-  weights = jax.nn.softmax(jnp.where(jnp.tri(seq, dtype=bool), scores, -jnp.inf))
-  return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v).reshape(batch, seq, width // 3)
-
-
-def _norm(x: jax.Array, gain: jax.Array) -> jax.Array:
-  """Root mean square norm over the last axis, with statistics in float32."""
-  wide = x.astype(jnp.float32)
-  return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype) * gain
-
-
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-  wide = logits.astype(jnp.float32)
-  return optax.softmax_cross_entropy_with_integer_labels(wide, labels).mean()
-
-
-MODELS = {
-  "transformer": transformer(dim=256, heads=4, batch=8, seq=128),
-  "few tokens": transformer(dim=512, heads=8, batch=1, seq=32, inner=3),
-  "tiny perceptron": perceptron((32, 64, 64, 10), batch=64, inner=200),
+# Models, and how many steps are timed at once.
+MODELS: dict[str, tuple[Task, int]] = {
+  "transformer": (gpt(256, 4, 4, seq=128, batch=8), 1),
+  "few tokens": (gpt(512, 8, 4, seq=32, batch=1), 3),
+  "tiny perceptron": (
+    Task(
+      Perceptron(64, 10),
+      jax.ShapeDtypeStruct((64, 32), jnp.float32),
+      jax.ShapeDtypeStruct((64,), jnp.int32),
+    ),
+    200,
+  ),
 }
+
+
+def batch_of(model: str) -> dict[str, jax.Array]:
+  """A batch of random inputs and labels."""
+  task, rng = MODELS[model][0], np.random.default_rng(0)
+  draw = lambda s: rng.normal(size=s.shape) if s.dtype == jnp.float32 else rng.integers(0, 10, s.shape)
+  return {name: jnp.asarray(draw(s), s.dtype) for name, s in (("x", task.x), ("y", task.y))}
 
 
 def variants(model: str, dtype: str) -> dict[str, Variant]:
@@ -140,9 +72,8 @@ def variants(model: str, dtype: str) -> dict[str, Variant]:
 
   All have one loss and one optimiser, are jitted and donate their state.
   """
-  loss = MODELS[model].loss
-  half = jnp.dtype(dtype)
-  by_hand = lambda params, batch: loss(jax.tree.map(lambda p: p.astype(half), params), batch)
+  task, half = MODELS[model][0], jnp.dtype(dtype)
+  loss, by_hand = task.loss(), task.loss(None if dtype == "float32" else half)
   steps = {HAND: bare(by_hand)}
   if dtype == "bfloat16":
     steps["jmp"] = bare(jmp_casts(loss, half))

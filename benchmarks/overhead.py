@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks._overhead_steps import HAND, MODELS, POLICIES, variants
+from benchmarks._overhead_steps import HAND, MODELS, POLICIES, batch_of, variants
 from benchmarks._runner import Row, markdown, one
 from benchmarks._timing import Stepper, compared, in_turns, shuffled
 
@@ -36,8 +36,8 @@ def rows() -> Iterator[Row]:
 
 def figures(name: str, dtype: str) -> dict[str, Any]:
   """Figures by variant."""
-  model = MODELS[name]
-  params, batch = model.init(), model.data()
+  task, inner = MODELS[name]
+  params, batch = task.init(), batch_of(name)
   names = list(variants(name, dtype))
   compiled: dict[str, list[dict[str, float]]] = {variant: [] for variant in names}
   for number in range(COMPILE_ROUNDS + 1):  # the first does not count
@@ -46,12 +46,12 @@ def figures(name: str, dtype: str) -> dict[str, Any]:
   steppers = {}
   for variant, (init, step) in variants(name, dtype).items():
     state = init(jax.tree.map(jnp.copy, params))  # is donated
-    steppers[variant] = Stepper(step, jax.tree.map(jnp.array, state), batch, model.inner)
+    steppers[variant] = Stepper(step, jax.tree.map(jnp.array, state), batch, inner)
   times = in_turns(steppers, ROUNDS)
   found = {}
   for variant in names:
     found[variant] = compared("step", times[variant], times[HAND])
-    found[variant]["step_s"] /= model.inner
+    found[variant]["step_s"] /= inner
     rounds = compiled[variant][1:]
     found[variant] |= {figure: statistics.median(of[figure] for of in rounds) for figure in rounds[0]}
   return {"variants": found}
