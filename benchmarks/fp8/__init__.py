@@ -1,1 +1,0 @@
-"""Which matrix products of a compiled GPT are FP8 GEMMs."""
