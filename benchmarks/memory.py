@@ -18,7 +18,7 @@ from mpjax.planner import get_target
 from mpjax.train import Planner, load_config, load_plugins, register_data
 
 PACKAGES = ("flax", "optax", "libtpu", "jax-cuda13-plugin")
-POLICIES = {"h200": ("fp32", "bf16", "fp16"), "v5e": ("fp32", "bf16")}  # a v5e has no units for float16
+POLICIES = {"h200": ("fp32", "bf16", "fp16")}
 
 
 @dataclasses.dataclass(frozen=True)
