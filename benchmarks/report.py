@@ -3,7 +3,7 @@
     python -m benchmarks.report
 
 A table stands between `<!-- name -->` and `<!-- end -->`, where `name.json` is the report of the suite of that
-name, or one that was measured on a GPU once.
+name, or one that was made once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import pathlib
 import re
 from typing import Any
 
-from benchmarks import _headlines, _measured_on_gpus, layerwise
+from benchmarks import _headlines, _measured_on_gpus, ablation, layerwise
 from benchmarks.__main__ import SUITES
 from benchmarks._runner import ROOT, provenance
 from mpjax._render.picture_style import save_figure
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "benchmarks" / "README.md", ROOT / "docs" / "benchmarks.md")
+# Reports that no suite of their name makes.
+OTHERS = _measured_on_gpus.TABLES | {"ablation_v5e": ablation.table}
 _BLOCK = re.compile(r"(?<=<!-- )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -39,7 +41,7 @@ def table(name: str) -> str:
   if name in SUITES:
     made = importlib.import_module(f"benchmarks.{name}").table(read(name))
   else:
-    made = _measured_on_gpus.TABLES[name](read(name))
+    made = OTHERS[name](read(name))
   return f"{made}\n\n{provenance(read(name))}"
 
 
