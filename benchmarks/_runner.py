@@ -79,7 +79,8 @@ def run(suite: Any, name: str, options: argparse.Namespace) -> dict[str, Any] | 
     for number, (row, found) in enumerate(zip(wanted, figures, strict=True)):
       report["rows"].append({"name": row.name} | row.facts | found)
       print(f"[{number + 1}/{len(wanted)}] {row.name}: {found.get('error', 'done')}", flush=True)
-      write(report, options.json)
+      later = [known[row.name] for row in wanted[number + 1 :] if row.name in known]
+      write(report | {"rows": report["rows"] + later}, options.json)
   failed = sum("error" in row for row in report["rows"])
   if failed:
     print(f"{failed} of {len(wanted)} rows failed", file=sys.stderr)
