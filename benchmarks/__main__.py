@@ -1,8 +1,8 @@
 """Measures mpjax beside what one would use instead: python scripts/bench.py SUITE [options] [--json FILE].
 
-`config` times a step of a config of yours. The other suites are the tables of benchmarks/README.md, whose rows
-`--match` chooses. `pip install -e ".[bench]"` has what they compare with; to compile for a device that is not
-there, `plan-cuda` and `plan-tpu` have its compiler.
+`config` times a step of a config of yours. The other suites are the tables of benchmarks/README.md, and
+`--match` chooses of their rows. `pip install -e ".[bench]"` has what they compare with; `plan-cuda` and
+`plan-tpu` have the compilers of devices that are not there.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def headlines(read: Callable[[str], dict[str, Any]]) -> list[Headline]:
     ),
     Headline(
       "Gradient of a GPT in bfloat16,\n768 wide, 4 layers: temporaries",
-      ("careful casts by hand", gradient(casts="hand")["temporaries"] / 1e9),
+      ("careful casts by hand", gradient(casts="by hand")["temporaries"] / 1e9),
       ("autocast", gradient(casts="autocast")["temporaries"] / 1e9),
       "GB",
     ),
@@ -67,8 +67,8 @@ def headlines(read: Callable[[str], dict[str, Any]]) -> list[Headline]:
     ),
     Headline(
       "Weights and state of AdamW,\nheld all the time",
-      ("float32", update(update="optax.adamw")["held"]),
-      ("bf16_lean", update(update="state int8, weights int8")["held"]),
+      ("float32", update(kept="optax.adamw")["held"]),
+      ("bf16_lean", update(kept="state int8, weights int8")["held"]),
       "bytes a parameter",
     ),
   ]

@@ -1,7 +1,7 @@
 """Kinds of model in plain linen, small, for the ablation; by themselves and with careful casts by hand.
 
 They take `dtype` as those of `_transformers` do. By hand, products, convolutions and what lies between them
-are in half precision; softmax, statistics, the memory of recurrent layers and the loss are in float32.
+are in half precision; softmax, statistics, the memory of recurrences and the loss are in float32.
 """
 
 from __future__ import annotations
@@ -49,31 +49,6 @@ class ScannedBlocks(nn.Module):
       lambda block, x, _: (block(x), None), {"params": 0}, split_rngs={"params": True}, length=self.layers
     )
     return step(block, x, None)[0]
-
-
-class Cell(nn.Module):
-  """A step of an LSTM; its memory is float32, what it shows has the dtype of its products."""
-
-  dtype: Any = None
-
-  @nn.compact
-  def __call__(self, carry: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[Any, jax.Array]:
-    memory, shown = carry  # f32[B, width], [B, width]
-    gates = nn.Dense(4 * x.shape[-1], dtype=self.dtype)(jnp.concatenate([x, shown], axis=-1))
-    i, f, g, o = jnp.split(gates, 4, axis=-1)
-    memory = nn.sigmoid(f) * memory + (nn.sigmoid(i) * jnp.tanh(g)).astype(F32)
-    shown = nn.sigmoid(o) * jnp.tanh(memory).astype(o.dtype)
-    return (memory, shown), shown
-
-
-class LSTM(nn.Module):
-  dtype: Any = None
-
-  @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    scanned = nn.scan(Cell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
-    start = jnp.zeros_like(x[:, 0])
-    return scanned(self.dtype)((start.astype(F32), start), x)[1]
 
 
 class StateSpace(nn.Module):
@@ -268,7 +243,6 @@ EXAMPLES = {
   "transformer": _of_tokens(GPT(512, 8, 2, 256), 16, 512),
   "transformer, scanned": _of_tokens(OfTokens(_scanned, 2048), 2, 256),
   "BERT": _of_tokens(BERT(), 64, 256, _shape(64, 256)),
-  "LSTM": _of_tokens(OfTokens(LSTM), 128, 128),
   "state space": _of_tokens(OfTokens(StateSpace), 32, 512),
   "mixture of experts": _of_tokens(OfTokens(Experts), 32, 512),
   "U-Net": Example(UNet(), (_images,), _images, lambda noise, true: jnp.square(noise - true).mean()),

@@ -1,4 +1,4 @@
-"""Times of things that are compared: they take turns in shuffled order, so that a machine's drift falls on all."""
+"""Times of what is compared: it takes turns in shuffled order, so that a machine's drift falls on all."""
 
 from __future__ import annotations
 

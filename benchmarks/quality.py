@@ -149,8 +149,7 @@ def _loss(report: dict[str, Any], task: str) -> float:
 
 
 def _cell(report: dict[str, Any], task: str, policy: str) -> str:
-  if policy not in TASKS[task].policies:
-    return ""
   found = differences(report, task, policy)
-  error = statistics.stdev(found) / len(found) ** 0.5
-  return f"{statistics.fmean(found):+.2%} ± {error:.2%}"
+  if len(found) < 2:
+    return f"{found[0]:+.2%}" if found else ""
+  return f"{statistics.fmean(found):+.2%} ± {statistics.stdev(found) / len(found) ** 0.5:.2%}"

@@ -2,8 +2,8 @@
 
     python -m benchmarks.report
 
-A table stands between `<!-- name -->` and `<!-- end -->`, where `name.json` is the report of the suite of that
-name, or one that was made once.
+A table stands between `<!-- name -->` and `<!-- end -->`, where `name.json` is the report of the suite of
+that name, or one that was made once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "benchmarks" / "README.md", ROOT / "docs" / "benchmarks.md")
 # Reports that no suite of their name makes.
 OTHERS = _measured_on_gpus.TABLES | {"ablation_v5e": ablation.table}
-_BLOCK = re.compile(r"(?<=<!-- )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def main() -> None:
   save_figure(
     _headlines.picture(_headlines.headlines(read)), ROOT / "benchmarks" / "pictures" / "headlines.png"
   )
-  save_figure(layerwise.picture(read("layerwise")), ROOT / "docs" / "layerwise.png")
+  save_figure(layerwise.pictures(read("layerwise"))["layerwise"], ROOT / "docs" / "layerwise.png")
 
 
 if __name__ == "__main__":

@@ -35,11 +35,3 @@ def test_a_mechanism_is_off_while_its_variant_is_traced_and_no_longer():
   for name in ablation.MECHANISMS:  # each names a function that there is
     with ablation.without(name):
       pass
-
-
-def test_a_table_says_what_casts_by_hand_and_a_mechanism_give():
-  figures = lambda temporaries, accessed: {"temporaries": temporaries, "accessed": accessed}
-  without = dict.fromkeys(ablation.MECHANISMS, figures(100e6, 5e9)) | {"barriers": figures(150e6, 5e9)}
-  row = {"target": "v5e", "model": "BERT", "by hand": figures(200e6, 4e9), "autocast": figures(100e6, 5e9)}
-  text = ablation.table({"rows": [row | {"without": without}]})
-  assert "| BERT | 200 | 0.50, 1.25 |  |  | +50, +0 |  |" in text

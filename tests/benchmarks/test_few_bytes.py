@@ -1,14 +1,12 @@
 """What a compiled update moves through a device's main memory."""
 
-import pytest
-
 from benchmarks.few_bytes import main_memory_bytes
 from tests.planner.compiled._hlo_text import computation, serialised
 
 
-def moved(lines, called=""):
+def moved(lines):
   main = computation("ENTRY %main", f"%p0 = f32[8,4]{{1,0}} parameter(0); {lines}")
-  return main_memory_bytes(serialised(f"HloModule m, is_scheduled=true\n\n{called}{main}"))
+  return main_memory_bytes(serialised(f"HloModule m, is_scheduled=true\n\n{main}"))
 
 
 def test_what_is_on_the_chip_is_read_once():
@@ -22,10 +20,3 @@ def test_what_is_on_the_chip_is_read_once():
   )
   read, codes, out = 32, 32, 128
   assert moved(lines) == read + codes + out
-
-
-def test_what_does_not_say_what_it_moves_is_refused():
-  called = computation("%b", "%p = f32[8,4]{1,0} parameter(0); ROOT %n = f32[8,4]{1,0} negate(%p)")
-  start = "%s = ((f32[8,4]{1,0}), f32[8,4]{1,0}) async-start(%p0), calls=%b"
-  with pytest.raises(ValueError, match="do not say what it moves"):
-    moved(f"{start}; ROOT %x = f32[8,4]{{1,0}} async-done(%s)", called)
