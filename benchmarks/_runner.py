@@ -72,6 +72,8 @@ def run(suite: Any, name: str, options: argparse.Namespace) -> dict[str, Any] | 
   report = origin(shlex.join(words), *getattr(suite, "PACKAGES", ()))
   known = _known(report, options.json)
   wanted = [row for row in rows.values() if options.match is None or options.match.search(row.name)]
+  if not wanted:
+    sys.exit(f"--match {options.match.pattern}: none of {len(rows)} rows has that in its name")
   report["rows"] = []
   jobs = 1 if getattr(suite, "TIMED", False) else options.jobs
   with concurrent.futures.ThreadPoolExecutor(jobs) as pool:

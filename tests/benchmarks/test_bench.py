@@ -30,6 +30,7 @@ def bench(*arguments):
     (["--help"], 0, "quality"),
     (["no-such-suite"], 2, "invalid choice"),
     (["quality", "--json", "/no/such/folder/out.json"], 2, "there is no folder /no/such/folder"),
+    (["quality", "--match", "no such row"], 1, "--match no such row: none of 58 rows has that in its name"),
   ],
 )
 def test_the_command_line(arguments, status, says):
@@ -41,10 +42,10 @@ def test_the_command_line(arguments, status, says):
 @pytest.mark.slow
 def test_a_row_is_measured_in_a_process_of_its_own(tmp_path):
   file = tmp_path / "report.json"
-  done = bench("layerwise", "--match", "gradients", "--json", str(file))
+  done = bench("layerwise", "--match", "^float32$", "--json", str(file))
   assert done.returncode == 0, done.stderr
   report = json.loads(file.read_text())
-  assert report["command"] == "python scripts/bench.py layerwise --match gradients"
+  assert report["command"] == "python scripts/bench.py layerwise --match '^float32$'"
   assert re.fullmatch(r"[0-9a-f]{7,}\+?|", report["commit"])
   assert {"jax", "mpjax"} <= set(report["versions"])
   assert len(report["rows"]) == 1
