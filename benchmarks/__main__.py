@@ -22,7 +22,7 @@ SUITES = {
   "config": "what a step of a config of yours costs by policy",
   "memory": "peak memory of a training step by policy, batch and model size",
   "autocast": "autocast beside casts by hand: compiled memory",
-  "ablation": "what each mechanism of autocast earns, on a dozen kinds of model",
+  "ablation": "what each mechanism of autocast earns, on eight kinds of model",
   "large_vocabulary": "the loss in chunks of rows beside that of whole logits",
   "gather": "when divided parameters are gathered: compiled memory and collectives",
   "scaling": "weak scaling on 1 to 256 described chips",

@@ -30,7 +30,7 @@ def bench(*arguments):
     (["--help"], 0, "quality"),
     (["no-such-suite"], 2, "invalid choice"),
     (["quality", "--json", "/no/such/folder/out.json"], 2, "there is no folder /no/such/folder"),
-    (["quality", "--match", "no such row"], 1, "--match no such row: none of 58 rows has that in its name"),
+    (["quality", "--match", "no such row"], 1, "--match no such row: none of 46 rows has that in its name"),
   ],
 )
 def test_the_command_line(arguments, status, says):
