@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import time
 from typing import Any
 
@@ -22,7 +21,6 @@ from benchmarks._runner import origin
 from benchmarks._timing import Stepper, compared, in_turns
 from mpjax._render.plain_text import bytes_text
 from mpjax.cli._config_arguments import add_config, with_default
-from mpjax.cli._exit_status import outcome_of
 from mpjax.cli._policy_arguments import split_policies
 from mpjax.train import load_config, load_plugins, make_setup
 from mpjax.train.setup._setup import Setup
@@ -36,22 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--rounds", type=int, default=20, help="of timed steps")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any] | int:
-  """Returns figures of a step by policy, or the exit status of what cannot be run."""
+def run(options: argparse.Namespace) -> dict[str, Any]:
+  """Returns figures of a step by policy."""
   if options.rounds < 1:
     raise SystemExit(f"--rounds {options.rounds}: expected a positive number")
-  try:
-    return _measure(options)
-  except Exception as error:
-    outcome = outcome_of(error)
-    if outcome is None:
-      raise
-    status, line = outcome
-    print(line, file=sys.stderr)
-    return status
-
-
-def _measure(options: argparse.Namespace) -> dict[str, Any]:
   options = with_default(options)
   load_plugins(options.plugin)
   policies, overrides = split_policies(options.overrides)
