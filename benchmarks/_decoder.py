@@ -1,4 +1,4 @@
-"""A transformer in plain JAX, Llama or GPT-3 by its sizes, and its training step on a described mesh.
+"""A Llama in plain JAX by its sizes, and its training step on a described mesh.
 
 It is written in float32: the policy says what runs in which dtype. Layers are stacked and run in a scan.
 """
@@ -34,8 +34,6 @@ class Decoder:
     mesh: devices along each of `AXES`; an axis that is not named has one.
     batch, length: sequences of a device, and tokens of a sequence.
     head_dim: entries of a head; `dim / heads` if 0.
-    positions: length of GPT-3's table of positions, with its layer norms, GELU, biases and tied head; 0 for a
-      Llama's rotary embeddings, RMS norms and SwiGLU.
     save, offload: names of what the forward pass leaves for the backward pass on the device or on the host;
       `save=["all"]`: nothing is computed again.
     blocks: side of splash attention's blocks.
@@ -54,7 +52,6 @@ class Decoder:
   batch: int
   length: int
   head_dim: int = 0
-  positions: int = 0
   save: Sequence[str] = ()
   offload: Sequence[str] = ()
   blocks: int = 512
@@ -69,24 +66,18 @@ class Decoder:
   def shapes(self) -> dict[str, Any]:
     """The shapes of the parameters, and along which axis of the mesh each dimension is divided."""
     n, dim, kv = self.layers, self.dim, self.width * self.kv_heads // self.heads
-    inward = {"query": self.width, "key": kv, "value": kv, "up": self.hidden}
+    inward = {"query": self.width, "key": kv, "value": kv, "up": self.hidden, "gate": self.hidden}
     outward = {"out": self.width, "down": self.hidden}
     layers: dict[str, Any] = {x: ((n, dim, size), (None, "fsdp", "tensor")) for x, size in inward.items()}
     layers |= {x: ((n, size, dim), (None, "tensor", "fsdp")) for x, size in outward.items()}
     layers |= dict.fromkeys(("norm_1", "norm_2"), ((n, dim), (None, None)))
-    params: dict[str, Any] = {"embed": ((self.vocab, dim), ("tensor", "fsdp")), "norm": ((dim,), (None,))}
-    if self.positions:
-      layers |= {f"{x}_bias": ((n, size), (None, "tensor")) for x, size in inward.items()}
-      layers |= {f"{x}_bias": layers["norm_1"] for x in ("out", "down", "norm_1", "norm_2")}
-      params |= {"norm_bias": params["norm"], "positions": ((self.positions, dim), (None, "fsdp"))}
-    else:
-      layers["gate"], params["head"] = layers["up"], ((dim, self.vocab), ("fsdp", "tensor"))
-    return params | {"layers": layers}
+    embed, head = ((self.vocab, dim), ("tensor", "fsdp")), ((dim, self.vocab), ("fsdp", "tensor"))
+    return {"embed": embed, "norm": ((dim,), (None,)), "head": head, "layers": layers}
 
   def token_flops(self) -> float:
     """Model FLOPs of a token in training: 6 a weight that multiplies, attention counted in full."""
     layers = (math.prod(shape) for shape, _ in self.shapes()["layers"].values() if len(shape) == 3)
-    weights = sum(layers) + self.vocab * self.dim  # the head, which may be the embedding
+    weights = sum(layers) + self.vocab * self.dim  # the head
     return 6.0 * weights + 12.0 * self.layers * self.width * self.length
 
   def training(self, policy: Any) -> tuple[Any, Any, Any]:
@@ -122,32 +113,28 @@ class Decoder:
       kept = jax.checkpoint_policies.save_and_offload_only_these_names(**names, **to_host)
       layer = jax.checkpoint(layer, policy=kept, prevent_cse=False)
     x, _ = jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, params["layers"])
-    x = _norm(x, params, "norm")
-    head = params["head"] if "head" in params else params["embed"].T
+    x = _norm(x, params["norm"])
     if self.loss_rows:
-      return mpjax.linear_cross_entropy(x, head, labels, rows=self.loss_rows)
+      return mpjax.linear_cross_entropy(x, params["head"], labels, rows=self.loss_rows)
     with jax.named_scope("head"):
-      logits = self._divided(x @ head)
+      logits = self._divided(x @ params["head"])
     with jax.named_scope("loss"):
       return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
   def _embed(self, params: Any, tokens: jax.Array) -> jax.Array:
     if self.target.kind == "tpu":  # a product with one-hot rows, as MaxText has it there
-      x = (tokens[..., None] == jnp.arange(self.vocab)).astype(jnp.float32) @ params["embed"]
-    else:
-      x = params["embed"][tokens]
-    return x + params["positions"][: self.length] if self.positions else x
+      return (tokens[..., None] == jnp.arange(self.vocab)).astype(jnp.float32) @ params["embed"]
+    return params["embed"][tokens]
 
   def _layer(self, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     """Adds attention and an MLP to the stream x [B, T, D]."""
     x = _named(x, "decoder_layer_input")
-    h = _norm(x, w, "norm_1")
+    h = _norm(x, w["norm_1"])
     project = lambda name, heads: _named(
       _linear(h, w, name).reshape(*h.shape[:2], heads, self.width // self.heads), f"{name}_proj"
     )
     q, k, v = project("query", self.heads), project("key", self.kv_heads), project("value", self.kv_heads)
-    if not self.positions:
-      q, k = _rotate(q), _rotate(k)
+    q, k = _rotate(q), _rotate(k)
     kernel = self._splash if self.target.kind == "tpu" else _stated
     heads = self._on_mesh(_ROWS, None, "tensor", None)
     options: dict[str, Any] = {"mesh": heads.mesh, "out_specs": heads.spec, "check_vma": False}
@@ -155,9 +142,9 @@ class Decoder:
       attend = mpjax.half_precision(jax.shard_map(kernel, in_specs=(heads.spec,) * 3, **options))
       mixed = attend(q, k, v).reshape(*h.shape[:2], self.width)
     x += _named(self._divided(_linear(mixed, w, "out")), "out_proj")
-    h = _norm(x, w, "norm_2")
+    h = _norm(x, w["norm_2"])
     up = _named(_linear(h, w, "up"), "mlpwi_1")
-    up = up * jax.nn.silu(_named(_linear(h, w, "gate"), "mlpwi_0")) if "gate" in w else jax.nn.gelu(up)
+    up = up * jax.nn.silu(_named(_linear(h, w, "gate"), "mlpwi_0"))
     return self._divided(x + _named(_linear(up, w, "down"), "mlpwo"))
 
   def _splash(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -181,16 +168,12 @@ class Decoder:
 
 def _linear(x: jax.Array, w: dict[str, jax.Array], name: str) -> jax.Array:
   with jax.named_scope(name):
-    return x @ w[name] + w[f"{name}_bias"] if f"{name}_bias" in w else x @ w[name]
+    return x @ w[name]
 
 
-def _norm(x: jax.Array, w: dict[str, jax.Array], name: str) -> jax.Array:
-  bias = w.get(f"{name}_bias")
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
   with jax.named_scope("norm"):
-    if bias is not None:
-      x -= x.mean(-1, keepdims=True)
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * w[name]
-    return x if bias is None else x + bias
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
 
 
 def _rotate(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The five figures of memory that docs/benchmarks.md begins with: their picture and their table."""
+"""The five figures of memory that docs/benchmarks.md begins with, as a picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks._runner import markdown, one
+from benchmarks._runner import one
 from mpjax._render.picture_style import BLACK, BLUE, GREY, HEADING, TEXT, new_figure, picture_style
 
 
@@ -93,12 +93,3 @@ def picture(rows: list[Headline]) -> Any:
   axes.set(xlim=(0, 1.09), ylim=(len(rows) - 0.5, -0.5), xticks=[])
   axes.spines["bottom"].set_visible(False)
   return figure
-
-
-def table(rows: list[Headline]) -> str:
-  """The same figures as a table."""
-  lines = []
-  for row in rows:
-    cells = [f"{name}: {value:.3g} {row.unit}" for name, value in (row.without, row.with_)]
-    lines.append([row.title.replace("\n", " "), *cells, f"{row.ratio:.2f}"])
-  return markdown(["compiled for an H200", "without", "with mpjax", "ratio"], lines)

@@ -6,7 +6,6 @@ A suite is a module of this package with
     TIMED = True               # where rows are timed: one runs at a time; may be missing
     rows()                     # its cases: a `Row` for every line of the report
     table(report)              # the report as Markdown
-    pictures(report)           # figures of matplotlib by the name of their file; may be missing
 
 and `rows` only says what there is: everything that takes time is in `Row.measure`.
 """

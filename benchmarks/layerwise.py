@@ -19,14 +19,12 @@ import numpy as np
 import optax
 
 import mpjax
-from benchmarks._runner import Row, markdown, one
-from mpjax._render.picture_style import VERMILLION, new_figure, picture_style, shades
+from benchmarks._runner import Row, markdown
 
 PACKAGES = ("optax",)
 DEPTH, WIDTH, INPUTS, BATCH, STEPS = 32, 8, 16, 256, 1500
 ATTENUATION = 0.375
 NOISE = 0.3
-LAYERWISE = "layer-wise"
 SHOWN = (0, 8, 16, 24)  # layers in the table
 DIRECTION = np.float32(np.random.default_rng(0).normal(size=INPUTS) / np.sqrt(INPUTS))
 
@@ -89,8 +87,8 @@ def layerwise_loss(params: Any, x: jax.Array, y: jax.Array, dtype: Any) -> jax.A
 _HALF = functools.partial(plain_loss, dtype=jnp.float16)
 CASES: dict[str, tuple[Callable[..., jax.Array], float]] = {
   "float32": (functools.partial(plain_loss, dtype=jnp.float32), 1.0),
-  LAYERWISE: (functools.partial(layerwise_loss, dtype=jnp.float16), 1.0),
-  **{f"2^{exponent}": (_HALF, 2.0**exponent) for exponent in range(0, 25, 4)},
+  "layer-wise": (functools.partial(layerwise_loss, dtype=jnp.float16), 1.0),
+  **{f"2^{exponent}": (_HALF, 2.0**exponent) for exponent in range(0, 25, 8)},
 }
 
 
@@ -128,20 +126,3 @@ def table(report: dict[str, Any]) -> str:
     finite, skipped = "yes" if row["finite"] else "no", f"{row['skipped']} of {row['steps']}"
     lines.append([row["case"], *zeros, finite, f"{row['eval_loss']:.4f}", skipped])
   return markdown(["scale", *(f"layer {layer}" for layer in SHOWN), "finite", "loss", "skipped"], lines)
-
-
-@picture_style()
-def pictures(report: dict[str, Any]) -> dict[str, Any]:
-  """Share of zeros by layer, a line for each scale."""
-  figure = new_figure(4.0, f"Weight gradients of {DEPTH} layers in float16")
-  axes = figure.subplots()
-  single = [row for row in report["rows"] if row["case"].startswith("2^")]
-  for colour, row in zip(shades(len(single)), single, strict=True):
-    name = f"loss scale ${row['case'].replace('^', '^{')}}}$" + ("" if row["finite"] else ", overflows")
-    axes.plot(row["zeros"], "-" if row["finite"] else ":", color=colour, label=name)
-  axes.plot(one(report, case=LAYERWISE)["zeros"], color=VERMILLION, linewidth=3, label="layer-wise scales")
-  axes.set(xlabel="layer", ylabel="share of zeros", xlim=(-0.5, DEPTH - 0.5))
-  axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-  axes.grid(axis="y")
-  figure.legend(loc="outside right upper")
-  return {"layerwise": figure}

@@ -5,7 +5,6 @@ GPT, ViT and ResNet of `mpjax.zoo.models` with the optimisers of configs/, at a 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -18,43 +17,26 @@ from mpjax.planner import get_target
 from mpjax.train import Planner, load_config, load_plugins, register_data
 
 PACKAGES = ("flax", "optax", "libtpu", "jax-cuda13-plugin")
-POLICIES = {"h200": ("fp32", "bf16", "fp16")}
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-  """A model and its data.
-
-  Attributes:
-    config: a file in configs/.
-    sizes: overrides of its model.
-    data: what a row is.
-    rows: of a small and of a large batch.
-  """
-
-  config: str
-  sizes: tuple[str, ...]
-  data: tuple[str, ...]
-  rows: tuple[int, int]
-
-
+TARGET = "h200"
+POLICIES = ("fp32", "bf16", "fp16")
+# Config, overrides of its model and data, and rows of a small and of a large batch.
 MODELS = {
-  "gpt": Model(
+  "gpt": (
     "gpt_stdlib",
-    ("dim=768", "layers=12", "heads=12"),
-    ("kind=random_tokens", "vocab_size=50304", "seq_len=1024"),
+    ("model.dim=768", "model.layers=12", "model.heads=12"),
+    ("data.kind=random_tokens", "data.vocab_size=50304", "data.seq_len=1024"),
     (2, 8),
   ),
-  "vit": Model(
+  "vit": (
     "vit_digits",
-    ("dim=384", "layers=12", "heads=6", "patch=16"),
-    ("kind=blank_images", "side=224", "classes=1000"),
+    ("model.dim=384", "model.layers=12", "model.heads=6", "model.patch=16"),
+    ("data.kind=blank_images", "data.side=224", "data.classes=1000"),
     (16, 64),
   ),
-  "resnet": Model(
+  "resnet": (
     "resnet_digits",
-    ("width=64", "stages=[3,4,6]"),
-    ("kind=blank_images", "side=32", "classes=100"),
+    ("model.width=64", "model.stages=[3,4,6]"),
+    ("data.kind=blank_images", "data.side=32", "data.classes=100"),
     (64, 256),
   ),
 }
@@ -68,45 +50,34 @@ def blank_images(*, side: int, classes: int) -> Any:
 
 
 def rows() -> Iterator[Row]:
-  """Both batches by device, model and policy."""
-  for target, model in itertools.product(POLICIES, MODELS):
-    for policy, count in itertools.product(POLICIES[target], MODELS[model].rows):
-      facts = {"target": target, "model": model, "policy": policy, "rows": count}
-      yield Row(facts, functools.partial(figures, target, model, policy, count))
+  """Both batches by model and policy."""
+  for model, policy in itertools.product(MODELS, POLICIES):
+    for count in MODELS[model][-1]:
+      facts = {"target": TARGET, "model": model, "policy": policy, "rows": count}
+      yield Row(facts, functools.partial(figures, model, policy, count))
 
 
-def figures(target: str, model: str, policy: str, rows: int) -> dict[str, Any]:
+def figures(model: str, policy: str, rows: int) -> dict[str, Any]:
   """What the step takes, by the compiler."""
   load_plugins([str(ROOT / "examples" / "llama" / "llama.py")])  # random tokens
-  chosen = MODELS[model]
-  overrides = [f"model.{size}" for size in chosen.sizes] + [f"data.{fact}" for fact in chosen.data]
-  config = load_config(str(ROOT / "configs" / f"{chosen.config}.yaml"), [*overrides, "mesh.data=1"])
-  return plan_figures(Planner(config, get_target(target)).plan(policy, batch=rows, compile=True))
-
-
-def bytes_a_row(report: dict[str, Any], target: str, model: str, policy: str) -> float:
-  """How much a row adds to the peak."""
-  few, many = MODELS[model].rows
-  less, more = (
-    one(report, target=target, model=model, policy=policy, rows=count)["peak"] for count in (few, many)
-  )
-  return float(more - less) / (many - few)
+  name, sizes, data, _ = MODELS[model]
+  config = load_config(str(ROOT / "configs" / f"{name}.yaml"), [*sizes, *data, "mesh.data=1"])
+  return plan_figures(Planner(config, get_target(TARGET)).plan(policy, batch=rows, compile=True))
 
 
 def table(report: dict[str, Any]) -> str:
   """Peaks of the large batch, what a row adds, and that by float32's."""
   lines = []
-  for target, policies in POLICIES.items():
-    for policy in policies:
-      cells = [target, policy]
-      for model, chosen in MODELS.items():
-        row = one(report, target=target, model=model, policy=policy, rows=chosen.rows[1])
-        more, base = (bytes_a_row(report, target, model, name) for name in (policy, "fp32"))
-        cells += [f"{row['peak'] / 1e9:.2f}", f"{more / 1e6:.1f} ({more / base:.2f})"]
-      lines.append(cells)
+  for policy in POLICIES:
+    cells = [TARGET, policy]
+    for model, (*_, (few, many)) in MODELS.items():
+      peak = lambda policy, rows, model=model: one(report, model=model, policy=policy, rows=rows)["peak"]
+      more, base = ((peak(name, many) - peak(name, few)) / (many - few) for name in (policy, "fp32"))
+      cells += [f"{peak(policy, many) / 1e9:.2f}", f"{more / 1e6:.1f} ({more / base:.2f})"]
+    lines.append(cells)
   heads = [
     text
-    for model, chosen in MODELS.items()
-    for text in (f"{model}, {chosen.rows[1]} rows: GB", "MB a row (by fp32's)")
+    for model, (*_, (_, many)) in MODELS.items()
+    for text in (f"{model}, {many} rows: GB", "MB a row (by fp32's)")
   ]
   return markdown(["compiled for", "policy", *heads], lines)

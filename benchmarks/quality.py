@@ -6,13 +6,13 @@ where the machine has no units for it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 import pathlib
 import statistics
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks._runner import ROOT, Row, chosen, markdown
 from mpjax.train import run as train
@@ -35,82 +35,46 @@ POLICIES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-  """What is trained.
-
-  Attributes:
-    config: a file, and what is set otherwise in it.
-    policies: beside float32.
-    seeds: how many.
-    plugin: registers the config's model.
-  """
+class Task(NamedTuple):
+  """What is trained: a config with what is set otherwise, beside float32 the policies, and a plug-in."""
 
   config: tuple[str, ...]
   policies: tuple[str, ...]
-  seeds: int = 2
   plugin: str | None = None
 
 
-def _small(file: str, *changes: str) -> tuple[str, ...]:
-  return (file, "model.layers=2", "data.batch_size=8", "data.eval_batches=100", "train.steps=300", *changes)
-
-
-def _small_gpt(optimizer: str, rate: str, *changes: str) -> tuple[str, ...]:
-  sizes = ("model.dim=128", "model.heads=2")
-  return _small(
-    "configs/gpt_stdlib.yaml",
-    *sizes,
-    f"optimizer.name={optimizer}",
-    f"optimizer.learning_rate={rate}",
-    *changes,
-  )
-
-
-_LLAMA = "examples/llama/llama.py"
-_PLAIN = "optimizer.options={}"
+SEEDS = 2
+GPT = "configs/gpt_stdlib.yaml"
+_SMALL = ("model.layers=2", "data.batch_size=8", "data.eval_batches=100", "train.steps=300")
+_SMALL_GPT = (GPT, *_SMALL, "model.dim=128", "model.heads=2")
+# A batch of a size that one takes on an accelerator: each byte's share of the gradient is small.
+_LARGE_BATCH = (
+  *(GPT, "model.dim=32", "model.layers=4", "model.heads=2", "data.seq_len=256", "data.batch_size=128"),
+  *("optimizer.warmup_steps=20", "optimizer.learning_rate=5e-3", "train.steps=100", "data.eval_batches=6"),
+)
+_ADAMW = ("optimizer.name=adamw", "optimizer.learning_rate=2e-3")
+_MUON = ("optimizer.name=muon", "optimizer.learning_rate=5e-3", "optimizer.options={}")
 TASKS = {
   "GPT, 2,048 bytes a batch": Task(
-    ("configs/gpt_stdlib.yaml", "train.steps=400", "data.eval_batches=100"),
-    ("bf16", "fp16", "fp16, no loss scale", "fp8"),
+    (GPT, "train.steps=400", "data.eval_batches=100"), ("bf16", "fp16", "fp16, no loss scale", "fp8")
   ),
-  # A batch of a size that one takes on an accelerator: each byte's share of the gradient is small.
-  "GPT, 32,768 bytes a batch": Task(
-    (
-      *("configs/gpt_stdlib.yaml", "model.dim=32", "model.layers=4", "model.heads=2", "data.seq_len=256"),
-      *(
-        "data.batch_size=128",
-        "optimizer.warmup_steps=20",
-        "optimizer.learning_rate=5e-3",
-        "train.steps=100",
-      ),
-      "data.eval_batches=6",
-    ),
-    ("bf16", "fp16", "fp16, no loss scale"),
-  ),
+  "GPT, 32,768 bytes a batch": Task(_LARGE_BATCH, ("bf16", "fp16", "fp16, no loss scale")),
   "Llama": Task(
-    _small("examples/llama/stdlib.yaml"),
-    ("fp8, min_dim 16", INT8),
-    plugin=_LLAMA,
+    ("examples/llama/stdlib.yaml", *_SMALL), ("fp8, min_dim 16", INT8), "examples/llama/llama.py"
   ),
   "ViT on digits": Task(("configs/vit_digits.yaml",), ("bf16", "bf16_lean")),
-  "ResNet on digits": Task(
-    ("configs/resnet_digits.yaml", "optimizer.name=adamw", _PLAIN, "optimizer.learning_rate=2e-3"),
-    (INT8,),
-  ),
-  "small GPT, AdamW": Task(_small_gpt("adamw", "2e-3"), (INT8, "bf16_lean")),
-  "Muon": Task(_small_gpt("muon", "5e-3", _PLAIN), ("bf16, bfloat16 state", INT8)),
+  "ResNet on digits": Task(("configs/resnet_digits.yaml", *_ADAMW, "optimizer.options={}"), (INT8,)),
+  "small GPT, AdamW": Task((*_SMALL_GPT, *_ADAMW), (INT8, "bf16_lean")),
+  "Muon": Task((*_SMALL_GPT, *_MUON), ("bf16, bfloat16 state", INT8)),
 }
 
 
 def rows() -> Iterator[Row]:
   """A run for each task, policy and seed; each seed of all before the next."""
-  for seed in range(max(task.seeds for task in TASKS.values())):
-    for name, task in TASKS.items():
-      for policy in (BASE, *task.policies):
-        if seed < task.seeds:
-          facts = {"task": name, "policy": policy, "seed": seed}
-          yield Row(facts, functools.partial(measure, task, policy, seed))
+  for seed, (name, task) in itertools.product(range(SEEDS), TASKS.items()):
+    for policy in (BASE, *task.policies):
+      facts = {"task": name, "policy": policy, "seed": seed}
+      yield Row(facts, functools.partial(measure, task, policy, seed))
 
 
 def measure(task: Task, policy: str, seed: int) -> dict[str, Any]:
@@ -134,11 +98,10 @@ def differences(report: dict[str, Any], task: str, policy: str) -> list[float]:
 
 
 def table(report: dict[str, Any]) -> str:
-  """Mean difference from float32 and its standard error, policies down and tasks across."""
+  """Mean difference from float32 and its standard error over the seeds, policies down and tasks across."""
   lines = [["float32's loss", *(f"{_loss(report, task):.4f}" for task in TASKS)]]
   for policy in list(POLICIES)[1:]:
     lines.append([policy, *(_cell(report, task, policy) for task in TASKS)])
-  lines.append(["seeds", *(str(task.seeds) for task in TASKS.values())])
   return markdown(["policy", *TASKS], lines)
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables and pictures of benchmarks/README.md and docs/ from benchmarks/results.
+"""Writes the tables and the picture of benchmarks/README.md from benchmarks/results.
 
     python -m benchmarks.report
 
@@ -11,19 +11,16 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import pathlib
 import re
 from typing import Any
 
-from benchmarks import _headlines, _measured_on_gpus, ablation, layerwise
+from benchmarks import _headlines, ablation
 from benchmarks.__main__ import SUITES
-from benchmarks._runner import ROOT, provenance
+from benchmarks._runner import ROOT, markdown, provenance
 from mpjax._render.picture_style import save_figure
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "benchmarks" / "README.md", ROOT / "docs" / "benchmarks.md")
-# Reports that no suite of their name makes.
-OTHERS = _measured_on_gpus.TABLES | {"ablation_v5e": ablation.table}
+PAGE = ROOT / "benchmarks" / "README.md"
 _BLOCK = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -36,8 +33,6 @@ def read(name: str) -> dict[str, Any]:
 
 def table(name: str) -> str:
   """What stands under a name."""
-  if name == "headlines":
-    return _headlines.table(_headlines.headlines(read))
   if name in SUITES:
     made = importlib.import_module(f"benchmarks.{name}").table(read(name))
   else:
@@ -45,19 +40,31 @@ def table(name: str) -> str:
   return f"{made}\n\n{provenance(read(name))}"
 
 
-def written(page: pathlib.Path) -> str:
-  """The text of a page with its tables as the reports have them."""
-  return _BLOCK.sub(lambda found: f"{found[1]}{found[2]}\n{table(found[1])}\n\n", page.read_text())
+def measured_once(report: dict[str, Any]) -> str:
+  """A GPT's steps on a GPU beside each other."""
+  (model,) = report["models"].values()
+  lines = [
+    [name, f"{1e3 * row['seconds']:.1f}", f"{row['units_per_s']:.0f}", f"{row['peak_bytes'] / 1e9:.1f}"]
+    for name, row in model["rows"].items()
+    if "seconds" in row
+  ]
+  return markdown([model["title"], "ms", "tokens/s", "peak GB"], lines)
+
+
+# Reports that no suite of their name makes.
+OTHERS = {"ablation_v5e": ablation.table, "gpu_h200_124m": measured_once, "gpu_h200_1b": measured_once}
+
+
+def written() -> str:
+  """The text of the page with its tables as the reports have them."""
+  return _BLOCK.sub(lambda found: f"{found[1]}{found[2]}{table(found[1])}\n", PAGE.read_text())
 
 
 def main() -> None:
-  """Writes all tables and pictures."""
-  for page in PAGES:
-    page.write_text(written(page))
-  save_figure(
-    _headlines.picture(_headlines.headlines(read)), ROOT / "benchmarks" / "pictures" / "headlines.png"
-  )
-  save_figure(layerwise.pictures(read("layerwise"))["layerwise"], ROOT / "docs" / "layerwise.png")
+  """Writes all tables, and the picture."""
+  PAGE.write_text(written())
+  picture = _headlines.picture(_headlines.headlines(read))
+  save_figure(picture, ROOT / "benchmarks" / "pictures" / "headlines.png")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     sys.exit("--map: expected the files that `pytest -p benchmarks.mutations._lines --lines FILE` writes")
   checkout = options.tests.resolve()
   begun = time.monotonic()
-  tests = candidates(options.map, {fault: place_of(fault, checkout) for fault in faults}, checkout)
+  tests = candidates(options.map, {fault: place_of(fault, checkout) for fault in faults})
   marks = _ANY if options.all else ("-m", f"not ({_OUTSIDE})")
   tries = [Try(fault, tests[fault], options.most, options.seconds, marks) for fault in faults]
   _forks.preload()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import collections
 import functools
 import json
@@ -24,7 +23,7 @@ class Candidate(NamedTuple):
   test: str
   seconds: float
   lines: int  # of mpjax that it runs in all: a test of few is about them
-  hops: int = -1  # where it does not run the line: imports between the fault's file and one that it runs
+  far: int = 0  # 1: it only runs the fault's file, 2: only its folder
 
   @property
   def file(self) -> str:
@@ -37,35 +36,30 @@ class Candidate(NamedTuple):
     return self.test.partition("[")[0]
 
 
-def candidates(
-  maps: Iterable[pathlib.Path], places: Mapping[Fault, Place], root: pathlib.Path
-) -> dict[Fault, list[Candidate]]:
+def candidates(maps: Iterable[pathlib.Path], places: Mapping[Fault, Place]) -> dict[Fault, list[Candidate]]:
   """Returns the tests for each fault, in the order in which they are worth trying.
 
-  Where a line runs at import, or in no test, they are those that run the same file or one that imports it.
+  Where a line runs at import, or in no test, they are those that run the same file or folder.
 
   Args:
     maps: files that `_lines.py` has written.
     places: of the faults.
-    root: of the checkout.
   """
   found: dict[Fault, list[Candidate]] = {fault: [] for fault in places}
-  hops = {file: _importers(file, root) for file in {fault.file for fault in places}}
   for path in maps:
     with path.open() as records:
       for record in map(json.loads, records):
         lines: dict[str, list[int]] = record["lines"]
         whole = sum(map(len, lines.values()))
-        near = {
-          file: min((far[name] for name in lines if name in far), default=None) for file, far in hops.items()
-        }
+        folders = {name.rpartition("/")[0] for name in lines}
         for fault, place in places.items():
-          far = -1 if not place.lines.isdisjoint(lines.get(fault.file, ())) else near[fault.file]
-          if far is not None:
+          runs_line = not place.lines.isdisjoint(lines.get(fault.file, ()))
+          far = 0 if runs_line else 1 if fault.file in lines else 2
+          if far < 2 or fault.file.rpartition("/")[0] in folders:
             found[fault].append(Candidate(record["test"], record["seconds"], whole, far))
   for fault, tests in found.items():
-    if not places[fault].at_import and any(test.hops < 0 for test in tests):
-      tests[:] = [test for test in tests if test.hops < 0]
+    if not places[fault].at_import and not all(test.far for test in tests):
+      tests[:] = [test for test in tests if not test.far]
   return {fault: _ordered(fault, tests) for fault, tests in found.items()}
 
 
@@ -87,7 +81,7 @@ def _ordered(fault: Fault, tests: Sequence[Candidate]) -> list[Candidate]:
     late = sum(test.seconds > limit for limit in _SLOW_S)
     alike = sum(math.log(len(tests) / among[word]) for word in shared[test.test])
     worth = (alike + 2 * near) * 0.8 ** turn[test.test]
-    return late, test.hops, -worth, turn[test.test], test.lines, test.seconds
+    return late, test.far, -worth, turn[test.test], test.lines, test.seconds
 
   return sorted(tests, key=key)
 
@@ -96,30 +90,3 @@ def _ordered(fault: Fault, tests: Sequence[Candidate]) -> list[Candidate]:
 def _words(text: str) -> frozenset[str]:
   """Returns what a text or the name of a test is about, in the singular."""
   return frozenset(word.rstrip("s") for word in re.findall(r"[a-z0-9]{3,}", text.lower()))
-
-
-@functools.cache
-def _readers(root: pathlib.Path) -> Mapping[str, set[str]]:
-  """Returns which files of mpjax import each, by themselves."""
-  readers: dict[str, set[str]] = {}
-  for path in sorted((root / "mpjax").rglob("*.py")):
-    for node in ast.walk(ast.parse(path.read_text())):
-      if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-      else:
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-      for module in modules:
-        place = module.replace(".", "/")
-        for found in (f"{place}.py", f"{place}/__init__.py"):
-          readers.setdefault(found, set()).add(path.relative_to(root).as_posix())
-  return readers
-
-
-def _importers(file: str, root: pathlib.Path) -> dict[str, int]:
-  """Returns how many imports lead to a file, for every file that imports it, through others or not."""
-  hops, waiting = {file: 0}, [file]
-  for current in waiting:
-    for reader in _readers(root).get(current, set()) - hops.keys():
-      hops[reader] = hops[current] + 1
-      waiting.append(reader)
-  return hops

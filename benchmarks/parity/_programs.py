@@ -74,13 +74,9 @@ def models() -> Programs:
   corpus: dict[str, Callable[[], Any]] = {**_transformers.MODELS, **_haiku.MODELS}
   corpus |= {**_equinox.MODELS, **_flax.MODELS}
   for name, make in corpus.items():
-    model = functools.cache(make)
-    loss, args = functools.partial(_loss_of, model), functools.partial(_arguments_of, model)
-    yield from _both(name, loss, args)
+    yield from _both(name, *_of_model(functools.cache(make)))
   for name, small in _models.MODELS.items():
-    yield from _both(
-      f"small {name}", functools.partial(_small_loss, small), functools.partial(_small_arguments, small)
-    )
+    yield from _both(f"small {name}", *_of_small(small))
 
 
 def steps() -> Programs:
@@ -112,16 +108,10 @@ def _both(name: str, derived: Callable[[Any], Function], args: Callable[[], tupl
     args: makes the arguments.
   """
   for policy in POLICIES:
-    yield f"{name}, gradient of {policy}", functools.partial(_gradient_of_cast, derived, args, policy)
-    yield f"{name}, {policy} of gradient", functools.partial(_cast_of_gradient, derived, args, policy)
-
-
-def _gradient_of_cast(derived: Any, args: Any, policy: str) -> Jaxpr:
-  return jax.make_jaxpr(derived(mpjax.autocast(policy=policy)))(*args())
-
-
-def _cast_of_gradient(derived: Any, args: Any, policy: str) -> Jaxpr:
-  return jax.make_jaxpr(mpjax.autocast(derived(_itself), policy))(*args())
+    inside = lambda policy=policy: derived(mpjax.autocast(policy=policy))
+    outside = lambda policy=policy: mpjax.autocast(derived(_itself), policy)
+    yield f"{name}, gradient of {policy}", lambda fun=inside: jax.make_jaxpr(fun())(*args())
+    yield f"{name}, {policy} of gradient", lambda fun=outside: jax.make_jaxpr(fun())(*args())
 
 
 def _itself(x: Any) -> Any:
@@ -140,20 +130,14 @@ def _while(condition: Function, body: Function, initial: Function, x: Any) -> An
   return jax.lax.while_loop(condition, body, initial(x))
 
 
-def _loss_of(model: Callable[[], Any], cast: Any) -> Function:
-  return jax.value_and_grad(cast(model().loss))
+def _of_model(model: Any) -> tuple[Any, Any]:
+  gradient = lambda cast: jax.value_and_grad(cast(model().loss))
+  return gradient, lambda: (model().params, model().batch, jax.random.key(0))
 
 
-def _arguments_of(model: Callable[[], Any]) -> tuple[Any, ...]:
-  return model().params, model().batch, jax.random.key(0)
-
-
-def _small_loss(model: Any, cast: Any) -> Function:
-  return jax.value_and_grad(cast(model.loss(None)))
-
-
-def _small_arguments(model: Any) -> tuple[Any, ...]:
-  return jax.eval_shape(model.init), _models.text_batch(0)
+def _of_small(model: Any) -> tuple[Any, Any]:
+  gradient = lambda cast: jax.value_and_grad(cast(model.loss(None)))
+  return gradient, lambda: (jax.eval_shape(model.init), _models.text_batch(0))
 
 
 def _step(config: str, changes: list[str]) -> Jaxpr:

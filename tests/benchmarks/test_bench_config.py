@@ -17,9 +17,3 @@ def test_a_plugin_is_measured_under_each_policy(tmp_path, capsys):
   assert list(rows) == ["fp32", "fp16"]
   assert all(row["step_s"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
   assert "fp16" in capsys.readouterr().out
-
-
-def test_a_bad_key_is_one_line_and_status_2(tmp_path, capsys):
-  arguments = [write_config(tmp_path, "plain"), "--plugin", PLUGIN, "model.widht=8"]
-  assert main(["bench", "config", *arguments]) == 2
-  assert "did you mean 'width'" in capsys.readouterr().err

@@ -11,7 +11,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 def test_each_fault_is_one_edit_that_compiles():
   faults = read_faults()
   assert len({fault.name for fault in faults}) == len(faults) >= 92
-  assert sum(fault.mended for fault in faults) >= 35
   for fault in faults:
     source = (ROOT / fault.file).read_text()
     assert ast.dump(ast.parse(fault.applied(source))) != ast.dump(ast.parse(source)), fault.name

@@ -13,14 +13,6 @@ def run(*words):
   return parity.run(parser.parse_args(list(words)))
 
 
-def test_the_figure_of_a_plan_that_differs_is_named_with_both_values():
-  before = {"time": {"seconds": 1.0, "parts": {"products": 0.5}}, "notes": []}
-  now = {"time": {"seconds": 1.0, "parts": {"products": 0.75, "copies": 0.25}}, "notes": []}
-  said = [", time, parts, products: 0.5 -> 0.75", ", time, parts, copies: None -> 0.25"]
-  assert list(parity.differences(before, now)) == said
-  assert list(parity.differences("1234", "5678")) == [": 1234 -> 5678"]
-
-
 @pytest.mark.slow
 def test_one_changed_figure_is_all_that_differs_from_the_same_checkout(tmp_path, capsys):
   file, chosen = tmp_path / "before.json", ("--match", "kept training, v5e, 0.12", "--jobs", "1")
