@@ -108,10 +108,13 @@ def _both(name: str, derived: Callable[[Any], Function], args: Callable[[], tupl
     args: makes the arguments.
   """
   for policy in POLICIES:
-    inside = lambda policy=policy: derived(mpjax.autocast(policy=policy))
-    outside = lambda policy=policy: mpjax.autocast(derived(_itself), policy)
-    yield f"{name}, gradient of {policy}", lambda fun=inside: jax.make_jaxpr(fun())(*args())
-    yield f"{name}, {policy} of gradient", lambda fun=outside: jax.make_jaxpr(fun())(*args())
+    yield f"{name}, gradient of {policy}", functools.partial(_traced, derived, args, policy, True)
+    yield f"{name}, {policy} of gradient", functools.partial(_traced, derived, args, policy, False)
+
+
+def _traced(derived: Any, args: Any, policy: str, inside: bool) -> Jaxpr:
+  cast = mpjax.autocast(policy=policy)
+  return jax.make_jaxpr(derived(cast) if inside else cast(derived(_itself)))(*args())
 
 
 def _itself(x: Any) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, PyTreeDef
 
-from mpjax._types import PyTree
+from mpjax._types import Array, PyTree
 
 T = TypeVar("T")
 
@@ -41,17 +41,39 @@ def apply_updates(params: T, updates: PyTree) -> T:
   return map_parts(lambda p, new, u: new, lambda p, _, u: jnp.asarray(u, p.dtype), params, hidden, updates)
 
 
-def keep_from(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """Hides leaves that are overwritten from `inner`: their updates are the given values."""
-  inner = optax.with_extra_args_support(inner)
+def apart(
+  inner: optax.GradientTransformationExtraArgs, taken: Callable[[Any], Array] | None = None
+) -> optax.GradientTransformationExtraArgs:
+  """Splits leaves that are overwritten off before `inner`: their updates are the given values.
+
+  Args:
+    inner: any transform.
+    taken: (new state of `inner`) -> bool[], whether the step was taken; their old values stay if not.
+  """
 
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
   ) -> tuple[PyTree, PyTree]:
-    hidden, state = inner.update(hide(updates), state, hide(params), **hide_like(updates, extra_args))
-    return show(updates, hidden, updates), state
+    if not has_overwritten(updates):
+      return inner.update(updates, state, params, **extra_args)
+    structure: PyTreeDef = jax.tree.structure(updates)
+    alike = lambda arg: jax.tree.structure(arg) == structure
+    extra_args = {name: hide(arg) if alike(arg) else arg for name, arg in extra_args.items()}
+    hidden, state = inner.update(hide(updates), state, hide(params), **extra_args)
+    values = updates if taken is None else _kept(taken(state), updates, params)
+    return show(updates, hidden, values), state
 
   return optax.GradientTransformationExtraArgs(lambda params: inner.init(hide(params)), update)
+
+
+def _kept(taken: Array, values: PyTree, params: PyTree) -> PyTree:
+  if params is None:
+    raise ValueError(
+      f"update(grads, state) without params: leaves under '{COLLECTION}' keep their old value on "
+      "a skipped step, so params is needed: update(grads, state, params)"
+    )
+  select = lambda new, old: jnp.where(taken, new, old).astype(old.dtype)
+  return map_parts(lambda new, _: new, select, values, params)
 
 
 def has_overwritten(tree: PyTree) -> bool:
@@ -64,14 +86,6 @@ def hide(tree: T) -> T:
   if not has_overwritten(tree):
     return tree
   return map_parts(lambda leaf: leaf, lambda leaf: optax.MaskedNode(), tree)
-
-
-def hide_like(updates: PyTree, extra_args: dict[str, object]) -> dict[str, object]:
-  """Hides leaves in each of the `extra_args` that has the structure of `updates`."""
-  if not has_overwritten(updates):
-    return extra_args
-  structure: PyTreeDef = jax.tree.structure(updates)
-  return {k: hide(arg) if jax.tree.structure(arg) == structure else arg for k, arg in extra_args.items()}
 
 
 def show(like: PyTree, hidden: T, values: PyTree) -> T:

@@ -16,7 +16,7 @@ from mpjax._average import is_average
 from mpjax._calls import require_arrays_only
 from mpjax._lazy import nnx
 from mpjax.dtypes import cast_like
-from mpjax.loss_scale._skip import is_array, keep_if
+from mpjax.loss_scale._guard import keep_if
 from mpjax.loss_scale._state_access import scaler_of
 from mpjax.patterns import named_leaves
 
@@ -135,8 +135,7 @@ def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None
   new = cast_like(new, old)
   if scaler is None:
     return new
-  keep = lambda new, old: keep_if(scaler.taken, new, old) if is_array(new) else new
-  kept: T = jax.tree.map(keep, new, old)
+  kept: T = jax.tree.map(functools.partial(keep_if, scaler.taken), new, old)
   return kept
 
 

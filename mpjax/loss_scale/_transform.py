@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import PyTreeDef
 from jaxtyping import Bool
 
 from mpjax._calls import require_arrays_only, require_transform
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import did_you_mean
 from mpjax.loss_scale._finite import all_finite, unscale
-from mpjax.loss_scale._overwritten import has_overwritten, hide, hide_like, map_parts, show
-from mpjax.loss_scale._skip import Guard, after_update, update_if_finite
+from mpjax.loss_scale._guard import but_nonfinite_before, is_array, keep_dtypes, keep_if, updated
+from mpjax.loss_scale._overwritten import apart
 from mpjax.policy import LossScaling, get_policy
 from mpjax.policy._loss_scaling import PRESETS, LossScalingSpec, is_power_of_two, parse_loss_scaling
 
@@ -80,8 +80,8 @@ def dynamic_loss_scale(
   unscaled, in float32 or wider, so clipping, weight decay and schedules inside it are right.
   On a non-finite step the updates are zeros and `inner`'s state stays the same bit for bit. The same happens
   on a step whose gradients are finite but whose updates would make a parameter non-finite (`updates_finite`);
-  the scale then does not change. A gradient that `inner` does not read has no influence, such as the gradient
-  of a leaf that `optax.partition` freezes.
+  the scale then does not change. Every gradient counts, also one that `inner` does not read: give zeros for a
+  leaf that `optax.partition` freezes, as `make_train_step` does.
 
   The scale grows on the `growth_interval`-th finite step in a row. The first back-off waits for
   `hysteresis` non-finite steps. After it, each non-finite step backs off, until the next growth
@@ -178,7 +178,6 @@ def with_loss_scaling(
   spec: LossScalingSpec,
   *,
   axis_name: Hashable | None = None,
-  branch_on_cpu: bool = False,
 ) -> optax.GradientTransformation:
   """Wraps `inner` with the loss scale that `spec` describes; returns `inner` itself for no loss scale.
 
@@ -193,8 +192,6 @@ def with_loss_scaling(
       `deepspeed`, `keras`, `jmp`, `flax`) or `"dynamic"`. A number, for a static scale. A mapping of
       `LossScaling`'s fields, with `preset` to start from. `None` or `"none"`.
     axis_name: see `dynamic_loss_scale`.
-    branch_on_cpu: on a CPU, skip by a branch. This is faster for gradients that come from half precision, but
-      keeps gradients and updates in memory. Other platforms, and code inside `shard_map`, get no branch.
 
   Returns:
     A transform with a `LossScaleState`, or `inner`.
@@ -209,7 +206,7 @@ def with_loss_scaling(
   config = scaling_of(spec)
   if config is None:
     return inner
-  return make_loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name, branch_on_cpu=branch_on_cpu)
+  return make_loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name)
 
 
 def make_loss_scale(
@@ -218,8 +215,7 @@ def make_loss_scale(
   *,
   skip_nonfinite: bool,
   axis_name: Hashable | None = None,
-  branch_on_cpu: bool = False,
-  apply: Callable[[Array, Array], Array] = after_update,
+  apply: Callable[[PyTree, PyTree], PyTree] = updated,
 ) -> optax.GradientTransformationExtraArgs:
   """Makes the transforms of `dynamic_loss_scale`, `static_loss_scale` and `with_loss_scaling`.
 
@@ -228,65 +224,60 @@ def make_loss_scale(
     config: how the scale changes.
     skip_nonfinite: as for `static_loss_scale`.
     axis_name: see `dynamic_loss_scale`.
-    branch_on_cpu: as for `with_loss_scaling`.
-    apply: (parameter, update of `inner`) -> the updated parameter.
+    apply: (parameters, updates of `inner`) -> the updated parameters.
   """
   inner = optax.with_extra_args_support(inner)
   config = _keep_power_of_two(config)
-  flows: dict[PyTreeDef, dict[Hashable, Any]] = {}
   at_least_one = config.init_scale >= 1 and (config.kind != "dynamic" or config.min_scale >= 1)
 
   def init(params: PyTree) -> LossScaleState:
     try:
-      inner_state = inner.init(hide(params))
+      inner_state = inner.init(params)
     except TypeError:
       require_arrays_only(params)  # if that is the cause, with the way out
       raise
     return first_state(config, inner_state)
 
+  def agree(finite: Bool[Array, ""]) -> Bool[Array, ""]:
+    if axis_name is None:
+      return finite
+    return jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+
   def update(
-    updates: PyTree,
+    gradients: PyTree,
     state: LossScaleState,
     params: PyTree = None,
     *,
     state_finite: Bool[Array, ""] | bool = True,
     **extra_args: object,
   ) -> tuple[PyTree, LossScaleState]:
-    gradients = hide(updates)
     unscaled = unscale(gradients, state.scale)
-    extra_args = hide_like(updates, extra_args)
     if "grad" in extra_args:
       extra_args["grad"] = unscale(extra_args["grad"], state.scale)
-    given = (unscaled, {"grad": extra_args.pop("grad")} if "grad" in extra_args else {})
+    # Division by a scale of at least 1 makes nothing infinite, and XLA for CPU would multiply each gradient
+    # a second time to check it after the division. Below 1, a check after it sees both kinds of infinity.
+    finite = all_finite(gradients) & (state.scale > 0) if at_least_one else all_finite(unscaled)
+    step = lambda inner_state: inner.update(unscaled, inner_state, params, **extra_args)
+    # Computed once more for the question alone: compilers keep nothing of it, where they would hold the
+    # updates of all parameters in memory until the answer is there.
+    apart_from_it = lambda leaf: jax.lax.optimization_barrier(leaf) if is_array(leaf) else leaf
+    asked, _ = step(jax.tree.map(apart_from_it, state.inner_state))
+    made = all_finite(but_nonfinite_before(apply(params, asked), params)) & state_finite
+    updates, inner_state = step(state.inner_state)
+    inner_state = keep_dtypes(inner_state, state.inner_state)
+    new = _adjust(config, state, agree(finite), agree(made))
+    if skip_nonfinite:
+      keep = functools.partial(keep_if, new.taken)
+      inner_state = jax.tree.map(keep, inner_state, state.inner_state)
+      updates = jax.tree.map(keep, updates, jax.tree.map(_zeros, updates))
+    return updates, new._replace(inner_state=inner_state)
 
-    def step(given: tuple[PyTree, dict[str, PyTree]], state: PyTree) -> tuple[PyTree, PyTree]:
-      return inner.update(given[0], state, hide(params), **extra_args, **given[1])
+  taken = (lambda state: state.taken) if skip_nonfinite else None
+  return apart(optax.GradientTransformationExtraArgs(init, update), taken)
 
-    def agree(finite: Bool[Array, ""]) -> Bool[Array, ""]:
-      if axis_name is None:
-        return finite
-      return jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
 
-    def judge(decisive: Sequence[bool]) -> Bool[Array, ""]:
-      leaves = jax.tree.leaves(gradients if at_least_one else unscaled)
-      # Division by a scale of at least 1 makes nothing infinite. XLA for CPU would multiply each gradient a
-      # second time to check it after the division. Below 1, a check after the division sees both kinds of
-      # infinity.
-      flags = [decisive[i :: len(leaves)] for i in range(len(leaves))]  # also for `grad`, if given
-      finite = all_finite([g for g, of_leaf in zip(leaves, flags, strict=True) if any(of_leaf)])
-      return agree(finite & (state.scale > 0) if at_least_one else finite)
-
-    of_call = flows.setdefault(jax.tree.structure((params, extra_args)), {})
-    guard = Guard(judge, hide(params), apply, agree, state_finite, of_call)
-    made = update_if_finite(step, given, state.inner_state, guard, branch_on_cpu, skip_nonfinite)
-    new = _adjust(config, state, made.grads_finite, made.updates_finite)
-    new_updates = made.updates
-    if has_overwritten(updates):
-      values = _overwrite(updates, params, new.taken) if skip_nonfinite else updates
-      new_updates = show(updates, new_updates, values)
-    return new_updates, new._replace(inner_state=made.state)
-
-  return optax.GradientTransformationExtraArgs(init, update)
+def _zeros(update: Any) -> Any:
+  return jnp.zeros_like(update) if is_array(update) else update
 
 
 def first_state(config: LossScaling, inner_state: PyTree) -> LossScaleState:
@@ -335,17 +326,6 @@ def _adjust(
     grads_finite=finite,
     hysteresis_left=hysteresis_left,
     updates_finite=updates_finite | ~finite,
-  )
-
-
-def _overwrite(updates: PyTree, params: PyTree, finite: jax.Array) -> PyTree:
-  if params is None:
-    raise ValueError(
-      "update(grads, state) without params: leaves under '_overwrite_with_gradient' keep their old value on "
-      "a skipped step, so params is needed: update(grads, state, params)"
-    )
-  return map_parts(
-    lambda new, _: new, lambda new, old: jnp.where(finite, new, old).astype(old.dtype), updates, params
   )
 
 

@@ -283,7 +283,7 @@ class Inspection:
     parameters = dict(named_leaves(self._state.arrays))
     points = {name: point for one in self._programs.values() for name, point in one.points.items()}
     modules = [point.module for point in points.values()]
-    held = held_as(self._state)
+    held = held_as(self._step, self._state)
     order = {key: i for i, key in enumerate([*points, *parameters])}
     for key, magnitudes in self._magnitudes.items():
       kind, name = key[0], key[1]

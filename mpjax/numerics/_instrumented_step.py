@@ -33,8 +33,8 @@ from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.sharding import on_device
 from mpjax.step import TrainState, TrainStep, Transform
+from mpjax.step._layers import state_of, unrounded
 from mpjax.step._micro_batches import first_of_batch, split_batch
-from mpjax.step._optimizer import on_masters
 from mpjax.step._trained import merged, only
 
 # (state, batch, pieces) to the loss divided by the pieces, its gradients, and the summary of each point.
@@ -306,7 +306,8 @@ def _updates(
   step: TrainStep, state: TrainState, grads: PyTree, loss: jax.Array, sums: Callable[[Array, Array], Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[Array, Array]]]:
   params = step.trained.parameters(state)
-  masters, before = on_masters(params, state.opt_state)
+  masters, layers = unrounded(params, step.layers(state))
+  before = state_of(layers)
   updates, after = step.tx.update(cast_like(grads, params), unstored(before), masters, value=loss)
   weights = dict(_leaves(hide(masters)))
   of_updates = {path: sums(weights[path], update) for path, update in _leaves(hide(updates))}

@@ -13,8 +13,8 @@ from mpjax._types import Array
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import is_half
 from mpjax.patterns import named_leaves
-from mpjax.step import TrainState
-from mpjax.step._optimizer import corrections_of
+from mpjax.sharding import on_device
+from mpjax.step import TrainState, TrainStep
 
 # Formats of weights for which lost updates are counted: dtypes, and bfloat16 with corrections.
 KEPT_IN = ("bfloat16", "float16", "int8", "int16")
@@ -104,11 +104,11 @@ def _kept(x: Array, name: str) -> Array:
   return jnp.where(jnp.abs(x) < 2.0 ** int(info.minexp), jnp.round(x / spacing) * spacing, rounded)
 
 
-def held_as(state: TrainState) -> dict[str, str]:
+def held_as(step: TrainStep, state: TrainState) -> dict[str, str]:
   """Returns the dtype of each half-precision parameter's correction, or `stochastic`, by tree path."""
-  corrections = corrections_of(state.opt_state)
-  if corrections is None:
+  masters = step.layers(state).masters
+  if masters is None:
     return {}
-  have = dict(named_leaves(corrections))
+  have = dict(named_leaves(on_device(masters.correction)))
   half = [name for name, p in named_leaves(state.arrays) if is_half(p.dtype.name)]
   return {name: have[name].dtype.name if name in have else "stochastic" for name in half}

@@ -31,7 +31,6 @@ from mpjax.sharding import (
 )
 from mpjax.step._micro_batches import require_same_rows
 from mpjax.step._train_state import TrainState
-from mpjax.step._trained import with_frozen, without_frozen
 
 GATHERS = ("step", "block")  # once per step, or where they are read
 _OFFLOADS = (None, "optimizer")
@@ -80,11 +79,10 @@ class Layout:
 
   def device_shardings(self, state: TrainState) -> TrainState:
     """Returns a `NamedSharding` for each array of a state (arrays or shapes), as a step computes with it."""
-    weights = with_frozen(state)
-    specs = self.specs(weights.arrays)
-    whole: TrainState = jax.tree.map(lambda _: PartitionSpec(), weights)
-    of_optimizer = specs_like(state.opt_state, weights.arrays, specs, self.mesh)
-    laid = without_frozen(whole.replace(arrays=specs, opt_state=of_optimizer), state)
+    specs = self.specs(state.arrays)
+    whole: TrainState = jax.tree.map(lambda _: PartitionSpec(), state)
+    of_optimizer = specs_like(state.opt_state, state.arrays, specs, self.mesh)
+    laid = whole.replace(arrays=specs, opt_state=of_optimizer)
     mesh = self._typed_mesh()
     placed: TrainState = jax.tree.map(lambda spec: NamedSharding(mesh, spec), laid, is_leaf=is_spec)
     return placed

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Float32
 
 from mpjax._average import Average, constant, divided, is_average, nonzero
@@ -30,14 +31,7 @@ from mpjax.step._micro_batches import first_of_batch, over_micro_batches, split_
 from mpjax.step._options import StepOptions
 from mpjax.step._static_leaves import whole_of
 from mpjax.step._train_state import TrainState
-from mpjax.step._trained import merged, only
-
-
-class Unchanged(NamedTuple):
-  """Marks, in a model's new state, a leaf that the loss function did not change."""
-
-
-UNCHANGED = Unchanged()
+from mpjax.step._trained import is_masked, merged, only
 
 
 class _Kept(NamedTuple):
@@ -59,7 +53,7 @@ class LossOutput(NamedTuple):
     loss: f32[], unscaled; rounded to the policy's output dtype. If the loss function returns an `Average`,
       the `Average` over these rows.
     metrics: arrays by name, in the policy's output dtype, and averages.
-    model_state: the new state, in the dtypes of the old; `UNCHANGED` for each leaf that did not change.
+    model_state: the new state, in the dtypes of the old; `optax.MaskedNode` for a leaf that did not change.
     weight: the weight of these rows among all micro-batches: an average's count, over all devices; `None`:
       the same as the others'.
   """
@@ -78,7 +72,7 @@ class GradientPass(NamedTuple):
     metrics: arrays by name; floating ones averaged, integers summed over micro-batches and devices; averages
       over a device's rows.
     grads: tree like the parameters, for the scaled loss; a leaf that is overwritten is its next value.
-    model_state: the new state; `UNCHANGED` for each leaf that did not change.
+    model_state: the new state; `optax.MaskedNode` for a leaf that did not change.
     fp8_state: the new amax histories; `{}` for none.
   """
 
@@ -234,8 +228,8 @@ class StepLoss:
     if not is_average(loss):
       loss = loss.astype(jnp.float32)
     # In a trace an unchanged leaf is the same object.
-    unchanged = lambda new, old: UNCHANGED if new is old else cast_like(new, old)
-    model_state = jax.tree.map(unchanged, model_state, state.model_state)
+    changed = lambda new, old: optax.MaskedNode() if new is old else cast_like(new, old)
+    model_state = jax.tree.map(changed, model_state, state.model_state)
     return scaled, LossOutput(loss, metrics, model_state, weight)
 
   @property
@@ -265,9 +259,9 @@ class StepLoss:
     state: TrainState,
     batch: PyTree,
     keys: Array | None,
+    trained: PyTree[bool],
     like: PyTree | None = None,
     of_parts: Callable[[LossFunction], LossFunction] | None = None,
-    trained: PyTree[bool] | None = None,
   ) -> GradientPass:
     """Computes loss and gradients of the given rows, micro-batch by micro-batch.
 
@@ -276,12 +270,11 @@ class StepLoss:
       state: the state.
       batch: rows, a whole number of micro-batches.
       keys: as `keys` gives them for these rows.
+      trained: for each of `params` whether it has a gradient; the others have an `optax.MaskedNode` instead.
       like: a tree whose dtypes the gradients of a step without accumulation have; with accumulation they
         are in float32 or wider.
       of_parts: turns the loss into a function of a device's parts of parameters; `params` and the gradients
         are then parts. `None`: all are whole.
-      trained: for each of `params` whether it has a gradient; `None`: all do. The others have an
-        `optax.MaskedNode` instead.
     """
     options, n = self.options, self.options.accumulate
     scaled = self.scaled
@@ -291,9 +284,7 @@ class StepLoss:
       scaled = of_parts(scaled)
 
     def grad_fn(params: PyTree, *args: PyTree) -> PyTree:
-      fun = scaled
-      if trained is not None:
-        fun = lambda chosen, *args: scaled(merged(chosen, params), *args)
+      fun = lambda chosen, *args: scaled(merged(chosen, params), *args)
       return jax.value_and_grad(fun, argnums=(0, 1), has_aux=True)(only(trained, params), *args)
 
     def micro_step(
@@ -323,13 +314,13 @@ class StepLoss:
       weighed = lambda g, dtype: g.astype(dtype) if weight is None else g.astype(dtype) * weight.astype(dtype)
       grads = map_parts(lambda total, g: total + weighed(g, total.dtype), jnp.maximum, grads, out.grads)
       fp8_state = jax.tree.map(jnp.maximum, fp8_state, out.fp8_state)
-      kept = _Kept(out.loss, out.metrics, None if goes_on else out.model_state, weight)
+      # Of a state that goes on, each micro-batch keeps only which leaves change.
+      changed = jax.tree.map(lambda x: None if goes_on else x, out.model_state)
+      kept = _Kept(out.loss, out.metrics, changed, weight)
       if goes_on:
-        model_state = put_back(out.model_state, model_state)
-      marks.append(jax.tree.map(lambda _: 0, out.model_state))
+        model_state = merged(out.model_state, model_state)
       return (grads, model_state, fp8_state), kept
 
-    marks: list[PyTree] = []  # where the model's state changes, which only a trace shows
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(p.dtype)), only(trained, params))
     first = (zeros, state.model_state, jax.tree.map(jnp.zeros_like, state.fp8_state))
     (grads, model_state, fp8_state), kept = jax.lax.scan(body, first, rows)
@@ -337,8 +328,9 @@ class StepLoss:
     grads = map_parts(lambda g: g / counted, lambda g: g, grads)
     loss, metrics = jax.tree.map(over_micro_batches, (kept.loss, kept.metrics), is_leaf=is_average)
     if goes_on:
-      keep = lambda mark, new: mark if is_unchanged(mark) else new
-      model_state = jax.tree.map(keep, marks[-1], model_state, is_leaf=is_unchanged)
+      keep = lambda mark, new: mark if is_masked(mark) else new
+      is_mark = lambda x: x is None or is_masked(x)
+      model_state = jax.tree.map(keep, kept.model_state, model_state, is_leaf=is_mark)
     else:
       model_state = over_shards(kept.model_state)
     return GradientPass(loss, metrics, grads, model_state, fp8_state)
@@ -347,16 +339,6 @@ class StepLoss:
     """Returns keys for each micro-batch."""
     n = self.options.accumulate
     return split_batch(n, keys) if self.by_row else jax.random.split(keys, n)
-
-
-def is_unchanged(x: object) -> bool:
-  """Returns whether `x` marks a leaf that a loss function did not change; use it as `is_leaf`."""
-  return isinstance(x, Unchanged)
-
-
-def put_back(new: PyTree, old: PyTree) -> PyTree:
-  """Returns a model's new state, with the old leaves where the loss function changed nothing."""
-  return jax.tree.map(lambda x, y: y if is_unchanged(x) else x, new, old, is_leaf=is_unchanged)
 
 
 def row_count(batch: PyTree) -> int:

@@ -21,9 +21,9 @@ from mpjax.step._collectives import Part
 from mpjax.step._gather_dtypes import only_multiplied, read_in
 from mpjax.step._gather_where_read import gather_where_read
 from mpjax.step._layout import Layout
-from mpjax.step._loss import GradientPass, StepLoss, is_unchanged, row_count, row_keys
+from mpjax.step._loss import GradientPass, StepLoss, row_count, row_keys
 from mpjax.step._train_state import TrainState
-from mpjax.step._trained import only
+from mpjax.step._trained import is_masked, only
 
 _WHOLE = PartitionSpec()
 
@@ -39,7 +39,7 @@ def value_and_grad_on_mesh(
   params: PyTree,
   state: TrainState,
   batch: PyTree,
-  trained: PyTree[bool] | None = None,
+  trained: PyTree[bool],
 ) -> GradientPass:
   """Computes what `loss.value_and_grad` does, for a whole batch: each device runs it on its rows.
 
@@ -80,9 +80,8 @@ def value_and_grad_on_mesh(
   grads = _collectives.reduce(mesh, out.grads, reduced, policy.reduce_dtype, over_fsdp=over_whole)
   fp8_state = jax.tree.map(lambda x: x.max(0), out.fp8_state)
   total = _collectives.over_shards
-  mine = jax.tree.map(lambda x, new: new if is_unchanged(new) else x, mine, out.model_state)
-  old = jax.tree.map(lambda x, new: new if is_unchanged(new) else x, state.model_state, out.model_state)
-  model_state = jax.tree.map(_unfold, total(out.model_state), total(mine), old)
+  unfolded = lambda new, folded, old: new if is_masked(new) else _unfold(total(new), total(folded), old)
+  model_state = jax.tree.map(unfolded, out.model_state, mine, state.model_state, is_leaf=is_masked)
   return GradientPass(total(out.loss), total(out.metrics, jnp.sum), grads, model_state, fp8_state)
 
 

@@ -62,8 +62,8 @@ class StepOptions:
 
   @property
   def filter(self) -> nnx.filterlib.Filter:
-    """The filter for the variables of an `nnx.Module` to train."""
-    return nnx.Param if self.wrt is None else self.wrt
+    """The filter for the parameters of an `nnx.Module`: `nnx.Param`, and what else `wrt` trains."""
+    return nnx.Param if self.wrt is None else nnx.Any(nnx.Param, self.wrt)
 
   def __repr__(self) -> str:
     shown = [f"policy={self.policy.label!r}"]

@@ -28,9 +28,9 @@ from mpjax.fp8._delayed import grow_gradients
 from mpjax.loss_scale import all_finite, get_loss_scale
 from mpjax.loss_scale._finite import is_inexact, unscale
 from mpjax.loss_scale._gradient_norm import unscaled_norm
+from mpjax.loss_scale._guard import keep_if
 from mpjax.loss_scale._overwritten import hide, show
-from mpjax.loss_scale._skip import keep_if
-from mpjax.loss_scale._state_access import find_scaler
+from mpjax.loss_scale._state_access import find_scaler, find_states
 from mpjax.optim._quantized import rebuild
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.sharding import on_device
@@ -45,32 +45,27 @@ from mpjax.step._checks import (
   require_state,
   require_state_and_batch,
 )
-from mpjax.step._layout import Layout
-from mpjax.step._loss import GradientPass, StepLoss, put_back
-from mpjax.step._mesh_step import gathers, value_and_grad_on_mesh
-from mpjax.step._micro_batches import first_of_batch
-from mpjax.step._optimizer import (
-  adopt_opt_state,
+from mpjax.step._layers import (
+  Layers,
+  adopted,
   apply_step,
+  layers_of,
   masters_of,
-  set_masters,
-  stated_rate,
+  state_of,
   user_state,
   warn_of_what_begins_anew,
+  with_masters,
   with_policy,
 )
+from mpjax.step._layout import Layout
+from mpjax.step._loss import GradientPass, StepLoss
+from mpjax.step._mesh_step import gathers, value_and_grad_on_mesh
+from mpjax.step._micro_batches import first_of_batch
 from mpjax.step._optimizer_arguments import with_step_arguments
 from mpjax.step._options import StepOptions
 from mpjax.step._static_leaves import arrays_of, whole_of
 from mpjax.step._train_state import TrainState
-from mpjax.step._trained import (
-  Trained,
-  chosen_of,
-  merged,
-  only,
-  require_chosen,
-  without_frozen,
-)
+from mpjax.step._trained import Trained, merged, only
 
 
 class TrainStep:
@@ -98,9 +93,7 @@ class TrainStep:
     self.policy = options.policy
     self.layout = options.layout
     given = with_step_arguments(tx)
-    wrap = functools.partial(
-      with_policy, given, self.policy, options.skip_nonfinite, branch_on_cpu=self.layout is None
-    )
+    wrap = functools.partial(with_policy, given, self.policy, options.skip_nonfinite)
     # Traces the optimiser without the policy, which does not change its use of gradients.
     self.trained = Trained(options.wrt, optax.GradientTransformationExtraArgs(tx.init, given.update))
     self.tx, self._exact_tx = wrap(), wrap(give_new=True)
@@ -152,29 +145,25 @@ class TrainStep:
         raise ValueError("an nnx.Module carries its own state: loss_fn takes no model_state with it")
       graphdef, params, model_state = nnx.split(params, self.options.filter, ...)
       params, model_state = nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
-      if self.options.wrt is not None and not jax.tree.leaves(params):
-        raise ValueError(
-          f"wrt={self.options.wrt!r} selects no variable of the module: expected a filter such as nnx.Param, "
-          "nnx.LoRAParam or nnx.PathContains('lora'); a regular expression is for a tree of parameters"
-        )
-      chosen = None
     else:
       require_given(keywords, "model_state", model_state, "step.init(..., model_state=...)")
       require_arrays(params)
       params = arrays_of(params)
-      require_chosen(self.options.wrt, params)
-      chosen = chosen_of(self.options.wrt, params)
-    require_differentiable(only(chosen, params))
-    # Owned first: an optimiser's zeros would not be divided like weakly typed arrays.
-    params = _owned(merged(self.policy.cast_to_param(only(chosen, params)), params))
     state = TrainState(
       step=jnp.zeros([], jnp.int32),
       arrays=params,
       model_state=_owned({} if model_state is None else model_state),
-      opt_state=_owned(self.tx.init(only(chosen, params))),
+      opt_state=(),
       rng=None if rng is None else jnp.copy(rng),
       graphdef=graphdef,
     )
+    self.trained.require_some(state)
+    trained = self.trained.parameters(state)
+    require_differentiable(trained)
+    # Owned first: an optimiser's zeros would not be divided like weakly typed arrays.
+    params = _owned(self.trained.whole(state, self.policy.cast_to_param(trained), params))
+    opt_state = self.tx.init(self.trained.seen(state, params))
+    state = state.replace(arrays=params, opt_state=_owned(opt_state))
     if self.needs_batch:
       state = state.replace(fp8_state=self._init_fp8(state, batch))
     return state if self.layout is None else self.layout.place(state)
@@ -250,19 +239,29 @@ class TrainStep:
       warn: emit a `UserWarning` that names the parts that are new.
     """
     state = on_device(state)
-    masters = masters_of(self.trained.parameters(state), state.opt_state)
+    old = before.layers(state)
+    masters = masters_of(self.trained.parameters(state), old)
+    first = self.tx.init(self.policy.cast_to_param(masters))
     same_scaling = self.policy.loss_scaling == before.policy.loss_scaling
-    params = self.policy.cast_to_param(masters)
-    opt_state, anew = adopt_opt_state(self.tx, params, state.opt_state, same_scaling)
+    layers, anew = adopted(self.layers(state.replace(opt_state=first)), old, same_scaling)
     if warn:
       warn_of_what_begins_anew(anew, state.step)
-    params, opt_state = set_masters(self.policy, masters, opt_state)
+    params, layers = with_masters(self.policy, masters, layers)
     state = state.replace(
-      arrays=merged(params, state.arrays),
-      opt_state=opt_state,
+      arrays=self.trained.whole(state, params, state.arrays),
+      opt_state=state_of(layers),
       fp8_state=state.fp8_state if self.needs_batch else {},
     )
     return state if self.layout is None or self.layout.offload is None else self.layout.place(state)
+
+  def layers(self, state: TrainState) -> Layers:
+    """Returns the layers of the optimiser's state of a state of this step."""
+    return layers_of(state.opt_state, self.policy, self.options.skip_nonfinite)
+
+  def masters(self, state: TrainState) -> PyTree:
+    """Returns the arrays of a state with master weights, in float32, in place of rounded parameters."""
+    seen = masters_of(self.trained.parameters(state), self.layers(state))
+    return self.trained.whole(state, seen, state.arrays)
 
   def user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
     """Returns the master parameters in float32, and the state of the optimiser that the step was made with.
@@ -288,12 +287,11 @@ class TrainStep:
     return whole_of(params), opt_state
 
   def _user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
-    has_scale = self.policy.loss_scaling is not None or self.options.skip_nonfinite
     state = on_device(state)
-    trained = self.trained.parameters(state)
-    params, opt_state = user_state(self.inner_tx, self.policy, has_scale, trained, state.opt_state)
+    params, opt_state = user_state(self.inner_tx, self.trained.parameters(state), self.layers(state))
     # Copies, otherwise `jit` would return buffers that the next step reuses.
-    params, opt_state = jax.tree.map(jnp.copy, (merged(params, state.arrays), opt_state))
+    whole = self.trained.whole(state, params, state.arrays)
+    params, opt_state = jax.tree.map(jnp.copy, (whole, opt_state))
     if self.layout is not None:
       state = self.layout.keep(state.replace(arrays=params, opt_state=opt_state))
       params, opt_state = state.arrays, state.opt_state
@@ -383,7 +381,6 @@ class TrainStep:
       )
     require_given(self.loss.keywords, self.loss.random, rng, "step(model, optimizer, batch, rng=...)")
     graphdef, params, model_state = nnx.split(model, self.options.filter, ...)
-    require_param_dtype(params, self.policy)
     state = TrainState(
       step=jnp.asarray(optimizer.step[...], jnp.int32),
       arrays=nnx.as_pure(params),
@@ -392,6 +389,7 @@ class TrainStep:
       rng=None if rng is None else jnp.copy(rng),  # the step reuses the state's buffers
       graphdef=graphdef,
     )
+    require_param_dtype(self.trained.parameters(state), self.policy)
     if self.layout is not None:
       state = self.layout.place(state)
     state, metrics = self.jitted(state, batch)
@@ -421,7 +419,7 @@ class TrainStep:
     updates, opt_state = self._exact_tx.update(grads, state.opt_state, params, **extra)
     if self.options.grad_norm:
       metrics |= {"grad_norm": unscaled_norm(grads, find_scaler(state.opt_state))}
-    metrics = stated_rate(opt_state) | metrics | {"loss": loss}
+    metrics = _stated_rate(opt_state) | metrics | {"loss": loss}
     scaler = find_scaler(opt_state)
     if scaler is not None:
       keep = functools.partial(keep_if, scaler.taken)
@@ -440,7 +438,7 @@ class TrainStep:
       }
     state = state.replace(
       step=state.step + 1,
-      arrays=merged(self.trained.moving(state, apply_step(self.policy, params, updates)), state.arrays),
+      arrays=self.trained.moved(state, apply_step(self.policy, params, updates)),
       model_state=model_state,
       opt_state=opt_state,
       fp8_state=fp8_state,
@@ -452,24 +450,37 @@ class TrainStep:
 
     Missing gradients are `optax.MaskedNode`s.
     """
-    weights, trained = self.trained.with_frozen(state)
+    trained = self.trained.read(state)
     with matmul_precision(self.policy):
-      params = self.loss.compute_params(weights)
+      params = self.loss.compute_params(state)
       if self.layout is not None:
         self.layout.check_batch(batch, self.accumulate)
       if self.layout is not None and self.layout.shards > 1:
-        out = value_and_grad_on_mesh(self.loss, self.layout, params, weights, batch, trained)
+        out = value_and_grad_on_mesh(self.loss, self.layout, params, state, batch, trained)
       else:
-        keys = self.loss.keys(weights, batch)
+        keys = self.loss.keys(state, batch)
         with contextlib.nullcontext() if self.layout is None else self.layout.in_mesh():
-          out = self.loss.value_and_grad(params, weights, batch, keys, like=weights.arrays, trained=trained)
-    made = weights.replace(arrays=out.grads, model_state=put_back(out.model_state, weights.model_state))
-    made = without_frozen(made, state)
+          out = self.loss.value_and_grad(params, state, batch, keys, trained, like=state.arrays)
     return out._replace(
       metrics=jax.tree.map(worth, out.metrics, is_leaf=is_average),
-      grads=made.arrays,
-      model_state=merged(made.model_state, state.model_state),
+      model_state=merged(out.model_state, state.model_state),
     )
+
+
+def _stated_rate(opt_state: PyTree) -> Metrics:
+  """Returns the `learning_rate` in a state, f32[], as `optax.inject_hyperparams` keeps it; else `{}`.
+
+  Also `{}` if several states have one. After a step it is the rate of its update; after a skipped step,
+  the rate of the update before.
+  """
+  stated = [
+    state.hyperparams["learning_rate"]
+    for state in find_states(opt_state, optax.InjectStatefulHyperparamsState).values()
+    if "learning_rate" in state.hyperparams
+  ]
+  if len(stated) != 1 or jnp.ndim(stated[0]) > 0:
+    return {}
+  return {"learning_rate": jnp.asarray(stated[0], jnp.float32)}
 
 
 def _owned(tree: PyTree) -> PyTree:

@@ -1,8 +1,8 @@
-"""The trained parameters: the choice that `wrt` makes, and trees without the other parameters."""
+"""The trained parameters: a mask by the choice that `wrt` makes, and by what the optimiser does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -16,8 +16,8 @@ from mpjax._types import PyTree
 from mpjax.dtypes import as_shapes, widen_floating
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._overwritten import hide, is_overwritten, show
-from mpjax.loss_scale._skip import flow_of
 from mpjax.patterns import component_regex, named_leaves, path_text
+from mpjax.step._optimizer_flow import flow_of
 from mpjax.step._train_state import TrainState
 
 # `wrt` for a tree of parameters; an nnx.Module takes an nnx Filter.
@@ -76,70 +76,89 @@ def in_containers(path: KeyPath) -> bool:
   return all(isinstance(key, (DictKey, SequenceKey)) for key in path)
 
 
-def require_chosen(wrt: Chosen | None, params: PyTree) -> None:
-  """Raises `ValueError` for a choice with a pattern that matches no parameter, or an empty choice."""
-  names = [name for name, _ in named_leaves(params)]
-  shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-  for pattern in [wrt] if isinstance(wrt, str) else wrt if isinstance(wrt, (list, tuple)) else ():
-    if isinstance(pattern, str) and not any(component_regex(pattern).search(name) for name in names):
-      raise ValueError(f"wrt pattern {pattern!r} matches no parameter; parameters: {shown}")
-  if wrt is not None and names and not any(jax.tree.leaves(chosen_of(wrt, params))):
-    raise ValueError(f"wrt={wrt!r} leaves nothing to train of {shown}")
-
-
-def only(chosen: PyTree[bool] | None, tree: PyTree) -> PyTree:
-  """Returns a tree with `optax.MaskedNode` for each leaf that is not chosen; `None` chooses all."""
-  if chosen is None:
-    return tree
-  return jax.tree.map(lambda keep, part: part if keep else optax.MaskedNode(), chosen, tree)
-
-
-def without(chosen: PyTree[bool], tree: PyTree) -> PyTree:
-  """Returns a tree with `optax.MaskedNode` for each leaf that is chosen."""
-  return only(jax.tree.map(lambda keep: not keep, chosen), tree)
+def only(mask: PyTree[bool], tree: PyTree) -> PyTree:
+  """Returns a tree with `optax.MaskedNode` for each leaf that the mask leaves out."""
+  return jax.tree.map(lambda keep, part: part if keep else optax.MaskedNode(), mask, tree)
 
 
 def merged(tree: PyTree, rest: PyTree) -> PyTree:
   """Returns a tree with each `optax.MaskedNode` replaced from another tree of its structure."""
-  is_masked = lambda x: isinstance(x, optax.MaskedNode)
   return jax.tree.map(lambda x, y: y if is_masked(x) else x, tree, rest, is_leaf=is_masked)
 
 
-class _Flow(NamedTuple):
-  """How the optimiser uses each parameter; `None` if all are used alike.
+def is_masked(x: object) -> bool:
+  """Returns whether `x` stands for a leaf that is left out."""
+  return isinstance(x, optax.MaskedNode)
 
-  Attributes:
-    chosen: whether the optimiser sees it.
-    read: whether its gradient is read.
-    moving: whether its update can be non-zero.
-  """
 
-  chosen: PyTree[bool] | None
-  read: PyTree[bool] | None
-  moving: PyTree[bool] | None
+class _Masks(NamedTuple):
+  """For each parameter of a state: whether the optimiser sees it, reads its gradient, and may change it."""
+
+  seen: PyTree[bool]
+  read: PyTree[bool]
+  moving: PyTree[bool]
 
 
 class Trained:
   """The parameters that a step trains: those that `wrt` chooses and the optimiser changes.
 
-  Trees that it returns have an `optax.MaskedNode` for each other parameter. The state may be shapes.
+  All parameters lie in a state's `arrays`; what trains is a mask of them. A state may be shapes.
 
   Args:
-    wrt: the choice, as `chosen_of` takes it; for an `nnx.Module` all parameters of a state are trained.
+    wrt: the choice: for a tree of parameters as `chosen_of` takes it, for an `nnx.Module` a filter.
     tx: the optimiser, which is traced once for parameters of one structure.
   """
 
   def __init__(self, wrt: Any, tx: optax.GradientTransformation):
     self._wrt, self._tx = wrt, tx
-    self._flows: dict[Hashable, _Flow] = {}
+    self._known: dict[Hashable, _Masks] = {}
+
+  def require_some(self, state: TrainState) -> None:
+    """Raises `ValueError` for a choice that is empty, or has a pattern that matches no parameter."""
+    wrt, names = self._wrt, [name for name, _ in named_leaves(state.arrays)]
+    if wrt is None or not names:
+      return
+    found = any(jax.tree.leaves(self._chosen(state)))
+    if state.graphdef is not None and not found:
+      raise ValueError(
+        f"wrt={wrt!r} selects no variable of the module: expected a filter such as nnx.Param, "
+        "nnx.LoRAParam or nnx.PathContains('lora'); a regular expression is for a tree of parameters"
+      )
+    if state.graphdef is not None:
+      return
+    shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    for pattern in [wrt] if isinstance(wrt, str) else wrt if isinstance(wrt, (list, tuple)) else ():
+      if isinstance(pattern, str) and not any(component_regex(pattern).search(name) for name in names):
+        raise ValueError(f"wrt pattern {pattern!r} matches no parameter; parameters: {shown}")
+    if not found:
+      raise ValueError(f"wrt={wrt!r} leaves nothing to train of {shown}")
+
+  def read(self, state: TrainState) -> PyTree[bool]:
+    """Returns, for each parameter, whether its gradient is read."""
+    return self._masks(state).read
 
   def parameters(self, state: TrainState) -> PyTree:
-    """Returns the parameters that the optimiser sees."""
-    return only(self._chosen(state), state.arrays)
+    """Returns the parameters that the optimiser sees, as it sees them."""
+    return self.seen(state, state.arrays)
 
-  def read(self, state: TrainState) -> PyTree[bool] | None:
-    """Returns, for each parameter, whether its gradient is read; `None` if all are."""
-    return self._flow(state).read
+  def seen(self, state: TrainState, tree: PyTree) -> PyTree:
+    """Returns what the optimiser sees of a tree like the parameters.
+
+    The others are an `optax.MaskedNode` in a tree of parameters; the state of a module is without them, as
+    `nnx.Optimizer(model, tx, wrt=...)` has it.
+    """
+    part = only(self._chosen(state), tree)
+    if state.graphdef is None:
+      return part
+    flat = nnx.traversals.flatten_mapping(part)
+    return _nested({path: x for path, x in flat.items() if not is_masked(x)}, tree)
+
+  def whole(self, state: TrainState, part: PyTree, rest: PyTree) -> PyTree:
+    """Inverts `seen`: returns a tree like the parameters, with `rest` where the optimiser sees nothing."""
+    if state.graphdef is None:
+      return merged(part, rest)
+    flatten = nnx.traversals.flatten_mapping
+    return _nested({**flatten(rest), **flatten(part)}, rest)
 
   def arguments(self, state: TrainState, grads: PyTree) -> tuple[PyTree, PyTree]:
     """Returns gradients and parameters for the optimiser, with zeros for gradients that it does not read.
@@ -148,105 +167,52 @@ class Trained:
       state: a state.
       grads: gradients, scaled or not, of the parameters whose gradients are read, or of all parameters.
     """
-    flow = self._flow(state)
-    if flow.read is not None:
-      grads = only(flow.chosen, merged(grads, jax.tree.map(jnp.zeros_like, state.arrays)))
-    return grads, self.parameters(state)
+    filled = lambda g, p: jnp.zeros_like(p) if is_masked(g) else g
+    grads = jax.tree.map(filled, grads, state.arrays, is_leaf=is_masked)
+    return self.seen(state, grads), self.parameters(state)
 
-  def moving(self, state: TrainState, tree: PyTree) -> PyTree:
-    """Returns the leaves of a tree like the parameters that a step changes."""
-    return only(self._flow(state).moving, tree)
+  def moved(self, state: TrainState, part: PyTree) -> PyTree:
+    """Returns the parameters after a step: `part` as the optimiser sees them, the others as they were."""
+    new = self.whole(state, part, state.arrays)
+    return merged(only(self._masks(state).moving, new), state.arrays)
 
-  def with_frozen(self, state: TrainState) -> tuple[TrainState, PyTree[bool] | None]:
-    """Returns the state with all weights among its parameters, and `read` for them."""
-    weights, read = with_frozen(state), self.read(state)
-    if weights is state:
-      return state, read
-    every = jax.tree.map(lambda _: True, state.arrays) if read is None else read
-    frozen = jax.tree.map(lambda _: False, state.model_state)
-    return weights, with_frozen(state.replace(arrays=every, model_state=frozen)).arrays
+  def moving(self, state: TrainState, part: PyTree) -> PyTree:
+    """Returns what may change of a tree that the optimiser sees, with `optax.MaskedNode`s for the others."""
+    return only(self.seen(state, self._masks(state).moving), part)
 
-  def _chosen(self, state: TrainState) -> PyTree[bool] | None:
-    if state.graphdef is not None:
-      return None
-    chosen = chosen_of(self._wrt, state.arrays)
-    return None if self._wrt is None and all(jax.tree.leaves(chosen)) else chosen
+  def _chosen(self, state: TrainState) -> PyTree[bool]:
+    if state.graphdef is None:
+      return chosen_of(self._wrt, state.arrays)
+    if self._wrt is None:
+      return jax.tree.map(lambda _: True, state.arrays)
+    chosen = {path for path, _ in nnx.to_flat_state(nnx.state(state.model, self._wrt))}
+    flat = nnx.traversals.flatten_mapping(state.arrays)
+    return _nested({path: path in chosen for path in flat}, state.arrays)
 
-  def _flow(self, state: TrainState) -> _Flow:
+  def _masks(self, state: TrainState) -> _Masks:
     leaves, structure = jax.tree.flatten(state.arrays)
-    key = (structure, state.graphdef is None, *((x.shape, x.dtype) for x in leaves))
-    if key not in self._flows:
-      self._flows[key] = self._new_flow(state)
-    return self._flows[key]
+    key = (structure, state.graphdef, *((x.shape, x.dtype) for x in leaves))
+    if key not in self._known:
+      self._known[key] = self._new_masks(state)
+    return self._known[key]
 
-  def _new_flow(self, state: TrainState) -> _Flow:
-    chosen = self._chosen(state)
-    params = as_shapes(widen_floating(hide(only(chosen, state.arrays))))
-    flow = flow_of(self._tx, params, value=jnp.zeros([]))
-    everything = jax.tree.map(lambda _: True, state.arrays)
-
-    def of_params(flags: list[bool]) -> PyTree[bool] | None:
-      flagged = jax.tree.unflatten(jax.tree.structure(params), flags)
-      # The optimiser neither reads nor changes a leaf that is overwritten; the step does both.
-      whole = only(chosen, show(state.arrays, flagged, everything))
-      whole = merged(whole, jax.tree.map(lambda _: False, everything))
-      return None if all(jax.tree.leaves(whole)) else whole
-
+  def _new_masks(self, state: TrainState) -> _Masks:
+    chosen, params = self._chosen(state), self.parameters(state)
+    shapes = as_shapes(widen_floating(hide(params)))
+    flow = flow_of(self._tx, shapes, value=jnp.zeros([]))
     if flow is None:
-      return _Flow(chosen, chosen, chosen)
-    return _Flow(chosen, of_params(flow.read), of_params(flow.moving))
+      return _Masks(chosen, chosen, chosen)
+    nothing, everything = (jax.tree.map(lambda _, on=on: on, state.arrays) for on in (False, True))
+
+    def of_params(flags: list[bool]) -> PyTree[bool]:
+      flagged = jax.tree.unflatten(jax.tree.structure(shapes), flags)
+      # The optimiser neither reads nor changes a leaf that is overwritten; the step does both.
+      return self.whole(state, show(params, flagged, self.seen(state, everything)), nothing)
+
+    return _Masks(chosen, of_params(flow.read), of_params(flow.moving))
 
 
-def with_frozen(state: TrainState) -> TrainState:
-  """Returns the state of an `nnx.Module` with the `nnx.Param`s that are not trained among its parameters.
-
-  There they are divided and gathered as parameters are; otherwise they are in the model's state. The state
-  of a tree of parameters is returned unchanged.
-
-  Args:
-    state: a state, of arrays or of other leaves in their place.
-  """
-  frozen = _frozen(state)
-  if not frozen:
-    return state
-  params, model_state = _flat(state.arrays), _flat(state.model_state)
-  return state.replace(
-    arrays=_nested({**params, **{path: model_state[path] for path in frozen}}, state.arrays),
-    model_state=_nested(
-      {path: x for path, x in model_state.items() if path not in frozen}, state.model_state
-    ),
-  )
-
-
-def without_frozen(state: TrainState, like: TrainState) -> TrainState:
-  """Inverts `with_frozen`.
-
-  Args:
-    state: a state from `with_frozen`.
-    like: a state as steps have it, for the structure.
-  """
-  frozen = _frozen(like)
-  if not frozen:
-    return state
-  params, model_state = _flat(state.arrays), _flat(state.model_state)
-  return state.replace(
-    arrays=_nested({path: x for path, x in params.items() if path not in frozen}, like.arrays),
-    model_state=_nested({**model_state, **{path: params[path] for path in frozen}}, like.model_state),
-  )
-
-
-def _frozen(state: TrainState) -> set[tuple[Any, ...]]:
-  """Returns the paths of the `nnx.Param`s in a model's state."""
-  if state.graphdef is None:
-    return set()
-  variables = nnx.state(nnx.merge(state.graphdef, state.arrays, state.model_state), nnx.Param)
-  return {path for path, _ in nnx.to_flat_state(variables)} & _flat(state.model_state).keys()
-
-
-def _flat(tree: Mapping[Any, Any]) -> dict[tuple[Any, ...], Any]:
-  return dict(nnx.traversals.flatten_mapping(tree)) if tree else {}
-
-
-def _nested(flat: dict[tuple[Any, ...], Any], like: PyTree) -> PyTree:
+def _nested(flat: dict[Any, Any], like: PyTree) -> PyTree:
+  """Returns a module's state, a dict or an `nnx.State` as another one is, from its leaves by path."""
   nested = dict(nnx.traversals.unflatten_mapping(flat))
   return nnx.State(nested) if isinstance(like, nnx.State) else nested

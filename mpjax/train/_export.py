@@ -356,6 +356,6 @@ def export_run(
   if weights == "average" and not keeps_other_weights(like.opt_state):
     raise ConfigError(f"weights=average: {directory} keeps no average (train.average); expected weights=last")
   state = read_checkpoint(directory, str(step), like).state
-  chosen = functools.partial(weights_of, setup.policy, which=weights or "average", masters=dtype in WIDE)
+  chosen = functools.partial(weights_of, setup.step, which=weights or "average", masters=dtype in WIDE)
   save_safetensors(path, config, setup.info, jax.jit(chosen)(state), state.model_state, dtype)
   return path

@@ -17,7 +17,6 @@ from mpjax.numerics._batches import rows
 from mpjax.numerics._instrumented_step import reference_state, reference_step
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.step._optimizer import masters_of
 from mpjax.tuning import _norms
 from mpjax.tuning._across_devices import AcrossDevices
 
@@ -150,12 +149,12 @@ class Gradients:
       jnp.vdot(p.astype(jnp.float32), g) for p, g in zip(*map(jax.tree.leaves, (params, grads)), strict=True)
     )
     step = make_train_step(linear, self._step.inner_tx, get_policy(policy), donate=False)
-    before = get_policy("fp32").cast_to_param(masters_of(self._state.arrays, self._state.opt_state))
+    before = get_policy("fp32").cast_to_param(self._step.masters(self._state))
     first = step.init(before)
     state = first
     for i in range(_UPDATES):
       state, _ = step(state, self._grads[i % len(self._grads)])
-    return _norms.minus(*(masters_of(s.arrays, s.opt_state) for s in (state, first)))
+    return _norms.minus(*map(step.masters, (state, first)))
 
   def _noise(self, needed: bool) -> Noise | None:
     pairs, problem = [], "one batch of one row says nothing of the gradient's noise"

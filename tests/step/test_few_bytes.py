@@ -14,7 +14,7 @@ from flax import nnx
 import mpjax
 from mpjax.optim import find_master_weights, merge_master_weights
 from mpjax.optim._master_weights import split  # master weights to the bit, which no public function makes
-from mpjax.step._optimizer import apply_step  # how a step applies updates, beside optax.apply_updates
+from mpjax.step._layers import apply_step  # how a step applies updates, beside optax.apply_updates
 from tests.step._problems import assert_same
 
 RNG = np.random.default_rng(0)
@@ -194,6 +194,17 @@ def test_a_skipped_step_changes_no_bit(policy):
   after, _ = step(state, BATCH | {"x": bad})
   kept = lambda state: (state.params, state.opt_state.inner_state)
   assert_same(kept(after), kept(state))
+
+
+@pytest.mark.parametrize("master", ["int16", "int8", "float32"])
+def test_an_update_that_makes_a_rounded_parameter_infinite_is_skipped(master):
+  policy = {"base": "bf16_pure", "master_weights": master, "loss_scaling": "dynamic"}
+  step = mpjax.make_train_step(lambda p, x: (x @ p["w"]).mean(), optax.sgd(3e38), policy)
+  first = step.init({"w": jnp.full((4, 4), -3e38)})
+  before = np.asarray(first.params["w"])
+  state, metrics = step(first, jnp.full((8, 4), 16.0))
+  assert (bool(metrics["grads_finite"]), bool(metrics["updates_finite"])) == (True, False)
+  np.testing.assert_array_equal(state.params["w"], before)
 
 
 def test_a_step_of_ones_own_by_tx_is_that_of_the_step():

@@ -10,8 +10,7 @@ from mpjax.cli import main
 from mpjax.optim import Quantized, find_master_weights, is_quantized
 
 # The master weights are nowhere else to be had from a state.
-from mpjax.step._optimizer import masters_of
-from mpjax.train import load_safetensors
+from mpjax.train import load_config, load_safetensors, make_setup
 from tests.train._runs import assert_same_bits, state_of, train
 from tests.train._tiny_gpt import write_tiny_gpt
 
@@ -57,7 +56,7 @@ def test_codes_are_divided_as_their_parameters_are_and_stay_the_same_on_another_
 
 def test_an_export_in_float32_is_of_the_master_weights(runs, tmp_path):
   state = state_of(runs[0])
-  masters = masters_of(state.params, state.opt_state)
+  masters = make_setup(load_config(runs[0] / "config.yaml", [])).step.masters(state)
   for dtype, expected in (("float32", masters), ("bfloat16", state.params)):
     file = tmp_path / f"{dtype}.safetensors"
     assert main(["export", str(runs[0]), f"dtype={dtype}", "step=latest", f"out={file}"]) == 0

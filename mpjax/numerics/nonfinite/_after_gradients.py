@@ -13,12 +13,12 @@ from mpjax._types import Array, PyTree
 from mpjax.dtypes import cast_like
 from mpjax.loss_scale import apply_updates, get_loss_scale
 from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._guard import keep_dtypes
 from mpjax.loss_scale._overwritten import map_parts
-from mpjax.loss_scale._skip import keep_dtypes
 from mpjax.loss_scale._state_access import find_scaler
 from mpjax.optim._quantized import unstored
 from mpjax.step import TrainState, TrainStep
-from mpjax.step._optimizer import on_masters, with_policy
+from mpjax.step._layers import state_of, unrounded, with_policy
 from mpjax.step._optimizer_arguments import with_step_arguments
 
 
@@ -48,12 +48,12 @@ def after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], Af
   policy = step.policy
   skips = policy.loss_scaling is not None or step.options.skip_nonfinite
   given = with_step_arguments(step.inner_tx)
-  tx = with_policy(given, dataclasses.replace(policy, loss_scaling=None), skip_nonfinite=False)
+  tx = with_policy(given, dataclasses.replace(policy, loss_scaling=None), guarded=False)
 
   def run(loss: Array, grads: PyTree, state: TrainState) -> AfterGradients:
     grads, params = step.trained.arguments(state, grads)
-    masters, before = on_masters(params, state.opt_state)
-    before = unstored(before.inner_state if skips else before)
+    masters, layers = unrounded(params, step.layers(state))
+    before = unstored(state_of(layers._replace(scaler=None)))
     scaler = find_scaler(before)
     if scaler is not None:
       times = lambda g: g * scaler.scale.astype(g.dtype) if is_inexact(g) else g

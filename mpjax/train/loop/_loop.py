@@ -392,7 +392,7 @@ class TrainingRun:
       raise Stuck(f"{said}\n{self._way_on()}")
     self._doing("checkpoint", "what the run leaves to be written")
     if settings.export is not None:  # gathered by all, written by one
-      weights = jax.jit(functools.partial(weights_of, self.policy, masters=settings.export_dtype in WIDE))
+      weights = jax.jit(functools.partial(weights_of, self.setup.step, masters=settings.export_dtype in WIDE))
       params, model_state = self.processes.fetch((weights(self.state), self.state.model_state))
       if first:
         file = path / "model.safetensors"

@@ -19,21 +19,23 @@ from mpjax.optim._weight_average import keeps_other_weights
 from mpjax.policy import Policy, matmul_precision
 from mpjax.registry._task import Task
 from mpjax.sharding import on_device
-from mpjax.step import TrainState
+from mpjax.step import TrainState, TrainStep
+from mpjax.step._layers import state_of, unrounded
 from mpjax.step._loss import row_count, row_keys
-from mpjax.step._optimizer import on_masters
 
 
-def for_evaluation(policy: Policy, state: TrainState) -> TrainState:
+def for_evaluation(step: TrainStep, state: TrainState) -> TrainState:
   """Returns a state with the weights to evaluate, without the parts that no evaluation reads."""
-  return state.replace(arrays=weights_of(policy, state), opt_state={}, rng=None)
+  return state.replace(arrays=weights_of(step, state), opt_state={}, rng=None)
 
 
-def weights_of(policy: Policy, state: TrainState, which: str = "average", *, masters: bool = False) -> PyTree:
+def weights_of(
+  step: TrainStep, state: TrainState, which: str = "average", *, masters: bool = False
+) -> PyTree:
   """Returns the weights of a run's state, on the devices.
 
   Args:
-    policy: the policy of the run.
+    step: the step of the run.
     state: the state.
     which: `"last"`, those that the run trains; `"average"`, those of `mpjax.optim.evaluation_weights`, which
       are the last if the optimiser keeps no others.
@@ -42,10 +44,11 @@ def weights_of(policy: Policy, state: TrainState, which: str = "average", *, mas
   is_other = which == "average" and keeps_other_weights(state.opt_state)
   if not (is_other or masters):
     return state.arrays
-  weights, opt_state = on_masters(state.arrays, on_device(state.opt_state))
+  state = on_device(state)
+  weights, layers = unrounded(step.trained.parameters(state), step.layers(state))
   if is_other:
-    weights = evaluation_weights(weights, opt_state)
-  return weights if masters else policy.cast_to_param(weights)
+    weights = evaluation_weights(weights, state_of(layers))
+  return step.trained.whole(state, weights if masters else step.policy.cast_to_param(weights), state.arrays)
 
 
 def evaluate(

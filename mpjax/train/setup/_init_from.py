@@ -13,7 +13,7 @@ from mpjax.loss_scale import LossScaleState
 from mpjax.optim._weight_average import keeps_other_weights
 from mpjax.patterns import named_leaves
 from mpjax.step import TrainState, TrainStep
-from mpjax.step._optimizer import can_adopt, set_masters
+from mpjax.step._layers import can_adopt, state_of, with_masters
 from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import load_safetensors
 from mpjax.train.config._config import Config
@@ -56,7 +56,7 @@ def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> tuple[Trai
     raise ConfigError(f"train.init_from={path}: {error}") from error
   old, source = restored.state, f"parameters of step {restored.step} of {path}"
   if not setup.config.train.init_optimizer:
-    masters = jax.jit(functools.partial(weights_of, policy, masters=True))(old)
+    masters = jax.jit(functools.partial(weights_of, before, masters=True))(old)
     average = "the average of the " if keeps_other_weights(old.opt_state) else ""
     return _with_masters(setup, state, masters, old.model_state), f"{average}{source}"
   return _with_optimizer(path, setup.step, state, old, before), f"{source}, and its optimizer"
@@ -64,13 +64,14 @@ def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> tuple[Trai
 
 def _with_masters(setup: Setup, state: TrainState, masters: PyTree, model_state: PyTree) -> TrainState:
   """Returns a run's first state with other master weights, from which its optimiser starts, too."""
-  tx, trained, places = setup.step.tx, setup.step.trained, setup.layout.shardings(state)
+  step, places = setup.step, setup.layout.shardings(state)
 
   def taken(state: TrainState, masters: PyTree) -> tuple[PyTree, PyTree]:
-    params = setup.policy.cast_to_param(masters)
     # An optimiser may keep first weights, and an average starts with them, in the parameters' dtype.
-    opt_state = tx.init(trained.parameters(state.replace(arrays=params)))
-    return set_masters(setup.policy, masters, opt_state)
+    opt_state = step.tx.init(step.trained.seen(state, setup.policy.cast_to_param(masters)))
+    layers = step.layers(state.replace(opt_state=opt_state))
+    params, layers = with_masters(setup.policy, step.trained.seen(state, masters), layers)
+    return step.trained.whole(state, params, masters), state_of(layers)
 
   out = (places.arrays, places.opt_state)
   params, opt_state = jax.jit(taken, out_shardings=out)(state, masters)
@@ -93,7 +94,7 @@ def _with_optimizer(
   path: pathlib.Path, step: TrainStep, state: TrainState, old: TrainState, before: TrainStep
 ) -> TrainState:
   assert step.layout is not None
-  if not can_adopt(state.opt_state, old.opt_state):
+  if not can_adopt(step.layers(state), before.layers(old)):
     raise ConfigError(
       f"train.init_optimizer=true: the state in {path} is of another optimizer; use that run's optimizer "
       "section and train.average, or train.init_optimizer=false"
@@ -121,7 +122,7 @@ def _from_export(path: pathlib.Path, setup: Setup, state: TrainState) -> tuple[T
   except ConfigError as error:
     raise ConfigError(f"train.init_from={path}: {error}") from error
   places = setup.layout.shardings(state)
-  masters = jax.eval_shape(functools.partial(weights_of, setup.policy, which="last", masters=True), state)
+  masters = jax.eval_shape(functools.partial(weights_of, setup.step, which="last", masters=True), state)
   theirs = _taken(path, "params", model.params, masters, places.arrays)
   model_state = _taken(path, "model_state", model.model_state, state.model_state, places.model_state)
   return _with_masters(setup, state, theirs, model_state), f"parameters of {path}"

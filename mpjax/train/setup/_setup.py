@@ -107,7 +107,7 @@ class Setup:
   @functools.cached_property
   def for_evaluation(self) -> Callable[[TrainState], TrainState]:
     """Jitted: a state -> the state that `evaluate` takes, with the average of the weights if there is one."""
-    return jax.jit(functools.partial(for_evaluation, self.policy))
+    return jax.jit(functools.partial(for_evaluation, self.step))
 
   @functools.cached_property
   def evaluate(self) -> Callable[[TrainState, PyTree], dict[str, Array | Average]]:

@@ -172,22 +172,6 @@ def test_a_step_that_calls_this_machine_back_cannot_travel_and_is_planned_all_th
   assert not compilers.requests
 
 
-def test_the_branch_round_the_optimiser_is_the_cpus_alone():
-  # In an accelerator's program it would keep selects from being fused, and memory from being reused.
-  tx = mpjax.with_loss_scaling(optax.adamw(1e-3), "dynamic", branch_on_cpu=True)
-
-  def step(params, state, x):
-    loss = lambda p: jnp.mean(jnp.tanh(x.astype(jnp.float16) @ p.astype(jnp.float16)).astype(F32))
-    grads = jax.grad(lambda p: mpjax.scale_loss(loss(p), state))(params)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  traced = jax.jit(step).trace(SQUARE, jax.eval_shape(tx.init, SQUARE), SQUARE)
-  lowered = lambda platform: traced.lower(lowering_platforms=(platform,)).as_text()
-  cpu, gpu, tpu = (lowered(platform).count("stablehlo.case") for platform in ("cpu", "cuda", "tpu"))
-  assert cpu == gpu + 1 == tpu + 1  # the others are decided by the platform, before anything runs
-
-
 # By the devices' own compilers.
 
 ROWS, WIDTH, HIDDEN = 32768, 512, 2048

@@ -1,0 +1,81 @@
+"""What a guarded update asks, whether new parameters are finite, and what it keeps if they are not."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import PyTreeDef
+from jaxtyping import Array, ArrayLike, Bool, PyTree, Shaped
+
+from mpjax import _compat
+from mpjax.dtypes import at_least_float32, cast_like
+from mpjax.loss_scale._finite import is_inexact
+
+T = TypeVar("T")
+
+
+def updated(params: PyTree, updates: PyTree) -> PyTree:
+  """Returns parameters after their updates; the updates if there are no parameters like them."""
+  structure: PyTreeDef = jax.tree.structure(updates)
+  return jax.tree.map(_after, params, updates) if structure == jax.tree.structure(params) else updates
+
+
+def _after(p: Array, u: Array) -> Array:
+  """Returns a parameter after its update, or the update if it cannot be added, as for quantised data."""
+  p, u = jnp.asarray(p), jnp.asarray(u)
+  adds = all(jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits >= 16 for x in (p, u))
+  wide = at_least_float32(p.dtype)
+  if not adds or p.shape != u.shape or not jnp.can_cast(u.dtype, wide, "same_kind"):
+    return u
+  return (p.astype(wide) + u.astype(wide)).astype(p.dtype)
+
+
+def but_nonfinite_before(new: PyTree, old: PyTree) -> PyTree:
+  """Returns `new` with 0 where `old` was not finite already, such as a mask of -inf."""
+  structure: PyTreeDef = jax.tree.structure(new)
+  if structure != jax.tree.structure(old):
+    return new
+  known = lambda a, b: is_inexact(b) and jnp.shape(a) == jnp.shape(b)
+  return jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(b), a, 0) if known(a, b) else a, new, old)
+
+
+def keep_if(
+  taken: Bool[Array, ""], new: Shaped[ArrayLike, "*shape"], old: Shaped[ArrayLike, "*shape"]
+) -> Shaped[ArrayLike, "*shape"]:
+  """Returns `new` if `taken`, else `old`; divided over explicit mesh axes as `old` is."""
+  if not is_array(new):
+    return new
+  kind = jax.typeof(old)
+  if _compat.is_explicit(kind) and jax.typeof(new).sharding != kind.sharding:
+    new = jax.sharding.reshard(new, kind.sharding)
+  return jnp.where(taken, new, old)
+
+
+class StructureError(ValueError):
+  """A transform's update changes the structure of its state."""
+
+
+def keep_dtypes(new_state: T, old_state: T) -> T:
+  """Casts `new_state` to the dtypes of `old_state`: wide gradients must not widen half-precision moments.
+
+  Raises:
+    StructureError: if the two differ in structure.
+  """
+  old_structure: PyTreeDef = jax.tree.structure(old_state)
+  if jax.tree.structure(new_state) != old_structure:
+    raise StructureError(
+      f"the wrapped transform changed the structure of its state from {old_structure} "
+      f"to {jax.tree.structure(new_state)}"
+    )
+  kept: T = cast_like(new_state, old_state)
+  return kept
+
+
+def is_array(leaf: object) -> bool:
+  """Returns whether JAX can trace `leaf` as an array; it cannot trace `float0`."""
+  if isinstance(leaf, (bool, int, float, complex)):
+    return True
+  return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0
