@@ -17,20 +17,9 @@ MODEL_STATES = ("last", "step")
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-  """The options of a training step; `make_train_step` explains each.
+  """The options of a training step: arguments of `make_train_step`, which explains each.
 
-  Attributes:
-    policy: the policy in force.
-    wrt: the parameters to train: a choice among the leaves of a tree, or a filter for the variables of an
-      `nnx.Module`; `None` for all.
-    accumulate: number of micro-batches.
-    skip_nonfinite: also guards a policy without loss scaling.
-    cast_batch: casts the batch if autocast does not run.
-    donate: reuses the state's buffers for the new state.
-    recompute: what the backward pass recomputes.
-    layout: the sharding of state and batches on a mesh; `None` without one.
-    grad_norm: reports the norm of the gradients among the metrics.
-    model_state: the state that a micro-batch starts from: after the `"last"` one, or before the `"step"`.
+  Its `mesh`, `sharding`, `gather` and `offload` are a `layout` here, `None` without a mesh.
 
   Raises:
     ValueError: for a policy that asks for something that this step does not do, a number of micro-batches

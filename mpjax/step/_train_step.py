@@ -7,68 +7,48 @@ function and the model are the user's: a parameter tree, linen variables or an `
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
-from jaxtyping import Float32
 
 from mpjax._average import is_average, worth
 from mpjax._lazy import nnx
-from mpjax._types import Array, LossFunction, Metrics, PolicyLike, PyTree
-from mpjax.casting import Explanation, explain_as_run, init_fp8_state
-from mpjax.casting._explained import ExplainedGather
-from mpjax.casting._overrides import Overrides
+from mpjax._types import Array, LossFunction, Metrics, PyTree
+from mpjax.casting import init_fp8_state
 from mpjax.fp8._delayed import grow_gradients
 from mpjax.loss_scale import all_finite, get_loss_scale
-from mpjax.loss_scale._finite import is_inexact, unscale
+from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._gradient_norm import unscaled_norm
 from mpjax.loss_scale._guard import keep_if
-from mpjax.loss_scale._overwritten import hide, show
 from mpjax.loss_scale._state_access import find_scaler, find_states
 from mpjax.optim._quantized import rebuild
-from mpjax.policy import get_policy, matmul_precision
-from mpjax.sharding import on_device
+from mpjax.policy import matmul_precision
 from mpjax.step._checks import (
   require_arrays,
   require_differentiable,
   require_given,
   require_in_place,
-  require_kept,
-  require_makings,
   require_param_dtype,
   require_state,
-  require_state_and_batch,
 )
 from mpjax.step._layers import (
-  Layers,
-  adopted,
   apply_step,
-  layers_of,
-  masters_of,
-  state_of,
-  user_state,
-  warn_of_what_begins_anew,
-  with_masters,
-  with_policy,
 )
-from mpjax.step._layout import Layout
-from mpjax.step._loss import GradientPass, StepLoss
-from mpjax.step._mesh_step import gathers, value_and_grad_on_mesh
+from mpjax.step._loss import GradientPass
+from mpjax.step._mesh_step import value_and_grad_on_mesh
 from mpjax.step._micro_batches import first_of_batch
-from mpjax.step._optimizer_arguments import with_step_arguments
 from mpjax.step._options import StepOptions
-from mpjax.step._static_leaves import arrays_of, whole_of
+from mpjax.step._static_leaves import arrays_of
+from mpjax.step._step_views import StepViews
 from mpjax.step._train_state import TrainState
-from mpjax.step._trained import Trained, merged, only
+from mpjax.step._trained import merged
 
 
-class TrainStep:
+class TrainStep(StepViews):
   """One jitted training step, as `make_train_step` returns it.
 
   Attributes:
@@ -86,22 +66,8 @@ class TrainStep:
   """
 
   def __init__(self, loss_fn: LossFunction, tx: optax.GradientTransformation, options: StepOptions):
-    require_makings(loss_fn, tx)
-    self.fun = loss_fn
-    self.inner_tx = tx
-    self.options = options
-    self.policy = options.policy
-    self.layout = options.layout
-    given = with_step_arguments(tx)
-    wrap = functools.partial(with_policy, given, self.policy, options.skip_nonfinite)
-    # Traces the optimiser without the policy, which does not change its use of gradients.
-    self.trained = Trained(options.wrt, optax.GradientTransformationExtraArgs(tx.init, given.update))
-    self.tx, self._exact_tx = wrap(), wrap(give_new=True)
-    self.loss = StepLoss(loss_fn, options)
+    super().__init__(loss_fn, tx, options)
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if options.donate else ())
-    self._jitted_gradients = jax.jit(self.loss_and_gradients)
-    self._jitted_user_state = jax.jit(self._user_state)
-    self.needs_batch = Overrides(self.policy, None).has_histories
 
   def __repr__(self) -> str:
     return f"TrainStep({getattr(self.fun, '__qualname__', self.fun)}, {self.options})"
@@ -206,156 +172,6 @@ class TrainStep:
       raise TypeError("a TrainState carries its own key: pass rng to step.init(..., rng=...) instead")
     require_state(*args)
     return self._run(self.jitted, *args)
-
-  def _run(self, jitted: Callable[..., Any], state: TrainState, batch: PyTree) -> Any:
-    require_kept(state)
-    return jitted(state, batch)
-
-  def with_policy(self, policy: PolicyLike) -> TrainStep:
-    """Returns the same step under another policy; states are alike if optimisers and scales are."""
-    return TrainStep(self.fun, self.inner_tx, dataclasses.replace(self.options, policy=get_policy(policy)))
-
-  def with_layout(self, layout: Layout | None) -> TrainStep:
-    """Returns the same step on other devices; `None`: without a mesh, as one program over the whole batch."""
-    if layout is self.layout:
-      return self
-    policy = self.policy if layout is not None else self.policy.without_devices()
-    return TrainStep(self.fun, self.inner_tx, dataclasses.replace(self.options, policy=policy, layout=layout))
-
-  def without_mesh(self) -> TrainStep:
-    """Returns the same step without a mesh."""
-    return self.with_layout(None)
-
-  def adopt(self, state: TrainState, before: TrainStep, *, warn: bool = True) -> TrainState:
-    """Converts a state of a step under another policy or optimiser to a state of this step.
-
-    Master weights follow this policy: parameters in its `param_dtype`, with its corrections. The optimiser's
-    state stays if it has the structure of this step's, in the dtypes of this policy; otherwise it is new. The
-    loss scale stays if both policies scale the loss in the same way. `step` always stays.
-
-    Args:
-      state: a state of `before`.
-      before: the other step.
-      warn: emit a `UserWarning` that names the parts that are new.
-    """
-    state = on_device(state)
-    old = before.layers(state)
-    masters = masters_of(self.trained.parameters(state), old)
-    first = self.tx.init(self.policy.cast_to_param(masters))
-    same_scaling = self.policy.loss_scaling == before.policy.loss_scaling
-    layers, anew = adopted(self.layers(state.replace(opt_state=first)), old, same_scaling)
-    if warn:
-      warn_of_what_begins_anew(anew, state.step)
-    params, layers = with_masters(self.policy, masters, layers)
-    state = state.replace(
-      arrays=self.trained.whole(state, params, state.arrays),
-      opt_state=state_of(layers),
-      fp8_state=state.fp8_state if self.needs_batch else {},
-    )
-    return state if self.layout is None or self.layout.offload is None else self.layout.place(state)
-
-  def layers(self, state: TrainState) -> Layers:
-    """Returns the layers of the optimiser's state of a state of this step."""
-    return layers_of(state.opt_state, self.policy, self.options.skip_nonfinite)
-
-  def masters(self, state: TrainState) -> PyTree:
-    """Returns the arrays of a state with master weights, in float32, in place of rounded parameters."""
-    seen = masters_of(self.trained.parameters(state), self.layers(state))
-    return self.trained.whole(state, seen, state.arrays)
-
-  def user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
-    """Returns the master parameters in float32, and the state of the optimiser that the step was made with.
-
-    ```python
-    params, opt_state = step.user_state(state)
-    eval_loss = loss_fn(params, batch)  # in float32 under every policy
-    ```
-
-    The state has the structure and dtypes of that optimiser, without the policy's loss scale, master weights
-    and codes of few bytes. Functions for such a state accept it:
-    `optax.contrib.schedule_free_eval_params(opt_state, params)` and `optax.tree_utils.tree_get`.
-
-    Args:
-      state: a state of this step, on one device or a mesh; also inside `jit`.
-
-    Returns:
-      New arrays on the devices, which later steps do not reuse, divided as `state`'s. Parameters that `wrt`
-      leaves out are unchanged, and have no state.
-    """
-    require_kept(state)
-    params, opt_state = self._jitted_user_state(state)
-    return whole_of(params), opt_state
-
-  def _user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
-    state = on_device(state)
-    params, opt_state = user_state(self.inner_tx, self.trained.parameters(state), self.layers(state))
-    # Copies, otherwise `jit` would return buffers that the next step reuses.
-    whole = self.trained.whole(state, params, state.arrays)
-    params, opt_state = jax.tree.map(jnp.copy, (whole, opt_state))
-    if self.layout is not None:
-      state = self.layout.keep(state.replace(arrays=params, opt_state=opt_state))
-      params, opt_state = state.arrays, state.opt_state
-    return params, opt_state
-
-  def gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
-    """Computes the unscaled loss and the gradients (unscaled, in float32 or wider) that a step would use.
-
-    For inspection: nothing is updated or donated.
-    """
-    require_state(state, batch)
-    return self._run(self._jitted_gradients, state, batch)
-
-  def loss_and_gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
-    """Computes what `gradients` returns, without `jit`, for tracing."""
-    if self.layout is None:
-      return self._gradients(state, batch)
-    shardings = self.layout.device_shardings(state).arrays
-    out = (PartitionSpec(), only(self.trained.read(state), shardings))
-    return self.layout.run(self._gradients, state, batch, out)
-
-  def _gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
-    out = self._gradient_pass(state, batch)
-    scaler = find_scaler(state.opt_state)
-    if scaler is None:
-      return worth(out.loss), out.grads
-    return worth(out.loss), show(out.grads, unscale(hide(out.grads), scaler.scale), out.grads)
-
-  def carried(self, state: TrainState, batch: PyTree) -> tuple[PyTree, PyTree]:
-    """Computes the new `model_state` and `fp8_state`, also for a skipped step; not jitted."""
-
-    def last(state: TrainState, batch: PyTree) -> tuple[PyTree, PyTree]:
-      out = self._gradient_pass(state, batch)
-      return out.model_state, out.fp8_state
-
-    if self.layout is None:
-      return last(state, batch)
-    laid = self.layout.device_shardings(state)
-    return self.layout.run(last, state, batch, (laid.model_state, laid.fp8_state))
-
-  def explain(self, state: TrainState, batch: PyTree) -> Explanation:
-    """Returns what autocast does to the loss function under this policy; see `mpjax.explain`.
-
-    Args:
-      state: a state, or its shapes (`jax.eval_shape`).
-      batch: a batch, or its shapes.
-    """
-    require_state(state, batch)
-    args, keywords = self.loss.arguments(state, batch)
-    recompute = self.options.recompute
-    explanation = explain_as_run(self.fun, args, keywords, self.policy, recompute=recompute)
-    if self.layout is None or self.layout.shards == 1:
-      return explanation
-    gathered = jax.eval_shape(self.loss.compute_params, state)
-    found = gathers(self.loss, self.layout, gathered, state, batch)
-    return dataclasses.replace(explanation, gathers=tuple(ExplainedGather(*row) for row in found))
-
-  def _explain_(self, *args: Any, policy: PolicyLike | None) -> Explanation:
-    """Implements `mpjax.explain(step, state, batch)`."""
-    state, batch = require_state_and_batch("explain", args)
-    if policy is None:
-      return self.explain(state, batch)
-    other = self.with_policy(get_policy(policy).without_histories())
-    return other.explain(jax.eval_shape(lambda s: other.adopt(s, self, warn=False), state), batch)
 
   def update_in_place(
     self, model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: PyTree, *, rng: Array | None = None
