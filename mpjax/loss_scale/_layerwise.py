@@ -179,8 +179,7 @@ class LayerwiseLossScale:
     scale = None if scale is None else jnp.asarray(scale, jnp.float32)
     params, scale = _compat.vary_like((params, scale), value)
     cast = lambda p, x: fun(cast_floating(p, x.dtype), x)
-    measure = kernel and (lambda g, params, passed: self.measure(g, kernel(params), passed, fan_in))
-    return self._call(cast, params, [(value, token)], measure, scale)
+    return self._call(cast, params, [(value, token)], kernel, fan_in, scale)
 
   def apply(self, fun: Callable[..., jax.Array], *hs: Scaled) -> Scaled:
     """Applies `fun` to one or more activations: activation functions, sums, attention, dropout.
@@ -213,7 +212,8 @@ class LayerwiseLossScale:
     fun: Callable[..., Array],
     params: PyTree,
     spent: Sequence[tuple[Array, Array]],
-    measure: Callable[[Array, PyTree, Array], Array] | None = None,
+    kernel: Callable[[PyTree], Array] | None = None,
+    fan_in: int | None = None,
     scale: Array | None = None,
   ) -> Scaled:
     """Returns `fun(params, *values)`, with the backward pass of the paper, of values and their tokens."""
@@ -250,9 +250,9 @@ class LayerwiseLossScale:
         first = self.enter(g, passed)  # the gradient enters half precision here
         g, passed = vjp.times(g, first), passed * first
       used = jnp.ones_like(passed)
-      if measure is not None:
-        measured = lambda: measure(g.astype(half), learnt[1], passed)
-        used = measured() if scale is None else jax.lax.cond(scale > 0, lambda: scale, measured)
+      if kernel is not None:
+        measure = functools.partial(self.measure, g.astype(half), kernel(learnt[1]), passed, fan_in)
+        used = measure() if scale is None else jax.lax.cond(scale > 0, lambda: scale, measure)
       room = vjp.room_for_sums(g, largest, learnt)
       of_learnt = vjp.divide(pullback(vjp.times(g, room))[0], passed * room)
       of_learnt = jax.tree.map(vjp.nan_if_shared, learnt, of_learnt)
