@@ -10,7 +10,6 @@ from mpjax import _compat
 from mpjax._types import Array, DTypeLike, PyTree
 from mpjax.dtypes import at_least_float32
 from mpjax.loss_scale._finite import is_inexact
-from mpjax.policy._loss_scaling import HIGHEST
 
 
 def start(x: Array, dtype: np.dtype) -> tuple[Array, Array]:
@@ -32,20 +31,21 @@ def start(x: Array, dtype: np.dtype) -> tuple[Array, Array]:
 def fork(value: Array, token: Array, n: int) -> list[tuple[Array, Array]]:
   """Returns `n` copies, whose gradients are added at the largest of their scales at which the sum fits.
 
-  If there is none, it is the largest power of two at which the sum fits in its dtype.
+  If there is none, it is the largest power of two at which the sum fits in its dtype. An unused copy has a
+  scale of 1, and adds nothing.
   """
   copies = lambda value, token: [(value, token)] * n
 
   def backward(_: None, cotangents: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     gradients, tokens = (jnp.stack(parts) for parts in zip(*cotangents, strict=True))
-    used, scales = tokens[:, 1] > 0, scale_of(tokens)
+    scales = scale_of(tokens)
     tops = jnp.abs(gradients.reshape(n, -1)).max(1, initial=0).astype(jnp.float32)
-    bound = jnp.minimum(float(jnp.finfo(gradients.dtype).max) / (tops / scales).sum(), HIGHEST)
-    fitting = jnp.where(used & (scales <= bound), scales, 0).max()
+    bound = float(jnp.finfo(gradients.dtype).max) / (tops / scales).sum()
+    fitting = jnp.where(scales <= bound, scales, 0).max()
     target = jnp.where(fitting > 0, fitting, floor_power_of_two(bound))
     wide = gradients.astype(at_least_float32(gradients.dtype))
     total = times(wide, (target / scales).reshape(n, *[1] * (gradients.ndim - 1))).sum(0)
-    return total.astype(gradients.dtype), jnp.stack([target, used.any().astype(jnp.float32)])
+    return total.astype(gradients.dtype), jnp.stack([target, jnp.minimum(tokens[:, 1].max(), 1)])
 
   call = jax.custom_vjp(copies)
   call.defvjp(lambda value, token: (copies(value, token), None), backward)
