@@ -5,8 +5,6 @@ travels with it as the cotangent of a dummy array, the token, so that every laye
 its parameters by it. The token also carries a count of the gradient's paths: if an activation was used
 twice, two scales were added up, and the gradient becomes NaN instead of wrong. The forward pass is not
 scaled.
-
-Zhao et al., "Adaptive Loss Scaling for Mixed Precision Training", arXiv 1910.12385.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import dataclasses
 import functools
 import operator
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,14 +21,15 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._types import Array, ArrayLike, DTypeLike, PyTree
-from mpjax.dtypes import cast_floating
+from mpjax.dtypes import at_least_float32, cast_floating
 from mpjax.jaxpr import closure_as_argument
-from mpjax.loss_scale import _layerwise_vjp
+from mpjax.loss_scale import _layerwise_vjp as vjp
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.policy._loss_scaling import HIGHEST, number
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False)
 class Scaled:
   """An activation between `start` and `finish`: a pytree, and so a carry of `jax.lax.scan`.
 
@@ -40,36 +39,9 @@ class Scaled:
       the number of paths that it came by.
   """
 
-  def __init__(self, value: jax.Array, token: jax.Array):
-    self.value, self.token = value, token
-    self._spent = False
-
-  def spend(self) -> tuple[jax.Array, jax.Array]:
-    """Returns value and token, once: two gradients with different scales cannot simply be added.
-
-    Raises:
-      ValueError: the second time, or if this is a stack of activations.
-    """
-    if jnp.shape(self.token) != (2,):
-      raise ValueError(
-        f"a stack of {jnp.shape(self.token)[:-1]} activations, as from vmap or the outputs of scan: take "
-        "it apart by vmap too, as in jax.vmap(scaling.finish)(stack)"
-      )
-    if self._spent:
-      raise ValueError(
-        "this activation was used before: make a copy for each use, as in h1, h2 = scaling.fork(h)"
-      )
-    self._spent = True
-    return self.value, self.token
-
-  def tree_flatten(self) -> tuple[tuple[jax.Array, jax.Array], None]:
-    """Returns the two arrays."""
-    return (self.value, self.token), None
-
-  @classmethod
-  def tree_unflatten(cls, _: None, children: tuple[jax.Array, jax.Array]) -> Scaled:
-    """Makes an activation from the two arrays."""
-    return cls(*children)
+  value: jax.Array
+  token: jax.Array
+  _spent = False
 
 
 def layerwise_loss_scale(
@@ -120,12 +92,7 @@ def layerwise_loss_scale(
 
 @dataclasses.dataclass(frozen=True)
 class LayerwiseLossScale:
-  """Layer-wise loss scaling, from `layerwise_loss_scale`, whose arguments are its attributes.
-
-  ```python
-  scaling = mpjax.loss_scale.layerwise_loss_scale(max_layer_scale=2.0**8)
-  ```
-  """
+  """Layer-wise loss scaling, from `layerwise_loss_scale`, whose arguments are its attributes."""
 
   underflow: float
   init_scale: float | None
@@ -133,19 +100,16 @@ class LayerwiseLossScale:
   max_scale: float
 
   def __post_init__(self) -> None:
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if field.name != "init_scale" or value is not None:
-        object.__setattr__(self, field.name, number(field.name, value))
+    for name, value in vars(self).copy().items():
+      if name != "init_scale" or value is not None:
+        object.__setattr__(self, name, number(name, value))
     if not 0 < self.underflow < 1:
       raise ValueError(f"underflow={self.underflow!r}: expected a share between 0 and 1")
     for name in ("max_layer_scale", "max_scale"):
       if not 1 <= getattr(self, name) <= HIGHEST:
         raise ValueError(f"{name}={getattr(self, name)!r}: expected a number from 1 to 2**126")
     if self.init_scale is not None and not 0 < self.init_scale <= self.max_scale:
-      raise ValueError(
-        f"init_scale={self.init_scale!r}: expected a positive number up to max_scale={self.max_scale!r}"
-      )
+      raise ValueError(f"init_scale={self.init_scale!r}: expected a positive number up to {self.max_scale!r}")
 
   def start(self, x: ArrayLike, dtype: DTypeLike | None = None) -> Scaled:
     """Returns `x` as the first activation; the gradient with respect to `x` comes out unscaled.
@@ -155,17 +119,12 @@ class LayerwiseLossScale:
       dtype: the dtype to compute in; `None`: that of `x`.
     """
     x = jnp.asarray(x)
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-      raise ValueError(f"start computes in a floating dtype, not {jnp.dtype(dtype)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(
-        f"start takes a floating array, not {x.dtype}: look up embeddings first, and start with them"
-      )
-    return Scaled(
-      *_layerwise_vjp.start(
-        jnp.dtype(dtype or x.dtype), x, _layerwise_vjp.tie(jnp.zeros([2], jnp.float32), x)
-      )
-    )
+      raise ValueError(f"start takes a floating array, not {x.dtype}: start after looking up embeddings")
+    dtype = jnp.dtype(dtype or x.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(f"start computes in a floating dtype, not {dtype}")
+    return Scaled(*vjp.start(x, dtype))
 
   def layer(
     self,
@@ -201,22 +160,26 @@ class LayerwiseLossScale:
         could be the kernel, if `h` was used before, or if `fun` communicates between devices.
     """
     value, token = _spend(h)
-    _check_master_weights(params)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+      dtype = jnp.result_type(leaf)
+      if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        raise ValueError(
+          f"parameter {jax.tree_util.keystr(path)} is {dtype}: its gradient would be unscaled in that dtype "
+          "and underflow; pass the float32 master weights, which are cast to the activation's dtype"
+        )
     stray = _compat.varying_axes(params) - _compat.varying_axes(value)
     if stray:
       raise ValueError(
         f"parameters differ along the mesh axes {sorted(stray)} and the activation does not: under tensor "
         "parallelism each shard would choose its own scale for one gradient"
       )
-    picked = kernel or _only_kernel(params)
-    if picked is not None and fan_in is None and jnp.ndim(picked(params)) < 2:
+    kernel = kernel or _only_kernel(params)
+    if kernel is not None and fan_in is None and jnp.ndim(kernel(params)) < 2:
       raise ValueError("the fan-in of a kernel of less than two dimensions is unknown: pass fan_in=...")
-    reuses = scale is not None
-    scale = jnp.asarray(scale, jnp.float32) if reuses else jnp.zeros([], jnp.float32)
+    scale = None if scale is None else jnp.asarray(scale, jnp.float32)
     params, scale = _compat.vary_like((params, scale), value)
-    run, constants = _without_closure(lambda p, x: fun(cast_floating(p, x.dtype), x), params, value)
-    static = _layerwise_vjp.Layer(run, self.enter, self.measure, picked, fan_in, reuses)
-    return Scaled(*_layerwise_vjp.layer(static, (constants, params), (value,), token, scale))
+    cast = lambda p, x: fun(cast_floating(p, x.dtype), x)
+    return self._call(cast, params, [(value, token)], kernel, fan_in, scale)
 
   def apply(self, fun: Callable[..., jax.Array], *hs: Scaled) -> Scaled:
     """Applies `fun` to one or more activations: activation functions, sums, attention, dropout.
@@ -228,113 +191,126 @@ class LayerwiseLossScale:
       TypeError: if one of `hs` does not come from `start`, or `fun` does not return one floating array.
       ValueError: if one of `hs` was used before, or `fun` communicates between devices.
     """
-    values, tokens = zip(*map(_spend, hs), strict=True)
-    run, constants = _without_closure(lambda _, *values: fun(*values), (), *values)
-    zero = _compat.vary_like(jnp.zeros([], jnp.float32), values[0])
-    token = functools.reduce(operator.add, tokens)
-    return Scaled(
-      *_layerwise_vjp.layer(
-        _layerwise_vjp.Layer(run, self.enter, self.measure), (constants, ()), values, token, zero
-      )
-    )
+    return self._call(lambda _, *values: fun(*values), (), [_spend(h) for h in hs])
 
   def fork(self, h: Scaled, n: int = 2) -> tuple[Scaled, ...]:
     """Returns `n` copies of an activation, whose gradients are brought to one scale before they are added.
 
-    This is the largest of their scales at which no gradient overflows. If there is none, the smallest is
-    halved as often as necessary.
+    This is the largest of their scales at which the sum does not overflow. If there is none, it is a smaller
+    power of two.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
       raise ValueError(f"n={n!r}: expected a positive integer")
-    return tuple(Scaled(*copy) for copy in _layerwise_vjp.fork(n, *_spend(h)))
+    return tuple(Scaled(*copy) for copy in vjp.fork(*_spend(h), n))
 
   def finish(self, h: Scaled) -> jax.Array:
     """Returns the activation in float32 or wider, for the loss; `init_scale` multiplies its gradient."""
-    return _layerwise_vjp.finish(self.enter, *_spend(h))
+    return self.apply(lambda value: value.astype(at_least_float32(value.dtype)), h).value
+
+  def _call(
+    self,
+    fun: Callable[..., Array],
+    params: PyTree,
+    spent: Sequence[tuple[Array, Array]],
+    kernel: Callable[[PyTree], Array] | None = None,
+    fan_in: int | None = None,
+    scale: Array | None = None,
+  ) -> Scaled:
+    """Returns `fun(params, *values)`, with the backward pass of the paper, of values and their tokens."""
+    values, tokens = zip(*spent, strict=True)
+    dtypes = [value.dtype for value in values]
+    closed, constants, axes = closure_as_argument(fun, params, *values)
+    run = lambda learnt, values: closed(*learnt, *values)
+    learnt = constants, params
+    out = jax.eval_shape(run, learnt, values)
+    if not hasattr(out, "dtype") or not jnp.issubdtype(out.dtype, jnp.floating):
+      raise TypeError(f"a function between start and finish has to return one floating array, not {out}")
+    if axes:
+      raise ValueError(
+        f"a function between start and finish communicates along {sorted(axes)}: every shard has its own "
+        "scales there, so no gradient can cross; communicate before start or after finish"
+      )
+
+    @jax.custom_vjp
+    def call(learnt: PyTree, values: tuple[Array, ...], token: Array, scale: Array | None) -> Any:
+      out = run(learnt, values)
+      return out, vjp.tie(token, out)
+
+    def forward(learnt: PyTree, values: tuple[Array, ...], token: Array, scale: Array | None) -> Any:
+      out, pullback = jax.vjp(run, learnt, values)
+      # At least 64: a norm can bring a small activation to that size.
+      tops = [jnp.abs(value).max(initial=64).astype(jnp.float32) for value in values]
+      return (out, vjp.tie(token, out)), (pullback, learnt, functools.reduce(jnp.maximum, tops), scale)
+
+    def backward(residuals: Any, cotangents: tuple[Array, Array]) -> Any:
+      pullback, learnt, largest, scale = residuals
+      g, passed = cotangents[0], vjp.scale_of(cotangents[1])
+      half = max((g.dtype, *dtypes), key=lambda dtype: jnp.finfo(dtype).minexp)
+      if vjp.has_wide_range(g.dtype) and not vjp.has_wide_range(half):
+        first = self.enter(g, passed)  # the gradient enters half precision here
+        g, passed = vjp.times(g, first), passed * first
+      used = jnp.ones_like(passed)
+      if kernel is not None:
+        measure = functools.partial(self.measure, g.astype(half), kernel(learnt[1]), passed, fan_in)
+        used = measure() if scale is None else jax.lax.cond(scale > 0, lambda: scale, measure)
+      room = vjp.room_for_sums(g, largest, learnt)
+      of_learnt = vjp.divide(pullback(vjp.times(g, room))[0], passed * room)
+      of_learnt = jax.tree.map(vjp.nan_if_shared, learnt, of_learnt)
+      of_token = jnp.stack([passed * used, jnp.ones_like(used)])
+      return of_learnt, pullback(vjp.times(g, used))[1], of_token, None if scale is None else used
+
+    call.defvjp(forward, backward)
+    return Scaled(*call(learnt, values, functools.reduce(operator.add, tokens), scale))
 
   def enter(self, g: jax.Array, passed: jax.Array) -> jax.Array:
-    """Returns the scale of a gradient in float32 or wider where it enters half precision (see `init_scale`).
+    """Returns the scale, f32[], of a gradient that enters half precision; 1 if it is zero or not finite.
 
-    Args:
-      g: the gradient, multiplied by `passed`.
-      passed: f32[]; product of the scales so far.
-
-    Returns:
-      f32[]; 1 for a gradient that is empty, zero or not finite.
+    `g` is the gradient, multiplied by `passed`, f32[], the product of the scales so far. See `init_scale`.
     """
     if self.init_scale is not None:
       return self.init_scale / passed
-    if not g.size:
-      return jnp.ones_like(passed)
-    top = jnp.abs(g).max().astype(jnp.float32)
-    usable = jnp.isfinite(top) & (top > 0)
-    return jnp.where(
-      usable, jnp.minimum(0.5 / _layerwise_vjp.floor_power_of_two(top), self.max_scale / passed), 1.0
-    )
+    top = jnp.abs(g).max(initial=0).astype(jnp.float32)
+    scale = jnp.minimum(0.5 / vjp.floor_power_of_two(top), self.max_scale / passed)
+    return jnp.where(jnp.isfinite(top) & (top > 0), scale, 1.0)
 
   def measure(
     self, g: jax.Array, kernel: jax.Array, passed: jax.Array, fan_in: int | None = None
   ) -> jax.Array:
-    """Returns the scale of a layer, from the statistics of its gradient and weights (arXiv 1910.12385).
+    """Returns the scale of a layer, f32[]: a power of two; 1 for a gradient that is zero or not finite.
 
-    Args:
-      g: gradient of the layer's output in the dtype of the layer, multiplied by `passed`.
-      kernel: the layer's weights.
-      passed: f32[]; product of the scales so far.
-      fan_in: as for `layer`.
-
-    Returns:
-      f32[]; a power of two, 1 for a gradient that is zero or not finite.
+    `g` is the gradient of the layer's output, in the dtype of the layer, multiplied by `passed`, f32[], the
+    product of the scales so far. `kernel` and `fan_in` are the weights and what `layer` takes.
     """
-    if not g.size or _layerwise_vjp.has_wide_range(g.dtype):
+    if not g.size or vjp.has_wide_range(g.dtype):
       return jnp.ones_like(passed)
     limits = jnp.finfo(g.dtype)
-    kernel = kernel.astype(jnp.float32)
-    wide = g.astype(jnp.float32)
+    g, kernel = g.astype(jnp.float32), kernel.astype(jnp.float32)
     rms = lambda x: jnp.sqrt(jnp.mean(x * x))
     # The second moment of a product of independents: the mean square is the variance plus the squared mean.
-    sigma = rms(wide) * rms(kernel)
+    sigma = rms(g) * rms(kernel)
     smallest = float(limits.smallest_subnormal) / statistics.NormalDist().inv_cdf((1 + self.underflow) / 2)
-    largest = float(limits.max)
     terms = max(1, kernel.size // max(1, kernel.shape[-2])) if fan_in is None else fan_in
-    top = jnp.abs(wide).max()
-    scale = jnp.maximum(smallest / sigma, 1.0)
-    scale = jnp.minimum(scale, largest / terms / (top * jnp.abs(kernel).max()))
-    # Not in the paper: the scaled gradient itself must fit, also where all weights are small.
-    scale = jnp.minimum(scale, largest / top)
-    scale = jnp.minimum(jnp.minimum(scale, self.max_scale / passed), self.max_layer_scale)
-    usable = jnp.isfinite(top) & (sigma > 0)
-    return jnp.where(usable, _layerwise_vjp.floor_power_of_two(scale), 1.0)
+    top, largest = jnp.abs(g).max(), float(limits.max)
+    # Not in the paper: the scaled gradient itself must fit, also where all weights are below 1 / terms.
+    fits = largest / (top * jnp.maximum(jnp.abs(kernel).max() * terms, 1.0))
+    most = jnp.minimum(jnp.minimum(fits, self.max_scale / passed), self.max_layer_scale)
+    scale = jnp.minimum(jnp.maximum(smallest / sigma, 1.0), most)
+    return jnp.where(jnp.isfinite(top) & (sigma > 0), vjp.floor_power_of_two(scale), 1.0)
 
 
-def _without_closure(fun: Callable[..., Any], *arguments: PyTree) -> tuple[Callable[..., Array], list[Array]]:
-  """Returns `fun` with the arrays that it closes over as its first argument, and these arrays."""
-  run, constants, axes = closure_as_argument(fun, *arguments)
-  out = jax.eval_shape(run, constants, *arguments)
-  if not hasattr(out, "dtype") or not jnp.issubdtype(out.dtype, jnp.floating):
-    raise TypeError(f"a function between start and finish has to return one floating array, not {out}")
-  if axes:
-    raise ValueError(
-      f"a function between start and finish communicates along {sorted(axes)}: every shard has its own "
-      "scales there, so no gradient can cross; communicate before start or after finish"
-    )
-  return run, constants
-
-
-def _spend(h: object) -> tuple[jax.Array, jax.Array]:
+def _spend(h: object) -> tuple[Array, Array]:
+  """Returns value and token, once: two gradients with different scales cannot simply be added."""
   if not isinstance(h, Scaled):
     raise TypeError(f"expected an activation from scaling.start(x), got {type(h).__name__}")
-  return h.spend()
-
-
-def _check_master_weights(params: PyTree) -> None:
-  for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-    dtype = jnp.result_type(leaf)
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-      raise ValueError(
-        f"parameter {jax.tree_util.keystr(path)} is {dtype}: its gradient would be unscaled in that dtype "
-        "and underflow; pass the float32 master weights, which are cast to the activation's dtype"
-      )
+  if jnp.shape(h.token) != (2,):
+    raise ValueError(
+      f"a stack of {jnp.shape(h.token)[:-1]} activations, as from vmap or the outputs of scan: take "
+      "it apart by vmap too, as in jax.vmap(scaling.finish)(stack)"
+    )
+  if h._spent:
+    raise ValueError("this activation was used before: copy it for each use, as in h1, h2 = scaling.fork(h)")
+  h._spent = True
+  return h.value, h.token
 
 
 def _only_kernel(params: PyTree) -> Callable[[PyTree], Array] | None:
@@ -344,6 +320,6 @@ def _only_kernel(params: PyTree) -> Callable[[PyTree], Array] | None:
     names = ", ".join(jax.tree_util.keystr(leaves[i][0]) for i in found)
     raise ValueError(
       f"several parameters could be the kernel of this layer: {names}; split the layer, or pass the "
-      "one that the gradient is multiplied by, as in layer(fun, params, h, kernel=lambda p: p['w'])"
+      "one that the gradient is multiplied by, as in kernel=lambda p: p['w']"
     )
   return (lambda p: jax.tree.leaves(p)[found[0]]) if found else None
