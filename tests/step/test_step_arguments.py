@@ -65,7 +65,7 @@ VALUE_ERRORS = [
   (lambda: make(lambda p, b: p["w"].sum()).init(INTEGERS), ["'i' is int", "model_state"]),
   (lambda: make(accumulate=0), ["accumulate=0"]),
   (lambda: run(loss_fn, accumulate=3), ["16 rows", "accumulate=3"]),
-  (lambda: run(lambda p, b: p["w"]), ["floating scalar", "[4, 1]"]),
+  (lambda: run(lambda p, b: p["w"]), ["floating scalar", "[4,1]"]),
   (lambda: run(lambda p, b: jnp.int32(1)), ["int32"]),
   (lambda: run(lambda p, b: (loss_fn(p, b), {}, {})), ["3 value(s)", "(loss, metrics)"]),
   (lambda: run(lambda p, b: (loss_fn(p, b), 1.0)), ["metrics", "dict"]),
@@ -99,7 +99,7 @@ TYPE_ERRORS = [
   (lambda: STEP.explain(PARAMS, BATCH), ["expected a TrainState, not a dict"]),
   (
     lambda: STEP(Model(nnx.Rngs(0)), BATCH),
-    ["expected a TrainState, not an nnx.Module", "step.init(model)", "optimizer"],
+    ["expected a TrainState, not a Model", "step.init(model)", "optimizer"],
   ),
   (lambda: STEP(first()), ["1 argument(s)", "step(state, batch)"]),
   (lambda: STEP(first(), BATCH, rng=KEY), ["step.init(..., rng=...)"]),
