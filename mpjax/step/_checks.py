@@ -185,7 +185,8 @@ def unpack(
   expected = "(loss, metrics, model_state)" if takes_state else "loss or (loss, metrics)"
   if len(parts) not in ((3,) if takes_state else (1, 2)):
     raise ValueError(f"loss_fn returned {len(parts)} value(s): expected {expected}")
-  loss, metrics, model_state = (*parts, *({}, None)[len(parts) - 1 :])
+  given: tuple[Any, ...] = (*parts, {}, None) if len(parts) == 1 else (*parts, None)
+  loss, metrics, model_state = given[:3]
   if not (is_average(loss) or hasattr(loss, "dtype") or isinstance(loss, (int, float))):
     raise ValueError(f"loss_fn returned a loss of type {type(loss).__name__}: expected {expected}")
   if not isinstance(metrics, dict):
@@ -200,13 +201,13 @@ def unpack(
     )
   loss, metrics = jax.tree.map(jnp.asarray, (loss, metrics))
   for name, average in {"loss": loss, **metrics}.items():
-    if is_average(average) and average.total.shape + average.count.shape != ():
+    if is_average(average) and jnp.shape(average.total) + jnp.shape(average.count) != ():
       raise ValueError(
         f"loss_fn returned a {name} whose total is {jax.typeof(average.total)} and whose count is "
         f"{jax.typeof(average.count)}: expected scalars, as in mpjax.Average(jnp.sum(losses * mask), "
         "jnp.sum(mask))"
       )
   total = loss.total if is_average(loss) else loss
-  if total.shape != () or not jnp.issubdtype(total.dtype, jnp.floating):
+  if jnp.shape(total) != () or not jnp.issubdtype(jnp.result_type(total), jnp.floating):
     raise ValueError(f"loss_fn returned a loss of {jax.typeof(total)}: expected a floating scalar")
   return loss, metrics, model_state

@@ -110,9 +110,8 @@ jax.tree_util.register_pytree_with_keys(TrainState, _flatten, _unflatten)
 
 def _number_text(x: object) -> str:
   """Returns a number that can be read as text; of anything else the type."""
-  is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-  if is_array and x.is_fully_addressable and not x.is_deleted():
-    x = np.asarray(x)
+  if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+    x = np.asarray(x) if x.is_fully_addressable and not x.is_deleted() else x
   return str(x) if isinstance(x, (np.ndarray, np.generic)) else type(x).__name__
 
 
