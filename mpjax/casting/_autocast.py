@@ -23,7 +23,7 @@ from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION, autocast_scope
 from mpjax.policy import Policy, get_policy, matmul_precision
-from mpjax.policy._precision_warning import warn_of_auto, warn_of_bare_dtype
+from mpjax.policy._precision_warning import warn_of_bare_dtype, warn_without_scale
 
 
 class _NotGiven(str):
@@ -143,7 +143,7 @@ def autocast(
 
   warn_of_bare_dtype(policy)
   if isinstance(policy, _NotGiven):
-    warn_of_auto(get_policy(policy))
+    warn_without_scale(policy, "autocast cannot apply a loss scale")
 
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ def value_and_grad(
   scaler = scaler_of(opt_state, path=path)
   own = autocast_within(fun)
   if scaler is None and own is not None:
-    warn_without_scale(own.policy)
+    warn_without_scale(own.policy, "opt_state has no loss scale")
 
   @functools.wraps(fun, updated=())
   def differentiate(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:

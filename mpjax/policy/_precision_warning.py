@@ -47,26 +47,19 @@ def warn_of_bare_dtype(spec: PolicyLike) -> None:
     warnings.warn(advice, PrecisionWarning, stacklevel=3)
 
 
-def warn_of_auto(policy: Policy) -> None:
-  """Warns the caller's caller of `autocast` whose policy the backend chose, if that scales the loss."""
-  if policy.loss_scaling is not None:
-    text = (
-      f"autocast without a policy is {policy.reason}, whose loss scale autocast cannot apply: small "
-      "gradients underflow to zero. Write mpjax.autocast(fun, 'bf16'); or scale the loss, as "
-      "mpjax.make_train_step does: mpjax.with_loss_scaling(tx, 'auto') and "
-      "mpjax.value_and_grad(mpjax.autocast(fun, 'auto'), opt_state)"
-    )
-    warnings.warn(text, PrecisionWarning, stacklevel=3)
+def warn_without_scale(spec: PolicyLike, why: str) -> None:
+  """Warns the caller's caller of a policy that scales the loss, where nothing does that.
 
-
-def warn_without_scale(spec: PolicyLike) -> None:
-  """Warns the caller's caller of a policy that scales the loss, for a function without a loss scale."""
+  Args:
+    spec: the policy.
+    why: the reason, such as "opt_state has no loss scale".
+  """
   policy = get_policy(spec)
   if policy.loss_scaling is not None:
-    name = policy.label
+    name = policy.name or str(policy)
     text = (
-      f"the policy {name!r} of this autocast scales the loss, but opt_state has no loss scale: small "
-      f"gradients underflow to zero. Wrap the optimiser, tx = mpjax.with_loss_scaling(tx, {name!r}), or use "
-      "a policy that needs no loss scale, such as 'bf16'"
+      f"the policy {policy.full_label} scales the loss, but {why}: small gradients underflow to zero. Write "
+      "mpjax.autocast(fun, 'bf16'), which needs no loss scale; or tx = mpjax.with_loss_scaling(tx, "
+      f"{name!r}) and mpjax.value_and_grad(mpjax.autocast(fun, {name!r}), opt_state)"
     )
     warnings.warn(text, PrecisionWarning, stacklevel=3)
