@@ -6,11 +6,12 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Never, NoReturn
+from typing import Any, Never, NoReturn
 
 import jax
 
 from mpjax._calls import is_linen_module, is_policy, refuse_keywords
+from mpjax._own_autocast import OwnAutocast
 from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._fp8_products import warn_of
@@ -21,9 +22,8 @@ from mpjax.casting._linen_modules import bound_module, with_variables
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION, autocast_scope
-from mpjax.loss_scale._own_loops import WITHOUT_SCALE
 from mpjax.policy import Policy, get_policy, matmul_precision
-from mpjax.policy._precision_warning import warn_of_auto, warn_of_bare_dtype, warn_without_scale
+from mpjax.policy._precision_warning import warn_of_bare_dtype, warn_without_scale
 
 
 class _NotGiven(str):
@@ -32,42 +32,12 @@ class _NotGiven(str):
 
 AUTO = _NotGiven("auto")
 
-_OWN = "_autocast_"  # the attribute that has an `OwnAutocast`
-
 _ELSEWHERE = {
   "dtype": "name a policy, as in mpjax.autocast(f, policy='bf16')",
   "device_type": "autocast follows the function; name a policy, as in mpjax.autocast(f, policy='bf16')",
   "enabled": "for none, write mpjax.autocast(f, policy='fp32'), or mpjax.full_precision(f) inside another",
   "compute_dtype": "name it in a policy, as in policy='params=float32,compute=bfloat16,output=float32'",
 }
-
-
-class OwnAutocast(NamedTuple):
-  """What a function that `autocast` returned was made of."""
-
-  wrapped: weakref.ref[Callable[..., Any]]
-  fun: Callable[..., Any]
-  policy: PolicyLike
-  ops: OpLists | None
-  overrides: Mapping[str, PolicyLike] | None
-  recompute: str
-
-
-def own_autocast(fun: Callable[..., Any]) -> OwnAutocast | None:
-  """Returns what a function was made of if `autocast` returned it, or a `jax.jit` of what it returned."""
-  fun = getattr(fun, "__wrapped__", fun) if isinstance(fun, jax.stages.Wrapped) else fun
-  own: OwnAutocast | None = getattr(fun, _OWN, None)
-  return own if own is not None and own.wrapped() is fun else None  # other wrappers copy attributes
-
-
-def require_no_autocast(fun: Callable[..., Any], policy: Policy) -> None:
-  """Raises `ValueError` for a policy with a function that `autocast` returned, which it would not change."""
-  own = own_autocast(fun)
-  if own is not None:
-    raise ValueError(
-      f"the function has an autocast of its own, policy {get_policy(own.policy).label}, which policy "
-      f"{policy.label} does not change: pass the function without its autocast, or no policy"
-    )
 
 
 def _marked(policy: Policy) -> contextlib.AbstractContextManager[None]:
@@ -173,7 +143,7 @@ def autocast(
 
   warn_of_bare_dtype(policy)
   if isinstance(policy, _NotGiven):
-    warn_of_auto(get_policy(policy))
+    warn_without_scale(policy, "autocast cannot apply a loss scale")
 
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -202,9 +172,7 @@ def autocast(
         return with_variables(transform, module, fun, args, kwargs)
       return transform(fun)(*args, **kwargs)
 
-  setattr(wrapped, _OWN, OwnAutocast(weakref.ref(wrapped), fun, policy, ops, overrides, recompute))
-  # `value_and_grad` knows the state of the optimiser, but not the policy.
-  setattr(wrapped, WITHOUT_SCALE, functools.partial(warn_without_scale, policy))
+  OwnAutocast(weakref.ref(wrapped), fun, policy, ops, overrides, recompute).put_on(wrapped)
   return wrapped
 
 

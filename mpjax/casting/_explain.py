@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from mpjax._calls import require_call
+from mpjax._own_autocast import own_autocast
 from mpjax._render.html_sections import Shown
 from mpjax._render.text_sections import TextSection
 from mpjax._types import JaxprEqn, PolicyLike, Var
-from mpjax.casting._autocast import AUTO, own_autocast
+from mpjax.casting._autocast import AUTO
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._explain_answer import answer_of

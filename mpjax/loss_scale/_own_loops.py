@@ -15,15 +15,14 @@ from jaxtyping import Array, Float32, PyTree
 from mpjax._average import is_average
 from mpjax._calls import require_arrays_only
 from mpjax._lazy import nnx
+from mpjax._own_autocast import autocast_within
 from mpjax.dtypes import cast_like
 from mpjax.loss_scale._guard import keep_if
 from mpjax.loss_scale._state_access import scaler_of
 from mpjax.patterns import named_leaves
+from mpjax.policy._precision_warning import warn_without_scale
 
 T = TypeVar("T")
-
-# `autocast` puts a warning under this name on its result if the policy scales the loss.
-WITHOUT_SCALE = "mpjax_without_loss_scale"
 
 
 def value_and_grad(
@@ -74,8 +73,9 @@ def value_and_grad(
   if not callable(fun):
     raise TypeError(f"fun is a {type(fun).__name__}: call mpjax.value_and_grad(loss_fn, opt_state)")
   scaler = scaler_of(opt_state, path=path)
-  if scaler is None:
-    getattr(fun, WITHOUT_SCALE, lambda: None)()
+  own = autocast_within(fun)
+  if scaler is None and own is not None:
+    warn_without_scale(own.policy, "opt_state has no loss scale")
 
   @functools.wraps(fun, updated=())
   def differentiate(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:

@@ -16,8 +16,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from mpjax._calls import refuse_keywords, require_call
+from mpjax._own_autocast import own_autocast, require_no_autocast
 from mpjax._types import PolicyLike, PyTree
-from mpjax.casting._autocast import own_autocast, require_no_autocast
 from mpjax.numerics._kept_programs import is_hashable, step_for, step_under, weakly
 from mpjax.policy import get_policy
 from mpjax.sharding import check_mesh, has_explicit_axes

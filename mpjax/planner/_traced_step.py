@@ -14,9 +14,9 @@ import numpy as np
 
 from mpjax._calls import require_call
 from mpjax._lazy import nnx
+from mpjax._own_autocast import require_no_autocast
 from mpjax._types import ClosedJaxpr, PolicyLike, PyTree
 from mpjax.casting import autocast
-from mpjax.casting._autocast import require_no_autocast
 from mpjax.jaxpr import is_library
 from mpjax.planner._arguments import Argument, name_arguments
 from mpjax.planner._targets import Target, policy_on_target

@@ -8,10 +8,12 @@ import math
 import numbers
 import reprlib
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
+import jmp
 import numpy as np
 
+from mpjax._types import PolicyLike
 from mpjax.dtypes import did_you_mean
 
 LOWEST, HIGHEST = 2.0**-126, 2.0**126
@@ -134,22 +136,14 @@ class LossScaling:
       self._check_adjustment()
 
   def _check_adjustment(self) -> None:
-    if self.growth_factor <= 1:
-      raise ValueError(f"growth_factor={self.growth_factor!r}: expected a number above 1")
     # The scale is float32, and so are its factors.
     with np.errstate(over="ignore", under="ignore"):
       growth, backoff = np.float32(self.growth_factor), np.float32(self.backoff_factor)
-    if growth == 1:
+    if growth <= 1:
+      raise ValueError(f"growth_factor={self.growth_factor!r}: expected a number above 1, in float32 too")
+    if not 0 < backoff < 1:
       raise ValueError(
-        f"growth_factor={self.growth_factor!r}: {growth} in float32, as the scale is; expected a number "
-        "such as 2, by which it grows"
-      )
-    if not 0 < self.backoff_factor < 1:
-      raise ValueError(f"backoff_factor={self.backoff_factor!r}: expected a number between 0 and 1")
-    if backoff in (0, 1):
-      raise ValueError(
-        f"backoff_factor={self.backoff_factor!r}: {backoff} in float32, as the scale is; expected a number "
-        "such as 0.5, by which it falls"
+        f"backoff_factor={self.backoff_factor!r}: expected a number between 0 and 1, in float32 too"
       )
     if self.min_scale > self.max_scale:
       raise ValueError(f"min_scale={self.min_scale!r} is above max_scale={self.max_scale!r}")
@@ -160,14 +154,7 @@ class LossScaling:
       )
 
 
-@runtime_checkable
-class HasLossScaling(Protocol):
-  """The part of an `mpjax.Policy` that this module uses."""
-
-  loss_scaling: LossScaling | None
-
-
-LossScalingSpec: TypeAlias = LossScaling | HasLossScaling | Mapping[str, Any] | str | int | float | None
+LossScalingSpec: TypeAlias = LossScaling | PolicyLike | float | None
 
 
 def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
@@ -183,7 +170,7 @@ def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
   """
   if spec is None or isinstance(spec, LossScaling):
     return spec
-  if isinstance(spec, HasLossScaling):
+  if isinstance(spec, jmp.Policy) and hasattr(spec, "loss_scaling"):  # an mpjax.Policy
     return spec.loss_scaling
   if isinstance(spec, Mapping):
     fields = [f.name for f in dataclasses.fields(LossScaling)]
@@ -203,8 +190,9 @@ def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
     return LossScaling(kind="static", init_scale=number("loss_scaling", spec))
   except ValueError as error:
     raise ValueError(
-      f"loss_scaling={_short(spec)}: expected none, dynamic, a preset ({', '.join(PRESETS)}), a number (a "
-      "static scale), a mapping such as {kind: dynamic, init_scale: 65536}, or in Python a policy, as "
+      f"loss_scaling={reprlib.repr(spec)} of type {type(spec).__name__}: expected none, dynamic, "
+      f"a preset ({', '.join(PRESETS)}), a number (a static scale), a mapping such as "
+      "{kind: dynamic, init_scale: 65536}, or in Python a policy, as "
       "mpjax.get_policy('fp16')" + _yaml_hint(spec) + did_you_mean(str(spec), ["none", "dynamic", *PRESETS])
     ) from error
 
@@ -240,12 +228,6 @@ def positive_integer(name: str, value: object) -> int:
   if out != int(out) or not 1 <= out < 2**31:
     raise ValueError(f"{name}={value!r}: expected a positive integer below 2**31")
   return int(out)
-
-
-def _short(value: object) -> str:
-  """Returns a value as an error shows it: a plain word or number as it is, else its type and beginning."""
-  plain = value is None or isinstance(value, (str, bool, int, float))
-  return repr(value) if plain else f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 def _yaml_hint(value: object) -> str:

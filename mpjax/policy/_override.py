@@ -45,6 +45,32 @@ class Override:
       if getattr(self, key) not in (None, *choices):
         raise ValueError(f"{key}={getattr(self, key)!r}: expected one of {', '.join(choices)}")
 
+  def changed(self, values: Mapping[str, Any]) -> Override:
+    """Returns the override with other values of fields, under their names in a policy.
+
+    Raises:
+      ValueError: for a field that cannot be set for a module.
+    """
+    own = {key: value for key, value in values.items() if key in ("compute_dtype", *CHOICES)}
+    if "fp8" in values and values["fp8"] is None:
+      own["fp8"] = False
+    override = dataclasses.replace(self, **own)
+    computes = plain(override.compute_dtype)
+    # For every other field: nothing, under each name that a policy has for it.
+    possible: dict[str, tuple[Any, ...]] = {
+      "param_dtype": ("float32",),
+      "output_dtype": ("float32", computes),
+      "autocast": (True, computes != "float32"),
+      "fp8": ([], {}),
+    }
+    for key, value in values.items():
+      if key not in own and plain(value) not in possible.get(key, (None, "none", [], {})):
+        raise ValueError(
+          f"{key}={plain(value)!r} cannot be set for a module, since it holds for the whole program: put it "
+          "into the policy, next to overrides; for FP8 products name the preset, fp8"
+        )
+    return override
+
   def to_dict(self) -> dict[str, Any]:
     """Returns the override as plain data, which a policy's `overrides` take back."""
     out: dict[str, Any] = {key: getattr(self, key) for key in CHOICES if getattr(self, key) is not None}
@@ -61,30 +87,3 @@ class Override:
     values = self.to_dict()
     alone = values.keys() in ({"base"}, {"compute_dtype"})
     return next(iter(values.values())) if alone else values
-
-
-def require_possible(values: Mapping[str, Any], compute_dtype: np.dtype | None) -> None:
-  """Raises for fields that an override cannot set for a module.
-
-  Args:
-    values: the fields, under their names in a policy.
-    compute_dtype: the compute dtype of the override.
-
-  Raises:
-    ValueError: names the field.
-  """
-  computes = plain(compute_dtype)  # dtypes go by name here, since np.dtype("float64") == None
-  for key, value in ((key, plain(value)) for key, value in values.items()):
-    if key == "param_dtype":
-      possible = value == "float32"
-    elif key == "output_dtype":
-      possible = value in ("float32", computes)
-    elif key == "autocast":
-      possible = value is True or computes == "float32"
-    else:
-      possible = value in (None, "none", [], {})
-    if not possible:
-      raise ValueError(
-        f"{key}={value!r} cannot be set for a module, since it holds for the whole program: put it into the "
-        "policy, next to overrides"
-      )

@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jmp
 import numpy as np
 
-from mpjax._render.html_sections import sections_html
-from mpjax._render.text_sections import of_rows
 from mpjax._types import DTypeLike, PolicyLike
 from mpjax.dtypes import (
   DTYPE_NAMES,
@@ -34,14 +31,14 @@ from mpjax.fp8._recipe import parse_recipe
 from mpjax.patterns import component_regex
 from mpjax.policies import ALIASES, presets, read_preset
 from mpjax.policy._loss_scaling import LossScaling, parse_loss_scaling
-from mpjax.policy._override import CHOICES, Override, require_possible
+from mpjax.policy._override import CHOICES, Override
 from mpjax.policy._policy_text import brief, plain, read_text, write_text
 
 T = TypeVar("T")
 
-_SHORT = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
-_SHORT |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
-_TRIPLE = ("param_dtype", "compute_dtype", "output_dtype")
+_OF_JMP = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
+_SHORT = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype", **_OF_JMP}
+_TRIPLE = tuple(_OF_JMP.values())
 _EXAMPLE = "params=float32,compute=bfloat16,output=float32"
 _FLOAT32 = np.dtype("float32")
 _E4M3 = STATE_DTYPES["float8_e4m3fn"]
@@ -82,6 +79,10 @@ class Policy(jmp.Policy):
     reason: the reason for the choice, if the backend chose.
   """
 
+  # The defaults serve only the error for `Policy("bf16")`.
+  param_dtype: np.dtype = None  # type: ignore[assignment]
+  compute_dtype: np.dtype = None  # type: ignore[assignment]
+  output_dtype: np.dtype = None  # type: ignore[assignment]
   _: dataclasses.KW_ONLY
   reduce_dtype: np.dtype | None = None
   gather_dtype: np.dtype | None = None
@@ -98,33 +99,29 @@ class Policy(jmp.Policy):
   name: str | None = None
   reason: str | None = None
 
-  def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-    given = {*_TRIPLE[: len(args)], *kwargs}
-    if cls is Policy and given and not given.issuperset(_TRIPLE):  # pickle makes one without arguments
-      raise TypeError(
+  def __post_init__(self) -> None:
+    if any(getattr(self, key) is None for key in _TRIPLE):
+      raise ValueError(
         f"mpjax.Policy takes {', '.join(_TRIPLE)}; for a name, or fewer dtypes, write "
         "mpjax.get_policy('bf16'), mpjax.get_policy('compute=bfloat16')"
       )
-    return super().__new__(cls)
-
-  def __post_init__(self) -> None:
-    for field in _FIELDS:
-      value = getattr(self, field)
-      if field.endswith("_dtype") and (value is not None or field in _SHORT.values()):
-        object.__setattr__(self, field, check_dtype(field, value, _ALSO.get(field, {}).values()))
-    # NumPy holds float64 equal to None.
-    if self.gather_dtype is not None and self.gather_dtype == self.compute_dtype:
-      object.__setattr__(self, "gather_dtype", None)
-    elif self.gather_dtype is not None and self.gather_dtype != _E4M3:
-      raise ValueError(
-        f"gather_dtype={self.gather_dtype.name!r}: expected compute_dtype, which is "
-        f"{self.compute_dtype.name}, or float8_e4m3fn"
-      )
+    put = functools.partial(object.__setattr__, self)
+    for key in _DEFAULTS:
+      value = getattr(self, key)
+      if key.endswith("_dtype") and value is not None:
+        put(key, check_dtype(key, value, _ALSO.get(key, {}).values()))
+    if self.gather_dtype is not None:
+      if self.gather_dtype not in (self.compute_dtype, _E4M3):
+        raise ValueError(
+          f"gather_dtype={self.gather_dtype.name!r}: expected compute_dtype, which is "
+          f"{self.compute_dtype.name}, or float8_e4m3fn"
+        )
+      if self.gather_dtype != _E4M3:
+        put("gather_dtype", None)
     if self.matmul_precision is not None:
-      full = SHORT_NAMES.get(str(self.matmul_precision), self.matmul_precision)
-      object.__setattr__(self, "matmul_precision", full)
+      put("matmul_precision", SHORT_NAMES.get(str(self.matmul_precision), self.matmul_precision))
       try:
-        with jax.default_matmul_precision(self.matmul_precision):
+        with matmul_precision(self):
           pass
       except (TypeError, ValueError) as error:
         raise ValueError(
@@ -133,10 +130,10 @@ class Policy(jmp.Policy):
         ) from error
     if not isinstance(self.autocast, bool):
       raise ValueError(f"autocast={self.autocast!r}: expected true or false")
-    object.__setattr__(self, "master_weights", self._checked_master_weights())
-    object.__setattr__(self, "loss_scaling", parse_loss_scaling(self.loss_scaling))
-    object.__setattr__(self, "fp8", parse_recipe(self.fp8))
-    object.__setattr__(self, "overrides", parse_overrides(self.overrides))
+    put("master_weights", self._checked_master_weights())
+    put("loss_scaling", parse_loss_scaling(self.loss_scaling))
+    put("fp8", parse_recipe(self.fp8))
+    put("overrides", parse_overrides(self.overrides))
 
   def _checked_master_weights(self) -> str | None:
     value = self.master_weights
@@ -194,80 +191,70 @@ class Policy(jmp.Policy):
 
   def same_dtypes(self, other: jmp.Policy) -> bool:
     """Returns whether a `Policy` or `jmp.Policy` (never equal to this) has the same three dtypes."""
-    return all(np.dtype(getattr(self, key)) == np.dtype(getattr(other, key)) for key in _SHORT.values())
+    return all(np.dtype(getattr(self, key)) == np.dtype(getattr(other, key)) for key in _TRIPLE)
 
   @property
   def label(self) -> str:
     """A short name for tables: its own; or a preset or the three dtypes, with the fewest changes."""
-    return self._label(whole=False)
+    return self.name or self._label(whole=False)
 
   @property
   def full_label(self) -> str:
     """The label with mappings, such as overrides, written out, and with the choice of `auto`."""
-    label = self._label(whole=True)
-    if self.reason is None:
-      return label
-    return f"{label} ({dataclasses.replace(self, name=None, reason=None)._label(whole=True)})"
+    full = self._label(whole=True)
+    if self.name is None:
+      return full
+    return self.name if self.reason is None else f"{self.name} ({full})"
 
   def _label(self, *, whole: bool) -> str:
-    if self.name is not None:
-      return self.name
-    alike = {name: p for name, p in _preset_policies().items() if p.compute_dtype == self.compute_dtype}
-    labels = {name: self._changes(preset) for name, preset in alike.items()} | {
-      self._dtypes(): self._others()
-    }
-    start = min(labels, key=lambda name: len(labels[name]))
+    base, *changes = self.changes().items()
     short = lambda value: "..." if isinstance(value, dict) and not whole else value
-    changes = {key: short(value) for key, value in labels[start].items()}
-    return ",".join([start, *(write_text({key: value}) for key, value in changes.items())])
+    return ",".join([base[1], *(write_text({key: short(value)}) for key, value in changes)])
+
+  def changes(self) -> dict[str, Any]:
+    """Returns a preset or the three dtypes, as `base`, and the changes of it: as few as possible.
+
+    `get_policy` takes it back.
+    """
+    presets = _preset_policies().items()
+    bases = {name: preset.to_dict() for name, preset in presets if preset.compute_dtype == self.compute_dtype}
+    bases[write_text(self._dtypes())] = self.to_dict() | _OTHERS
+    changes = {name: self._changes(base) for name, base in bases.items()}
+    name = min(changes, key=lambda name: len(changes[name]))
+    return {"base": name, **changes[name]}
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the whole policy as plain data for YAML, which `get_policy` takes back."""
-    return {key: plain(getattr(self, key)) for key in _FIELDS}
+    return {key: plain(getattr(self, key)) for key in _DEFAULTS}
 
   def __str__(self) -> str:
-    others = self._others()
-    return ",".join([self._dtypes(), write_text(others)] if others else [self._dtypes()])
+    return write_text(self._dtypes() | self._changes(self.to_dict() | _OTHERS))
 
   def __repr__(self) -> str:
     return f"get_policy({str(self)!r})"
 
-  def _repr_html_(self) -> str:
-    fields = {key: getattr(self, key).name for key in dict.fromkeys(_SHORT.values())} | self._others()
-    rows = [write_text({key: value}).split("=", 1) for key, value in fields.items()]
-    return sections_html([of_rows(f"policy {self.full_label}", [["field", "value"], *rows], left=(0, 1))])
-
+  # As plain data, which has dtypes by name, since np.dtype("float64") == None.
   def __eq__(self, other: object) -> bool:
-    return self._key() == other._key() if isinstance(other, Policy) else NotImplemented
+    return self.to_dict() == other.to_dict() if isinstance(other, Policy) else NotImplemented
 
   def __hash__(self) -> int:
-    return hash(self._key())
+    return hash(tuple(self._dtypes().values()))
 
-  def _dtypes(self) -> str:
-    return f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
+  def _dtypes(self) -> dict[str, str]:
+    return {short: getattr(self, key).name for short, key in _OF_JMP.items()}
 
-  def _others(self) -> dict[str, Any]:
-    """Returns the fields other than the three dtypes that are not at their defaults, as short plain data."""
-    changes = self._changes(Policy(*[_FLOAT32] * 3))
-    return {key: value for key, value in changes.items() if key not in _SHORT.values()}
-
-  def _changes(self, base: Policy) -> dict[str, Any]:
-    """Returns the fields that differ from another policy's, as short plain data."""
-    fields = zip(_FIELDS, self._key(), base._key(), strict=True)
-    return {key: brief(getattr(self, key)) for key, own, other in fields if own != other}
-
-  def _key(self) -> tuple[Any, ...]:
-    # By name, since np.dtype("float64") == None.
-    values = (getattr(self, key) for key in _FIELDS)
-    return tuple(value.name if isinstance(value, np.dtype) else value for value in values)
+  def _changes(self, base: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that differ from another policy's plain data, as short plain data."""
+    return {key: brief(getattr(self, key)) for key, value in self.to_dict().items() if value != base[key]}
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(Policy) if field.name not in ("name", "reason"))
-
-
-# The fields, which `__new__` would hide from `help` and editors.
-_PARAMETERS = list(inspect.signature(Policy.__init__).parameters.values())[1:]
-Policy.__signature__ = inspect.Signature(_PARAMETERS)
+# The plain data of fields that are not given; equality ignores `name` and `reason`.
+_DEFAULTS = {
+  field.name: plain(field.default)
+  for field in dataclasses.fields(Policy)
+  if field.name not in ("name", "reason")
+}
+_OTHERS = {key: value for key, value in _DEFAULTS.items() if key not in _TRIPLE}
 
 
 def get_policy(spec: PolicyLike, *, backend: str | None = None) -> Policy:
@@ -344,9 +331,6 @@ def parse_overrides(
   for pattern, override in pairs:
     try:
       component_regex(pattern)
-    except (ValueError, TypeError) as error:
-      raise ValueError(f"policy override {pattern!r}: not a regular expression ({error})") from error
-    try:
       overrides.setdefault(pattern, _read_override(override, backend))  # the first match wins
     except ValueError as error:
       raise ValueError(f"policy override {pattern!r}: {error}") from error
@@ -388,7 +372,7 @@ def _from_mapping(spec: Mapping[str, Any], backend: str | None) -> Policy:
     values.setdefault("compute_dtype", values["param_dtype"])
     values.setdefault("output_dtype", values["compute_dtype"])
     return Policy(**values)
-  if values.get("fp8") in _NO_CHANGE:
+  if values.get("fp8") in ({}, [], ()):  # keeps the base's; null removes it
     del values["fp8"]
   return _changed(get_policy(base, backend=backend), values)
 
@@ -405,16 +389,13 @@ def _preset_policies() -> Mapping[str, Policy]:
   return {name: get_policy(name) for name in presets() if name != "auto"}
 
 
-_NO_CHANGE: tuple[Any, ...] = ({}, [], ())  # an `fp8` mapping that keeps the base's; null removes it
-
-
 def _fields(spec: Mapping[str, Any], backend: str | None, more: tuple[str, ...] = ()) -> dict[str, Any]:
   """Returns a mapping under the full names of fields, with parsed dtypes."""
   values: dict[str, Any] = {}
   for key, value in spec.items():
     field = _SHORT.get(key, key)
-    if field not in ("base", *_FIELDS, *more):
-      choices = ["base", *_FIELDS, *more]
+    if field not in ("base", *_DEFAULTS, *more):
+      choices = ["base", *_DEFAULTS, *more]
       raise ValueError(
         f"unknown policy key {key!r}: expected one of {', '.join([*choices, *_SHORT])}"
         + did_you_mean(str(key), [*choices, "params", "compute", "output"])
@@ -432,35 +413,21 @@ def _read_override(spec: Override | PolicyLike, backend: str | None) -> Override
     return spec
   if isinstance(spec, str) and "=" in spec:
     spec = read_text(spec)
-  if isinstance(spec, Mapping):
-    return _override_from_mapping(spec, backend)
-  policy = get_policy(spec, backend=backend)
-  others = policy._others()
-  if policy in _preset_policies().values():
-    for key in ("loss_scaling", "autocast", "fp8"):  # these fields of a preset are for the whole run
-      others.pop(key, None)
-  if others or not policy.same_dtypes(Policy(*[policy.compute_dtype] * 3)):  # more than a dtype
-    others |= {"param_dtype": policy.param_dtype, "output_dtype": policy.output_dtype}
-  require_possible(others, policy.compute_dtype)
-  return Override(policy.compute_dtype, policy.fp8 is not None)
-
-
-def _override_from_mapping(spec: Mapping[str, Any], backend: str | None) -> Override:
+  if not isinstance(spec, Mapping):
+    policy = get_policy(spec, backend=backend)
+    values = policy._changes(_OTHERS | dict.fromkeys(_TRIPLE, policy.compute_dtype.name))
+    if policy in _preset_policies().values():
+      for key in ("loss_scaling", "autocast", "fp8"):  # these fields of a preset are for the whole run
+        values.pop(key, None)
+    if values:  # more than a dtype
+      values |= {"param_dtype": policy.param_dtype, "output_dtype": policy.output_dtype}
+    return Override(policy.compute_dtype, policy.fp8 is not None).changed(values)
   values = _fields(spec, backend, tuple(CHOICES))
-  base = _read_override(values.pop("base"), backend) if values.get("base") is not None else Override()
-  changes = {key: values.pop(key) for key in ("compute_dtype", *CHOICES) if key in values}
-  if base.compute_dtype is None and values.keys() & {"param_dtype", "output_dtype"}:
-    changes.setdefault("compute_dtype", values.get("param_dtype", _FLOAT32))  # as in a policy
-  if "fp8" in values and values["fp8"] is None:
-    changes["fp8"] = False
-  elif "fp8" in values and values["fp8"] not in _NO_CHANGE:
-    raise ValueError(
-      f"fp8={values['fp8']!r} cannot be set for a module, whose recipe is the policy's own; "
-      "name the preset, fp8"
-    )
-  values.pop("fp8", None)
-  override = dataclasses.replace(base, **changes)
-  require_possible(values, override.compute_dtype)
+  base = values.pop("base", None)
+  override = Override() if base is None else _read_override(base, backend)
+  if override.compute_dtype is None and values.keys() & {"param_dtype", "output_dtype"}:
+    values.setdefault("compute_dtype", values.get("param_dtype", _FLOAT32))  # as in a policy
+  override = override.changed(values)
   if override == Override():
     raise ValueError(f"expected a dtype, a preset, or a mapping of base, compute_dtype, {', '.join(CHOICES)}")
   return override

@@ -8,19 +8,16 @@ With only the keys `params`, `compute` and `output`, it is a string of `jmp`.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-_WORD = re.compile(r"[\w.+-]+")
-_END = re.compile(r"\s*(?:,|$)")
-
 
 def plain(value: Any) -> Any:
-  """Returns a field's value as data for YAML and JSON: by its `to_dict`, if it has one."""
+  """Returns a field's value as data for YAML and JSON: by its `to_dict`, if it has one; dtypes by name."""
   if isinstance(value, np.dtype):
     return value.name
   if isinstance(value, tuple):
@@ -32,7 +29,7 @@ def plain(value: Any) -> Any:
 def brief(value: Any) -> Any:
   """Returns the same in short, by its `shorthand`: `dynamic`, `{"recipe": "delayed", "margin": 1}`."""
   if isinstance(value, tuple):
-    return {pattern: brief(override) for pattern, override in value}
+    return dict(plain(value))
   return value.shorthand() if hasattr(value, "shorthand") else plain(value)
 
 
@@ -43,15 +40,14 @@ def read_text(text: str) -> dict[str, Any]:
     ValueError: for a part without `=`, or a repeated key.
   """
   values: dict[str, Any] = {}
-  start = 0
-  while start <= len(text):
-    equals = text.find("=", start)
-    if equals < 0:
-      raise ValueError(f"{text[start:].strip()!r} in policy {text!r}: expected key=value")
-    key = text[start:equals].strip()
+  rest: str | None = text
+  while rest is not None:
+    key, equals, rest = (part.strip() for part in rest.partition("="))
+    if not equals:
+      raise ValueError(f"{key!r} in policy {text!r}: expected key=value")
     if key in values:
       raise ValueError(f"key {key!r} appears twice in policy {text!r}")
-    values[key], start = _read_value(text, equals + 1)
+    values[key], rest = _read_value(rest)
   return values
 
 
@@ -60,22 +56,17 @@ def write_text(values: Mapping[str, Any]) -> str:
   return ",".join(f"{key}={_write_value(value)}" for key, value in values.items())
 
 
-def _read_value(text: str, start: int) -> tuple[Any, int]:
-  """Returns the value that starts there, and the place where the next key starts."""
-  start += len(text[start:]) - len(text[start:].lstrip())
-  try:
-    value, end = json.JSONDecoder().raw_decode(text, start)
-  except ValueError:
-    end = len(text) + 1
-  else:
-    if (comma := _END.match(text, end)) is not None:
-      return value, max(comma.end(), comma.start() + 1)
-  end = text.find(",", start)
-  end = len(text) if end < 0 else end
-  return text[start:end].strip(), end + 1
+def _read_value(text: str) -> tuple[Any, str | None]:
+  """Returns the value at the start of a text, and the text after its comma; `None` if there is no comma."""
+  with contextlib.suppress(ValueError):
+    value, end = json.JSONDecoder().raw_decode(text)
+    between, comma, rest = text[end:].partition(",")
+    if not between.strip():
+      return value, rest if comma else None
+  word, comma, rest = text.partition(",")
+  return word.strip(), rest if comma else None
 
 
 def _write_value(value: object) -> str:
-  if isinstance(value, str) and _WORD.fullmatch(value) and _read_value(value, 0)[0] == value:
-    return value
-  return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+  is_read_back = isinstance(value, str) and _read_value(value) == (value, None)
+  return str(value) if is_read_back else json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 import jmp
 
 from mpjax._types import PolicyLike
-from mpjax.dtypes import DTYPE_NAMES
-from mpjax.policies import ALIASES, presets
 from mpjax.policy._policy import Policy, get_policy
 
 
@@ -22,57 +20,46 @@ def bare_dtype_advice(spec: PolicyLike, backend: str | None = None) -> str | Non
 
   Returns `None` for any other policy.
   """
-  if isinstance(spec, str):
-    text = ALIASES.get(spec.strip(), spec.strip())
-    bare = text not in presets() and (text == "half" or text in DTYPE_NAMES)
-  else:
-    bare = not isinstance(spec, (Mapping, jmp.Policy))
-  policy = get_policy(spec, backend=backend) if bare else None
-  if policy is None or policy.compute_dtype.itemsize != 2:
+  if isinstance(spec, (Mapping, jmp.Policy)) or "=" in str(spec):
     return None
-  name = policy.compute_dtype.name
-  meant, has = ("bf16", "") if name == "bfloat16" else ("fp16", " and loss scaling")
-  adam = ""
-  if name == "float16":
+  policy = get_policy(spec, backend=backend)
+  dtype = policy.compute_dtype
+  if dtype.itemsize != 2 or not policy.same_dtypes(Policy(dtype, dtype, dtype)):
+    return None
+  meant, has, adam = "bf16", "", ""
+  if dtype.name == "float16":
+    meant, has = "fp16", " and loss scaling"
     adam = (
       "Adam in float16 gives NaN for a zero gradient, since its eps of 1e-8 is 0 there "
       "(optimizer_dtype=float32 keeps its state in float32); "
     )
   return (
-    f"policy {policy.name!r} means {name} for everything, also for parameters, optimiser state and outputs; "
-    f"{adam}did you mean {meant!r}, which has float32 master weights{has}? If not, say {str(policy)!r}"
+    f"policy {policy.name!r} means {dtype.name} for everything, also for parameters, optimiser state and "
+    f"outputs; {adam}did you mean {meant!r}, which has float32 master weights{has}? If not, say "
+    f"{str(policy)!r}"
   )
 
 
-def warn_of_bare_dtype(spec: PolicyLike, stacklevel: int = 2) -> None:
-  """Warns of a bare half-precision dtype at the caller's caller, or `stacklevel - 2` further out."""
+def warn_of_bare_dtype(spec: PolicyLike) -> None:
+  """Warns the caller's caller of a bare half-precision dtype."""
   advice = bare_dtype_advice(spec)
   if advice is not None:
-    warnings.warn(advice, PrecisionWarning, stacklevel=stacklevel + 1)
+    warnings.warn(advice, PrecisionWarning, stacklevel=3)
 
 
-def warn_of_auto(policy: Policy, stacklevel: int = 2) -> None:
-  """Warns of `autocast` without a policy if the backend chose one that scales the loss."""
-  if policy.loss_scaling is not None:
-    warnings.warn(
-      f"autocast without a policy is {policy.reason}, whose loss scale autocast cannot apply: small "
-      "gradients underflow to zero. Write mpjax.autocast(fun, 'bf16'); or scale the loss, as "
-      "mpjax.make_train_step does: mpjax.with_loss_scaling(tx, 'auto') and "
-      "mpjax.value_and_grad(mpjax.autocast(fun, 'auto'), opt_state)",
-      PrecisionWarning,
-      stacklevel=stacklevel + 1,
-    )
+def warn_without_scale(spec: PolicyLike, why: str) -> None:
+  """Warns the caller's caller of a policy that scales the loss, where nothing does that.
 
-
-def warn_without_scale(spec: PolicyLike, stacklevel: int = 2) -> None:
-  """Warns of a policy that scales the loss, for a function without a loss scale."""
+  Args:
+    spec: the policy.
+    why: the reason, such as "opt_state has no loss scale".
+  """
   policy = get_policy(spec)
   if policy.loss_scaling is not None:
-    name = policy.label
-    warnings.warn(
-      f"the policy {name!r} of this autocast scales the loss, but opt_state has no loss scale: small "
-      f"gradients underflow to zero. Wrap the optimiser, tx = mpjax.with_loss_scaling(tx, {name!r}), or use "
-      "a policy that needs no loss scale, such as 'bf16'",
-      PrecisionWarning,
-      stacklevel=stacklevel + 1,
+    name = policy.name or str(policy)
+    text = (
+      f"the policy {policy.full_label} scales the loss, but {why}: small gradients underflow to zero. Write "
+      "mpjax.autocast(fun, 'bf16'), which needs no loss scale; or tx = mpjax.with_loss_scaling(tx, "
+      f"{name!r}) and mpjax.value_and_grad(mpjax.autocast(fun, {name!r}), opt_state)"
     )
+    warnings.warn(text, PrecisionWarning, stacklevel=3)

@@ -13,22 +13,20 @@ from jaxtyping import Float
 from mpjax._average import Average, is_average
 from mpjax._calls import is_linen_module
 from mpjax._lazy import nnx
-from mpjax._types import Array, ArrayLike, PyTree
+from mpjax._types import Array, PyTree
 from mpjax.casting._casting_rules import make_rules
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy
-from mpjax.policy._policy_text import brief, plain
+from mpjax.policy._policy_text import brief
 from mpjax.sharding import on_device
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import in_containers
 
 _METRICS = {"loss", "loss_scale", "grads_finite", "updates_finite", "skipped_steps", "consecutive_skips"}
-_NEEDS_AUTOCAST = (
-  ("accum_dtype", "an accumulation dtype of matrix products"),
-  ("grad_dtype", "a dtype of gradients of matrix products"),
-  ("overrides", "per-module precision"),
-  ("fp8", "FP8 matrix products"),
+_CALLS = (
+  "make one with state = step.init(params), of an nnx.Module step.init(model), and call step(state, batch), "
+  "or step(model, optimizer, batch) with optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)"
 )
 
 
@@ -42,19 +40,16 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
   Raises:
     ValueError: names the field of the policy and the way out.
   """
-  for key, means in () if policy.autocast else _NEEDS_AUTOCAST:
-    value = getattr(policy, key)
-    if plain(value) not in (None, []):
-      raise ValueError(
-        f"policy key {key}={brief(value)!r} asks for {means}, which needs autocast: true in the policy"
-      )
-  for key, what in (("reduce_dtype", "gradients"), ("gather_dtype", "parameters")):
-    dtype = getattr(policy, key)
-    if dtype is not None and not over_devices:
-      raise ValueError(
-        f"policy key {key}={dtype.name!r} sets the dtype in which {what} cross devices, "
-        "which needs a mesh: make_train_step(..., mesh=jax.make_mesh(...))"
-      )
+  needs: dict[str, str] = {}
+  if not policy.autocast:
+    needs |= dict.fromkeys(("accum_dtype", "grad_dtype", "overrides", "fp8"), "autocast: true in the policy")
+  if not over_devices:
+    mesh = "a mesh: make_train_step(..., mesh=jax.make_mesh(...))"
+    needs |= dict.fromkeys(("reduce_dtype", "gather_dtype"), mesh)
+  for key, what in needs.items():
+    value = brief(getattr(policy, key))
+    if value not in (None, {}):
+      raise ValueError(f"policy key {key}={value!r} has no effect here: it needs {what}")
   if policy.autocast:
     make_rules(policy, None, None)
   if policy.optimizer_dtype == jnp.float16:
@@ -66,12 +61,10 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
 
 def require_arrays(params: PyTree) -> None:
   """Raises `ValueError` for a number instead of an array, and for an object that is not a parameter tree."""
-  is_array = hasattr(params, "dtype") and not is_linen_module(params)
-  if jax.tree_util.all_leaves([params]) and not is_array:
-    way = ": call step.init(model.init(key, x)['params'])" if is_linen_module(params) else ""
+  if jax.tree_util.all_leaves([params]) and (is_linen_module(params) or not hasattr(params, "dtype")):
     raise ValueError(
-      f"params is a {type(params).__name__}: expected a tree of parameters, such as the params of a linen "
-      f"module's variables, an Equinox module or an nnx.Module{way}"
+      f"params is a {type(params).__name__}: expected a tree of parameters, an Equinox module or an "
+      "nnx.Module; for a linen module call step.init(model.init(key, x)['params'])"
     )
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     is_number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, (bool, np.generic))
@@ -91,41 +84,26 @@ def require_differentiable(params: PyTree) -> None:
 
 def require_makings(loss_fn: object, tx: object) -> None:
   """Raises `TypeError` for an object that is not a loss function, or not an optax transform."""
-  is_transform = hasattr(tx, "init") and hasattr(tx, "update")
   if hasattr(loss_fn, "update") and hasattr(loss_fn, "init") and callable(tx):
     raise TypeError("the arguments are swapped: call make_train_step(loss_fn, tx, policy)")
   if isinstance(loss_fn, nnx.Module) or is_linen_module(loss_fn):
     raise TypeError(
       f"loss_fn is the module {type(loss_fn).__name__}: expected a function that computes a loss with it, "
-      + (
-        "def loss_fn(model, batch): ..."
-        if isinstance(loss_fn, nnx.Module)
-        else "def loss_fn(params, batch): logits = model.apply({'params': params}, batch['x']); ..."
-      )
+      "def loss_fn(model, batch): ...; for a linen module def loss_fn(params, batch): "
+      "logits = model.apply({'params': params}, batch['x']); ..."
     )
-  if not callable(loss_fn) or not is_transform:
-    name, value = ("tx", tx) if callable(loss_fn) else ("loss_fn", loss_fn)
-    expected = "an optax transform" if name == "tx" else "a function (params, batch) -> loss"
-    raise TypeError(f"{name} is a {type(value).__name__}: expected {expected}")
+  if not callable(loss_fn):
+    raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: expected a function (params, batch) -> loss")
+  if not (hasattr(tx, "init") and hasattr(tx, "update")):
+    raise TypeError(f"tx is a {type(tx).__name__}: expected an optax transform")
 
 
 def require_state(state: object, batch: PyTree) -> None:
   """Raises `TypeError` if a step's first argument is not a `TrainState`, or its second one is."""
-  if isinstance(state, TrainState) and not isinstance(batch, TrainState):
-    return
-  if isinstance(state, TrainState):
-    raise TypeError("a TrainState instead of a batch: call step(state, batch)")
   if isinstance(batch, TrainState):
-    raise TypeError("the arguments of the step are swapped: call step(state, batch)")
-  if isinstance(state, nnx.Module):
-    raise TypeError(
-      "expected a TrainState, not an nnx.Module: make one with state = step.init(model), or call "
-      "step(model, optimizer, batch) with optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)"
-    )
-  raise TypeError(
-    f"expected a TrainState, not a {type(state).__name__}: make one from the parameters with "
-    "state = step.init(params), then call step(state, batch)"
-  )
+    raise TypeError("a TrainState instead of a batch, or the arguments are swapped: call step(state, batch)")
+  if not isinstance(state, TrainState):
+    raise TypeError(f"expected a TrainState, not a {type(state).__name__}: {_CALLS}")
 
 
 def require_state_and_batch(tool: str, args: tuple[Any, ...]) -> tuple[TrainState, PyTree]:
@@ -142,11 +120,8 @@ def require_state_and_batch(tool: str, args: tuple[Any, ...]) -> tuple[TrainStat
 def require_in_place(model: object, optimizer: object, tx: optax.GradientTransformation) -> None:
   """Raises `TypeError` or `ValueError` unless there is a module and an optimizer with a step's `tx`."""
   if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
-    raise TypeError(
-      f"a {type(model).__name__} and a {type(optimizer).__name__} instead of an nnx.Module and an "
-      "nnx.Optimizer: make state = step.init(params), which holds the optimiser's state, and call "
-      "step(state, batch); or step(model, optimizer, batch) for an nnx.Module"
-    )
+    given = f"a {type(model).__name__} and a {type(optimizer).__name__}"
+    raise TypeError(f"expected a TrainState, not {given}: {_CALLS}")
   if optimizer.tx is not tx:
     raise ValueError("the optimizer was not made with this step's tx: nnx.Optimizer(model, step.tx, wrt=...)")
 
@@ -189,8 +164,7 @@ def require_given(keywords: tuple[str, ...], name: str, value: object, call: str
     raise ValueError(f"loss_fn takes {name!r}, which was not given: pass it with {call}")
   if name not in keywords and value is not None:
     raise ValueError(
-      f"loss_fn does not take {name!r}, which {call} gives: leave it out, or add {name!r} to the signature "
-      "of loss_fn"
+      f"loss_fn does not take {name!r}, which {call} gives: leave it out, or let loss_fn take it"
     )
 
 
@@ -211,46 +185,29 @@ def unpack(
   expected = "(loss, metrics, model_state)" if takes_state else "loss or (loss, metrics)"
   if len(parts) not in ((3,) if takes_state else (1, 2)):
     raise ValueError(f"loss_fn returned {len(parts)} value(s): expected {expected}")
-  loss, metrics, model_state = (*parts, {}, None)[:3] if len(parts) == 1 else (*parts, None)[:3]
-  if is_average(loss):
-    loss = _checked("loss", loss)
-    loss = Average(_floating("a total of the loss", loss.total), loss.count)
-  elif not hasattr(loss, "dtype") and not isinstance(loss, (int, float)):
+  given: tuple[Any, ...] = (*parts, {}, None) if len(parts) == 1 else (*parts, None)
+  loss, metrics, model_state = given[:3]
+  if not (is_average(loss) or hasattr(loss, "dtype") or isinstance(loss, (int, float))):
     raise ValueError(f"loss_fn returned a loss of type {type(loss).__name__}: expected {expected}")
-  else:
-    loss = _floating("a loss", loss)
   if not isinstance(metrics, dict):
     raise ValueError(
       f"loss_fn returned metrics of type {type(metrics).__name__}: expected (loss, metrics) with a dict of "
       "arrays. If aux is something else, pass the loss alone, as in lambda *args: loss_fn(*args)[0]"
     )
-  for name, metric in metrics.items():
-    if is_average(metric):
-      _checked(f"metric {name!r}", metric)
   taken = (_METRICS | {"grad_norm"} if grad_norm else _METRICS) & metrics.keys()
   if taken:
     raise ValueError(
       f"loss_fn returned a metric named {min(taken)!r}, which the step itself reports: rename it"
     )
-  return loss, jax.tree.map(jnp.asarray, metrics), model_state
-
-
-def _floating(what: str, value: ArrayLike) -> Float[Array, ""]:
-  value = jnp.asarray(value)
-  if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-    raise ValueError(
-      f"loss_fn returned {what} of {value.dtype}{list(value.shape)}: expected a floating scalar"
-    )
-  return value
-
-
-def _checked(name: str, average: Average) -> Average:
-  """Returns an average as arrays; `ValueError` if it does not consist of two scalars."""
-  parts = {"total": jnp.asarray(average.total), "count": jnp.asarray(average.count)}
-  for part, value in parts.items():
-    if value.shape != ():
+  loss, metrics = jax.tree.map(jnp.asarray, (loss, metrics))
+  for name, average in {"loss": loss, **metrics}.items():
+    if is_average(average) and jnp.shape(average.total) + jnp.shape(average.count) != ():
       raise ValueError(
-        f"loss_fn returned a {name} whose {part} is {value.dtype}{list(value.shape)}: expected scalars, as "
-        "in mpjax.Average(jnp.sum(losses * mask), jnp.sum(mask))"
+        f"loss_fn returned a {name} whose total is {jax.typeof(average.total)} and whose count is "
+        f"{jax.typeof(average.count)}: expected scalars, as in mpjax.Average(jnp.sum(losses * mask), "
+        "jnp.sum(mask))"
       )
-  return Average(**parts)
+  total = loss.total if is_average(loss) else loss
+  if jnp.shape(total) != () or not jnp.issubdtype(jnp.result_type(total), jnp.floating):
+    raise ValueError(f"loss_fn returned a loss of {jax.typeof(total)}: expected a floating scalar")
+  return loss, metrics, model_state

@@ -11,11 +11,8 @@ import jax
 import numpy as np
 
 from mpjax._lazy import nnx
-from mpjax._render.html_sections import sections_html
 from mpjax._render.plain_text import bytes_text
-from mpjax._render.text_sections import of_rows
 from mpjax._types import Array, PyTree
-from mpjax.loss_scale._state_access import find_loss_scales
 from mpjax.step._static_leaves import arrays_of, has_static, whole_of
 
 
@@ -88,63 +85,39 @@ class TrainState:
     return dataclasses.replace(self, **changes)
 
   def __repr__(self) -> str:
-    shown = [f"step={_number_text(self.step)}"]
-    shown += [f"{name}: {', '.join(filter(None, facts))}" for name, facts in self._facts().items()]
-    shown += [] if self.rng is None else ["rng"]
-    shown += [] if self.graphdef is None else ["an nnx.Module"]
-    return f"TrainState({'; '.join(shown)})"
-
-  def _repr_html_(self) -> str:
-    rows = [["part", "holds", "bytes", "dtypes"], *([name, *of] for name, of in self._facts().items())]
-    lines = [] if self.graphdef is None else ["from an nnx.Module"]
-    for path, scale in find_loss_scales(self.opt_state).items():
-      figures = [f"{name} {_number_text(getattr(scale, name))}" for name in ("scale", "skipped_steps")]
-      lines.append(f"loss scale at opt_state{path}: {', '.join(figures)}")
-    title = f"TrainState, step {_number_text(self.step)}"
-    return sections_html([of_rows(title, rows, left=(0, 3), lines=lines)])
-
-  def _facts(self) -> dict[str, list[str]]:
-    """Returns number of arrays, bytes and dtypes of the trees that have any."""
-    names = ("params", "model_state", "opt_state", "fp8_state")
     trees = (self.arrays, self.model_state, self.opt_state, self.fp8_state)
-    return {name: _tree_facts(tree) for name, tree in zip(names, trees, strict=True) if jax.tree.leaves(tree)}
+    named = zip(("params", "model_state", "opt_state", "fp8_state"), trees, strict=True)
+    parts = [f"{name}: {_in_words(tree)}" for name, tree in named if jax.tree.leaves(tree)]
+    return f"TrainState({'; '.join([f'step={_number_text(self.step)}', *parts])})"
 
 
-_FIELDS = ("step", "arrays", "model_state", "opt_state", "rng", "fp8_state")
-_NAMES = ("step", "params", *_FIELDS[2:])  # in key paths, and so in files
+# The parts of a state by their names in key paths, and so in files.
+_PARTS = {name: name for name in ("step", "params", "model_state", "opt_state", "rng", "fp8_state")}
+_PARTS["params"] = "arrays"
 
 
-def _flatten(state: TrainState) -> tuple[list[PyTree], Any]:
-  return [getattr(state, name) for name in _FIELDS], state.graphdef
-
-
-def _flatten_with_keys(state: TrainState) -> tuple[list[tuple[Any, PyTree]], Any]:
-  parts, graphdef = _flatten(state)
-  return [(jax.tree_util.GetAttrKey(name), part) for name, part in zip(_NAMES, parts, strict=True)], graphdef
+def _flatten(state: TrainState) -> tuple[list[tuple[Any, PyTree]], Any]:
+  parts = [(jax.tree_util.GetAttrKey(name), getattr(state, field)) for name, field in _PARTS.items()]
+  return parts, state.graphdef
 
 
 def _unflatten(graphdef: Any, parts: Iterable[PyTree]) -> TrainState:
-  return TrainState(**dict(zip(_FIELDS, parts, strict=True)), graphdef=graphdef)
+  return TrainState(**dict(zip(_PARTS.values(), parts, strict=True)), graphdef=graphdef)
 
 
-jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(TrainState, _flatten, _unflatten)
 
 
 def _number_text(x: object) -> str:
-  """Returns a number on the host or a device as text; for other objects their type."""
-  if not isinstance(x, (jax.Array, np.ndarray)) or isinstance(x, jax.core.Tracer):
-    return type(x).__name__
-  if isinstance(x, jax.Array) and (x.is_deleted() or not x.is_fully_addressable):
-    return "deleted" if x.is_deleted() else "on other processes"
-  return str(x) if x.ndim == 0 else f"{x.dtype}{list(x.shape)}"
+  """Returns a number that can be read as text; of anything else the type."""
+  if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+    x = np.asarray(x) if x.is_fully_addressable and not x.is_deleted() else x
+  return str(x) if isinstance(x, (np.ndarray, np.generic)) else type(x).__name__
 
 
-def _tree_facts(tree: PyTree) -> list[str]:
-  """Returns the number of arrays, their bytes and dtypes: `12 arrays`, `1.20 MB`, `float32`."""
+def _in_words(tree: PyTree) -> str:
+  """Returns the number of leaves, their bytes and dtypes: `12 arrays, 1.20 MB, float32`."""
   leaves = jax.tree.leaves(tree)
-  arrays = [x for x in leaves if hasattr(x, "shape") and hasattr(x, "dtype")]
-  if len(arrays) < len(leaves):  # such as shardings
-    return [f"{len(leaves)} of {', '.join(sorted({type(x).__name__ for x in leaves}))}", "", ""]
-  size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-  dtypes = ", ".join(sorted({str(x.dtype) for x in arrays}))
-  return [f"{len(arrays)} array{'s' if len(arrays) > 1 else ''}", bytes_text(size), dtypes]
+  size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves if hasattr(x, "dtype"))
+  dtypes = sorted({str(getattr(x, "dtype", type(x).__name__)) for x in leaves})
+  return ", ".join([f"{len(leaves)} array{'s' if len(leaves) > 1 else ''}", bytes_text(size), *dtypes])

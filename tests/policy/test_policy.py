@@ -110,7 +110,6 @@ WRONG = [
   ("float8", ["float8", "did you mean 'fp8'"]),
   ("fp61", ["fp61", "fp16", "auto", "did you mean 'fp16'"]),
   ("compute_float16", ["Unknown dtype", "compute_float16"]),
-  ("c=f17", ["f17", "float16"]),
   ("compte=f16", ["'compte'", "compute", "did you mean 'compute'"]),
   ("c=f16,compute=f32", ["compute", "repeats"]),
   ("c=f16,c=f32", ["'c'", "twice"]),
@@ -119,25 +118,17 @@ WRONG = [
   ('c=f16,fp8={"recip":"current"}', ["recip", "did you mean 'recipe'"]),
   (jnp.float8_e4m3fn, ["float8_e4m3fn"]),
   (np.dtype(np.int32), ["int32"]),
-  ("c=int32", ["int32"]),
   ("c=", ["''"]),
-  ({"base": "fp99"}, ["fp99"]),
   ({"compute_dtyp": "f16"}, ["compute_dtyp", "did you mean 'compute_dtype'"]),
-  ({"compute": "f16", "compute_dtype": "f32"}, ["compute_dtype", "repeats"]),
-  ({"compute_dtype": "float8_e4m3fn"}, ["float8_e4m3fn"]),
   ({"compute_dtype": jnp.float8_e4m3fn}, ["float8_e4m3fn", "fp8"]),
-  ({"compute_dtype": 17}, ["17", "float32"]),
   ({"compute_dtype": ["f16"]}, ["['f16']", "float32"]),
   ({"matmul_precision": "fast"}, ["matmul_precision", "fast", "bfloat16_x3"]),
   ({"base": "fp16", "loss_scaling": True}, ["loss_scaling", "boolean"]),
-  ({"base": "fp16", "loss_scaling": "sometimes"}, ["loss_scaling", "sometimes"]),
   ({"base": "fp16", "loss_scaling": {"init": 4}}, ["'init'", "init_scale"]),
-  ({"base": "fp16", "loss_scaling": {"init_scale": float("inf")}}, ["init_scale", "inf"]),
   ({"base": "fp16", "loss_scaling": {"kind": "adaptive"}}, ["adaptive", "dynamic"]),
   ({"overrides": {"(": "fp32"}}, ["'('", "regular expression"]),
   ({"overrides": {"head": "fp23"}}, ["fp23"]),
   ({"overrides": ["head"]}, ["overrides", "head", "mapping"]),
-  (3, ["3", "int"]),
   (None, ["None"]),
   (["fp16"], ["list"]),
   ({"base": "bf16", "master_weights": "int16"}, ["param_dtype is float32: those are master weights"]),
@@ -166,23 +157,7 @@ def test_yaml_1_1_numbers_and_booleans():
     mpjax.get_policy(yaml.safe_load("loss_scaling: {growth_interval: on}"))
 
 
-FRAGMENTS = [
-  ".*/",
-  "head",
-  r"\d+",
-  "block_[0-3]",
-  "(a|b)",
-  '"',
-  "'",
-  ",",
-  "=",
-  ": ",
-  " #",
-  r"\{",
-  r"\\",
-  "é",
-  "true",
-]
+FRAGMENTS = [".*/", "head", r"\d+", "block_[0-3]", "(a|b)", *"\"',=é", ": ", " #", r"\{", r"\\", "true"]
 PATTERNS = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=4).map("".join)
 build, one, some = st.builds, st.one_of, lambda *values: st.sampled_from(values)
 SCALINGS = one(
@@ -290,14 +265,6 @@ def test_policies_differ_if_any_field_does_that_changes_a_program_or_a_run():
   assert hash(renamed) == hash(base)
 
 
-def test_a_static_argument_keeps_policies_apart():
-  traced = []
-  product = jax.jit(lambda policy, x: traced.append(policy.autocast) or x, static_argnums=0)
-  for autocast in (True, False, True):
-    product(mpjax.get_policy({"base": "bf16", "autocast": autocast}), np.ones(2))
-  assert traced == [True, False]
-
-
 def test_no_policy_equals_one_of_jmp():
   ours, theirs = mpjax.get_policy("c=bf16,o=f32"), jmp.get_policy("c=bf16,o=f32")
   assert ours != theirs
@@ -367,14 +334,6 @@ def test_a_mapping_that_changes_nothing_keeps_name_and_reason():
     assert mpjax.get_policy({"base": base, "fp8": None}) == mpjax.get_policy("bf16"), base
   pure = mpjax.get_policy("bf16_pure")
   assert mpjax.get_policy({"base": pure, "master_weights": "none"}) == pure
-
-
-def test_static_scales_are_equal_whatever_stands_in_the_fields_that_they_do_not_use():
-  static = lambda more: {"base": "fp16", "loss_scaling": {"kind": "static", "init_scale": 8} | more}
-  unused = {"growth_interval": 7, "max_scale": 2.0, "hysteresis": 3}
-  plain, other = (mpjax.get_policy(static(more)) for more in ({}, unused))
-  assert plain == other
-  assert (hash(plain), str(plain)) == (hash(other), str(other))
 
 
 def test_presets_are_read_once_and_policies_are_frozen(monkeypatch):

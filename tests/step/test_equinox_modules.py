@@ -203,7 +203,7 @@ def test_what_cannot_be_trained_is_named():
   for params, match in (
     ({"w": jnp.ones(2), "scale": 1.0}, "parameter 'scale' is a float: expected an array"),
     ({"w": jnp.ones(2), "i": jnp.arange(2)}, "'i' is int32 and cannot be trained"),
-    (jax.nn.gelu, "params is a .*: expected a tree of parameters, such as"),
+    (jax.nn.gelu, "params is a .*: expected a tree of parameters"),
   ):
     with pytest.raises(ValueError, match=match):
       make().init(params)

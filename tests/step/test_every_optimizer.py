@@ -139,7 +139,7 @@ TABLE = {
   "inject_stateful_hyperparams": Runs(lambda: optax.inject_stateful_hyperparams(optax.adamw)(1e-2), "mu nu"),
   "keep_params_nonnegative": Runs(lambda: optax.chain(sgd(), optax.keep_params_nonnegative())),
   "lbfgs": Refused(optax.lbfgs, "value_fn"),
-  "lookahead": Refused(lambda: optax.lookahead(sgd(), 2, 0.5), "LookaheadParams"),
+  "lookahead": Refused(lambda: optax.lookahead(sgd(), 2, 0.5), "'fast'"),
   "masked": Runs(lambda: optax.chain(optax.masked(optax.trace(0.9), half), sgd()), "trace"),
   # The first update gives its state another structure, which a loss scale refuses.
   "monitor": Runs(lambda: optax.chain(

@@ -118,7 +118,7 @@ def test_an_update_that_a_step_cannot_make_is_refused_by_init():
 
   tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
   step = make(tx, "bf16")
-  with pytest.raises(ValueError, match=r"missing 1 required keyword-only argument: 'hessian'.*yourself"):
+  with pytest.raises(ValueError, match=r"missing .* required keyword-only arguments?: .*'hessian'.*yourself"):
     step.init(PARAMS)
 
 

@@ -12,9 +12,7 @@ from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics.advice import _findings as seen
 from mpjax.patterns import component_regex
-from mpjax.policies import presets
 from mpjax.policy import Policy, get_policy
-from mpjax.policy._loss_scaling import parse_loss_scaling
 
 Trial = Callable[[Policy], NumericsReport]
 _ROUNDS = 5
@@ -221,35 +219,11 @@ def _merged(first: Iterable[Change], more: Iterable[Change]) -> tuple[Change, ..
 
 def _spec(policy: Policy, changes: Iterable[Change]) -> dict[str, Any]:
   """Returns a changed policy as `get_policy` takes it: the nearest preset and the differences from it."""
-  whole = policy.to_dict()
-  overrides = []
-  for change in changes:
-    if change.key == "overrides":
-      overrides.append(list(change.value))
-    else:
-      whole[change.key] = change.value
-  whole["overrides"] = overrides + whole["overrides"]
-  whole["loss_scaling"] = _short(whole["loss_scaling"])
-  plain = {name: get_policy(name).to_dict() for name in presets() if name != "auto"}
-  for preset in plain.values():
-    preset["loss_scaling"] = _short(preset["loss_scaling"])
-  differences = lambda name: sum(whole[key] != plain[name][key] for key in whole)
-  own = policy.name if policy.name in plain else None
-  computes = lambda name: whole["compute_dtype"] == plain[name]["compute_dtype"]
-  base = min(plain, key=lambda name: (not computes(name), differences(name), name != own))
-  return {"base": base} | {key: value for key, value in whole.items() if value != plain[base][key]}
-
-
-def _short(scaling: Any) -> Any:
-  """Returns the mapping of a loss scale without its defaults."""
-  if scaling is None:
-    return None
-  parsed = parse_loss_scaling(scaling)
-  assert parsed is not None
-  default = parse_loss_scaling({"kind": parsed.kind})
-  keep = lambda key, value: key in ("kind", "init_scale") or value != getattr(default, key)
-  full = {key: getattr(parsed, key) for key in parsed.__dataclass_fields__}
-  return {key: value for key, value in full.items() if keep(key, value)}
+  fields = {change.key: change.value for change in changes if change.key != "overrides"}
+  overrides = [list(change.value) for change in changes if change.key == "overrides"]
+  overrides += policy.to_dict()["overrides"]
+  spec = get_policy({"base": policy, **fields, "overrides": overrides}).changes()
+  return spec | {"overrides": overrides} if overrides else spec
 
 
 def _measured(before: NumericsReport, after: NumericsReport) -> list[Measured]:
