@@ -7,6 +7,9 @@ mpjax.loss_scale.check_loss_scaling(tx, params)  # rarer functions are public he
 ```
 """
 
+from typing import TYPE_CHECKING
+
+from mpjax._gone import missing
 from mpjax.loss_scale._check import check_loss_scaling
 from mpjax.loss_scale._finite import all_finite
 from mpjax.loss_scale._gradient_norm import gradient_norm
@@ -18,7 +21,6 @@ from mpjax.loss_scale._monitor import (
   skip_report,
   track_skips,
 )
-from mpjax.loss_scale._other_libraries import export_loss_scale, import_loss_scale
 from mpjax.loss_scale._overwritten import apply_updates
 from mpjax.loss_scale._own_loops import keep_if_finite, value_and_grad
 from mpjax.loss_scale._scaled_region import scaled_region
@@ -40,10 +42,8 @@ __all__ = [
   "apply_updates",
   "check_loss_scaling",
   "dynamic_loss_scale",
-  "export_loss_scale",
   "get_loss_scale",
   "gradient_norm",
-  "import_loss_scale",
   "keep_if_finite",
   "layerwise_loss_scale",
   "loss_scale_metrics",
@@ -57,3 +57,8 @@ __all__ = [
   "value_and_grad",
   "with_loss_scaling",
 ]
+
+if not TYPE_CHECKING:
+
+  def __getattr__(name):
+    raise missing(__name__, name)

@@ -1,4 +1,4 @@
-"""How the loss scale moves: the rules, the presets against their libraries, there and back, the bounds."""
+"""How the loss scale moves: the rules, the presets against their libraries, the bounds."""
 
 import dataclasses
 import math
@@ -145,8 +145,8 @@ def flax_itself(finite_steps, scale):
     yield float(scale.scale)
 
 
-def jmp_scale(scale, interval, count=0, lowest=1.0):
-  return jmp.DynamicLossScale(F32(scale), np.int32(count), period=interval, min_loss_scale=F32(lowest))
+def jmp_scale(scale, interval, count=0):
+  return jmp.DynamicLossScale(F32(scale), np.int32(count), period=interval, min_loss_scale=F32(1))
 
 
 def flax_scale(scale, interval, count=0):
@@ -305,78 +305,22 @@ def test_unfit_arguments_are_named_when_built():
 FINITE = np.random.default_rng(0).random(60) > 0.15
 
 
-def torch_state(**changes):
-  rules = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 4, "_growth_tracker": 3}
-  return {"scale": 2.0**12, **rules, **changes}
-
-
-def of_torch(finite_steps, state):
-  return counting(finite_steps, state["growth_interval"], state["scale"], state["_growth_tracker"])
-
-
-# Name to (a loss scale after three finite steps, what it does then).
-SOURCES = {
-  "jmp": (jmp_scale(2.0**12, 4, 3, 2.0**-4), jmp_itself),
-  "flax": (flax_scale(2.0**12, 4, 3), flax_itself),
-  "torch": (torch_state(), of_torch),
+# Preset to (the library's loss scale after three finite steps, what it does then, fields of the state for it).
+RUNNING = {
+  "grad_scaler": ({}, lambda f, _: counting(f, 4, 2.0**12, 3), lambda _: (2.0**12, 3)),
+  "jmp": (jmp_scale(2.0**12, 4, 3), jmp_itself, lambda source: (source.loss_scale, source.counter)),
+  "flax": (flax_scale(2.0**12, 4, 3), flax_itself, lambda source: (source.scale, source.fin_steps)),
 }
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_run_goes_on_where_the_other_library_stopped_and_back(name):
-  source, reference = SOURCES[name]
-  inner = optax.trace(0.9)
-  tx, state = mpjax.loss_scale.import_loss_scale(source, inner, optax.TraceState({"g": F32(5)}))
-  assert (int(state.good_steps), state.inner_state.trace["g"]) == (3, 5)
-  assert jax.tree.structure(state) == jax.tree.structure(tx.init(ZERO))
+@pytest.mark.parametrize("preset", RUNNING)
+def test_a_run_goes_on_where_another_library_stopped(preset):
+  """As docs/migration.md writes it."""
+  source, reference, fields = RUNNING[preset]
+  tx = mpjax.with_loss_scaling(optax.trace(0.9), {"preset": preset, "growth_interval": 4})
+  scale, good_steps = fields(source)
+  state = tx.init(ZERO)._replace(scale=jnp.float32(scale), good_steps=jnp.int32(good_steps))
   np.testing.assert_array_equal(run(tx, FINITE, state)[0].scale, list(reference(FINITE, source)))
-  scaling = {"growth_interval": 4, "min_scale": 2.0**-10}
-  tx = mpjax.with_loss_scaling(SGD, scaling)
-  _, state = run(tx, FINITE[:20])
-  exported = mpjax.loss_scale.export_loss_scale(state, name, scaling=scaling)
-  expected = run(tx, FINITE, state)[0].scale
-  np.testing.assert_array_equal(list(reference(FINITE, exported)), expected)
-  again, state = mpjax.loss_scale.import_loss_scale(exported, SGD, state.inner_state)
-  np.testing.assert_array_equal(run(again, FINITE, state)[0].scale, expected)
-
-
-def test_static_and_nested_scales():
-  inner_state = SGD.init(ZERO)
-  tx, state = mpjax.loss_scale.import_loss_scale(jmp.StaticLossScale(F32(8)), SGD, inner_state)
-  assert list(run(tx, np.asarray([True, False]), state)[0].scale) == [8, 8]
-  assert isinstance(mpjax.loss_scale.export_loss_scale(state, "jmp", scaling=8), jmp.StaticLossScale)
-  _, state = mpjax.loss_scale.import_loss_scale(jmp.NoOpLossScale(), SGD, inner_state)
-  assert float(state.scale) == 1
-  nested = optax.chain(optax.identity(), mpjax.dynamic_loss_scale(SGD)).init(ZERO)
-  exported = mpjax.loss_scale.export_loss_scale(nested, "torch", scaling="dynamic")
-  assert exported == torch_state(scale=2.0**16, growth_interval=2000, _growth_tracker=0)
-
-
-def test_what_cannot_be_converted_is_named():
-  for source, error, match in [
-    ({}, ValueError, "disabled"),
-    ({"scale": 1.0}, ValueError, r"growth_factor, backoff_factor, growth_interval, _growth_tracker missing"),
-    (torch_state(scale=float("inf")), ValueError, r"^scale=inf"),
-    (torch_state(scale=2.0**127), ValueError, r"^scale="),
-    (torch_state(growth_interval=0), ValueError, "growth_interval=0"),
-    (torch_state(growth_factor=1.0), ValueError, "growth_factor=1"),
-    (torch_state(_growth_tracker=-5), ValueError, "_growth_tracker=-5"),
-    (torch_state(_growth_tracker=None), ValueError, "_growth_tracker=None"),
-    (3.0, TypeError, "float"),
-  ]:
-    with pytest.raises(error, match=match):
-      mpjax.loss_scale.import_loss_scale(source, SGD, optax.EmptyState())
-  for to, scaling, match in [
-    ("keras", "dynamic", "jmp, flax, torch"),
-    ("torch", "megatron", "hysteresis=2"),
-    ("jmp", {"backoff_factor": 0.25}, "backoff_factor=0.25"),
-    ("jmp", {"growth_factor": 1.5, "backoff_factor": 2 / 3}, "growth_factor=1.5"),
-    ("flax", 8, "no static loss scale"),
-    ("torch", None, "nothing to export"),
-  ]:
-    state = mpjax.with_loss_scaling(SGD, scaling or "dynamic").init(ZERO)
-    with pytest.raises(ValueError, match=match):
-      mpjax.loss_scale.export_loss_scale(state, to, scaling=scaling)
 
 
 def test_gradients_count_and_updates_are_blamed_each_for_themselves():

@@ -1,0 +1,34 @@
+"""Old names of mpjax and old keys of its policies and configs: what to write in their place."""
+
+from __future__ import annotations
+
+# An attribute by its package, or a key by the mapping that had it: `optim.name`, `loss_scaling.key`.
+INSTEAD: dict[str, str] = {
+  **dict.fromkeys(
+    ("loss_scale.import_loss_scale", "loss_scale.export_loss_scale"),
+    "the presets have the rules of other libraries, tx = mpjax.with_loss_scaling(tx, 'grad_scaler'); "
+    "tx.init(params)._replace(scale=jnp.float32(s), good_steps=jnp.int32(n)) goes on from a scale",
+  ),
+}
+
+
+def instead(name: str, place: str = "") -> str:
+  """Returns `": "` and what to write in place of an old name or key; `""` for any other.
+
+  Args:
+    name: the name or key, without dots.
+    place: the package, or the mapping that the key was in; `""` finds the name in each.
+  """
+  olds = [old for old in INSTEAD if old == f"{place}.{name}" or (not place and old.endswith(f".{name}"))]
+  return f": {INSTEAD[olds[0]]}" if olds else ""
+
+
+def missing(module: str, name: str) -> AttributeError:
+  """Returns the error of a module without an attribute, for its `__getattr__`.
+
+  Args:
+    module: its full name; `mpjax` knows the old names of its packages, too.
+    name: the attribute.
+  """
+  place = module.removeprefix("mpjax").removeprefix(".")
+  return AttributeError(f"module {module!r} has no attribute {name!r}{instead(name, place)}")
