@@ -9,6 +9,8 @@ INSTEAD: dict[str, str] = {
     "the presets have the rules of other libraries, tx = mpjax.with_loss_scaling(tx, 'grad_scaler'); "
     "tx.init(params)._replace(scale=jnp.float32(s), good_steps=jnp.int32(n)) goes on from a scale",
   ),
+  "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
+  "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
 }
 
 

@@ -23,7 +23,6 @@ from mpjax.loss_scale._monitor import (
 )
 from mpjax.loss_scale._overwritten import apply_updates
 from mpjax.loss_scale._own_loops import keep_if_finite, value_and_grad
-from mpjax.loss_scale._scaled_region import scaled_region
 from mpjax.loss_scale._state_access import get_loss_scale, scale_loss
 from mpjax.loss_scale._transform import (
   LossScaleState,
@@ -50,7 +49,6 @@ __all__ = [
   "nonfinite_leaves",
   "scale_history",
   "scale_loss",
-  "scaled_region",
   "skip_report",
   "static_loss_scale",
   "track_skips",
