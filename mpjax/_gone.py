@@ -9,6 +9,11 @@ INSTEAD: dict[str, str] = {
     "the presets have the rules of other libraries, tx = mpjax.with_loss_scaling(tx, 'grad_scaler'); "
     "tx.init(params)._replace(scale=jnp.float32(s), good_steps=jnp.int32(n)) goes on from a scale",
   ),
+  **dict.fromkeys(
+    ("loss_scale.track_skips", "loss_scale.skip_report", "loss_scale.scale_history"),
+    "mpjax.get_loss_scale(opt_state) has the scale and counts skips, "
+    "mpjax.loss_scale.nonfinite_leaves(grads) names leaves, mpjax.find_nonfinite the operation",
+  ),
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
 }

@@ -14,13 +14,7 @@ from mpjax.loss_scale._check import check_loss_scaling
 from mpjax.loss_scale._finite import all_finite
 from mpjax.loss_scale._gradient_norm import gradient_norm
 from mpjax.loss_scale._layerwise import LayerwiseLossScale, Scaled, layerwise_loss_scale
-from mpjax.loss_scale._monitor import (
-  loss_scale_metrics,
-  nonfinite_leaves,
-  scale_history,
-  skip_report,
-  track_skips,
-)
+from mpjax.loss_scale._monitor import loss_scale_metrics, nonfinite_leaves
 from mpjax.loss_scale._overwritten import apply_updates
 from mpjax.loss_scale._own_loops import keep_if_finite, value_and_grad
 from mpjax.loss_scale._state_access import get_loss_scale, scale_loss
@@ -47,11 +41,8 @@ __all__ = [
   "layerwise_loss_scale",
   "loss_scale_metrics",
   "nonfinite_leaves",
-  "scale_history",
   "scale_loss",
-  "skip_report",
   "static_loss_scale",
-  "track_skips",
   "value_and_grad",
   "with_loss_scaling",
 ]

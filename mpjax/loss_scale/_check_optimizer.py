@@ -12,7 +12,6 @@ import optax
 
 from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.loss_scale._finite import is_inexact
-from mpjax.loss_scale._monitor import TrackSkipsState
 from mpjax.loss_scale._overwritten import COLLECTION, is_overwritten
 from mpjax.loss_scale._state_access import (
   all_loss_scales,
@@ -20,7 +19,6 @@ from mpjax.loss_scale._state_access import (
   refuse_multi_steps_outside,
   with_scale,
 )
-from mpjax.loss_scale._transform import LossScaleState
 
 _Update: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 # Far apart, since a clip outside may have any bound. Neither is below 1, the smallest scale that a transform
@@ -160,8 +158,8 @@ def _scaled(grads: PyTree, scale: float) -> PyTree:
 
 
 def without_scale(state: PyTree) -> PyTree:
-  """Returns `state` with each loss scale, and each record of one, replaced by the state that it wraps."""
-  return map_states(state, lambda s: s.inner_state, (LossScaleState, TrackSkipsState))
+  """Returns `state` with each loss scale replaced by the state that it wraps."""
+  return map_states(state, lambda s: s.inner_state)
 
 
 def _leaves(a: PyTree, b: PyTree) -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:

@@ -27,7 +27,6 @@ RIGHT = {
   "noise": (SCALED(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(1)), SGD)), PARAMS, {}),
   "a scale in each group": (optax.partition({"a": SCALED(ADAM), "b": SCALED(SGD)}, LABELS), PARAMS, {}),
   "flatten outside": (optax.flatten(SCALED(ADAM)), PARAMS, {}),
-  "tracked": (mpjax.loss_scale.track_skips(SCALED(ADAM)), PARAMS, {}),
   "stateless outside": (optax.chain(SCALED(optax.scale_by_adam()), optax.scale(-0.1)), PARAMS, {}),
   "eight bits": (SCALED(SGD), {"w": np.ones(3, jax.numpy.float8_e4m3fn)}, {}),
   "extra arguments": (PLATEAU, PARAMS, {"value": 1.0}),

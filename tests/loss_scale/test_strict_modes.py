@@ -19,7 +19,6 @@ INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)
 TRANSFORMS = {
   "dynamic": mpjax.dynamic_loss_scale(INNER, init_scale=64.0, hysteresis=2, consecutive_hysteresis=True),
   "branch": mpjax.with_loss_scaling(INNER, {"init_scale": 64.0}, branch_on_cpu=True),
-  "tracked": mpjax.loss_scale.track_skips(mpjax.dynamic_loss_scale(INNER, init_scale=64.0)),
   "none": INNER,
 }
 SHAPE = (16, 16)
