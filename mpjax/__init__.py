@@ -136,7 +136,6 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 # Names that are public in a package alone, and what to write for the names of other libraries.
 _BELOW = {
   "loss_scale": "layerwise_loss_scale loss_scale_metrics gradient_norm nonfinite_leaves check_loss_scaling",
-  "optim": "quantize_state dequantize_state split_master_weights merge_master_weights",
   "numerics": "compare_fp8_recipes significant_digits logprob_mismatch SignificantDigits LogprobMismatch",
 }
 _ELSEWHERE = {
@@ -171,7 +170,6 @@ _ELSEWHERE = {
   **dict.fromkeys(
     ("Adam8bit", "AdamW8bit", "adamw8bit"), "mpjax.quantized_state(optax.adamw(1e-3, b2=0.95), 'int8')"
   ),
-  "quantize_state": "an optimiser whose state is kept in 8 bits is mpjax.quantized_state(tx, 'int8')",
   "half": "mpjax.half_precision(f), a region that runs in half precision, or mpjax.get_policy('half')",
   "select_tree": "mpjax.keep_if_finite(opt_state, new, old)",
   "is_finite": "mpjax.all_finite(tree)",

@@ -14,6 +14,17 @@ INSTEAD: dict[str, str] = {
     "mpjax.get_loss_scale(opt_state) has the scale and counts skips, "
     "mpjax.loss_scale.nonfinite_leaves(grads) names leaves, mpjax.find_nonfinite the operation",
   ),
+  **dict.fromkeys(
+    ("optim.quantize_state", "optim.dequantize_state"),
+    "an optimiser whose state is kept in 8 bits is mpjax.quantized_state(tx, 'int8'); "
+    "step.adopt(state, before) keeps the state of another step so, step.user_state(state) returns it in "
+    "float32",
+  ),
+  **dict.fromkeys(
+    ("optim.split_master_weights", "optim.merge_master_weights", "optim.find_master_weights"),
+    "step.adopt(state, before) and train.init_from give a step or run the master weights of another, "
+    "step.user_state(state) returns them in float32",
+  ),
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
 }

@@ -104,11 +104,10 @@ GUESSES = {
     "mpjax.value_and_grad(loss_fn, opt_state)",
   ),
   "bitsandbytes: quantized_state(tx, bits=8)": (lambda: mpjax.quantized_state(TX, bits=8), "(tx, 'int8')"),
-  "the other one of the two": (
-    lambda: mpjax.optim.quantize_state(TX, bits=8),
+  "quantize_state(tx, bits=8)": (
+    lambda: mpjax.quantize_state(TX, bits=8),
     "mpjax.quantized_state(tx, 'int8')",
   ),
-  "quantize_state at the top": (lambda: mpjax.quantize_state, "mpjax.optim.quantize_state"),
   "master_weights(params)": (lambda: mpjax.master_weights(PARAMS), "mpjax.master_weights(tx)"),
   "a name that moved": (lambda: mpjax.layerwise_loss_scale, "mpjax.loss_scale.layerwise_loss_scale"),
   "with_loss_scaling(tx, name)": (lambda: mpjax.with_loss_scaling(TX, "fp16"), None),

@@ -23,11 +23,10 @@ from mpjax.loss_scale._state_access import (
 from mpjax.optim import (
   MasterWeightsState,
   QuantizedState,
-  dequantize_state,
   is_quantized,
   quantized_state,
 )
-from mpjax.optim._convert import split_like, store_like
+from mpjax.optim._convert import dequantize_state, split_like, store_like
 from mpjax.optim._master_weights import apply_bits, join, make_master_weights
 from mpjax.optim._quantized import dequantize, rebuild
 from mpjax.patterns import path_text
