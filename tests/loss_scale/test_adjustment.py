@@ -43,8 +43,6 @@ def reference_scale(finite_steps, rules):
   for finite in finite_steps:
     if finite:
       good += 1
-      if rules["consecutive_hysteresis"]:
-        patience = rules["hysteresis"]
       if good == rules["growth_interval"]:
         scale, good = min(scale * rules["growth_factor"], rules["max_scale"]), 0
         patience = rules["hysteresis"]
@@ -56,20 +54,19 @@ def reference_scale(finite_steps, rules):
   return history
 
 
-# growth_interval, growth_factor, backoff_factor, hysteresis, consecutive_hysteresis, min_scale, max_scale.
+# growth_interval, growth_factor, backoff_factor, hysteresis, min_scale, max_scale.
 RULES = (
-  (1, 2.0, 0.5, 1, False, 128.0, 2.0**12),
-  (2, 4.0, 0.25, 1, True, 1.0, 2.0**20),
-  (3, 2.0, 0.25, 2, False, 0.25, 2.0**20),
-  (5, 4.0, 0.5, 2, True, 1.0, 2.0**20),
-  (3, 2.0, 0.5, 3, False, 1.0, 1024.0),
-  (4, 2.0, 0.5, 3, True, 1.0, 2.0**20),
+  (1, 2.0, 0.5, 1, 128.0, 2.0**12),
+  (2, 4.0, 0.25, 1, 1.0, 2.0**20),
+  (3, 2.0, 0.25, 2, 0.25, 2.0**20),
+  (5, 4.0, 0.5, 2, 1.0, 2.0**20),
+  (3, 2.0, 0.5, 3, 1.0, 1024.0),
 )
 
 
 @pytest.mark.parametrize("row", RULES, ids=str)
 def test_the_scale_follows_the_rules(row):
-  fields = ("growth_interval", "growth_factor", "backoff_factor", "hysteresis", "consecutive_hysteresis")
+  fields = ("growth_interval", "growth_factor", "backoff_factor", "hysteresis")
   rules = dict(zip((*fields, "min_scale", "max_scale"), row, strict=True), init_scale=1024.0)
   # Bursts of overflow, stretches without, and all that lies between; at the end some of each.
   rng = np.random.default_rng(0)
@@ -110,7 +107,7 @@ def megatron(finite_steps, interval):
     yield scale
 
 
-def deepspeed(finite_steps, interval, consecutive=False):
+def deepspeed(finite_steps, interval):
   scale, last_overflow, patience = 2.0**16, -1, 2
   for iteration, finite in enumerate(finite_steps):
     if not finite:
@@ -119,13 +116,9 @@ def deepspeed(finite_steps, interval, consecutive=False):
       else:
         patience -= 1
       last_overflow = iteration
-    else:
-      if consecutive:
-        patience = 2
-      if (iteration - last_overflow) % interval == 0:
-        if not consecutive:
-          patience = 2
-        scale *= 2
+    elif (iteration - last_overflow) % interval == 0:
+      patience = 2
+      scale *= 2
     yield scale
 
 
@@ -153,15 +146,14 @@ def flax_scale(scale, interval, count=0):
   return DynamicScale(growth_interval=interval - 1, fin_steps=np.int32(count), scale=F32(scale))
 
 
-# Name to (changes, the library or its rule, first scale, growth interval, hysteresis).
+# Name to (the library or its rule, first scale, growth interval, hysteresis).
 PRESETS = {
-  "grad_scaler": ({}, lambda f, i: counting(f, i, 2.0**16), 2.0**16, 2000, 1),
-  "megatron": ({}, megatron, 2.0**32, 1000, 2),
-  "deepspeed": ({}, deepspeed, 2.0**16, 1000, 2),
-  "deepspeed, 2": ({"consecutive_hysteresis": True}, lambda f, i: deepspeed(f, i, True), 2.0**16, 1000, 2),
-  "keras": ({}, lambda f, i: counting(f, i, 2.0**15), 2.0**15, 2000, 1),
-  "jmp": ({}, lambda f, i: jmp_itself(f, jmp_scale(2.0**15, i)), 2.0**15, 2000, 1),
-  "flax": ({}, lambda f, i: flax_itself(f, flax_scale(2.0**16, i)), 2.0**16, 2001, 1),
+  "grad_scaler": (lambda f, i: counting(f, i, 2.0**16), 2.0**16, 2000, 1),
+  "megatron": (megatron, 2.0**32, 1000, 2),
+  "deepspeed": (deepspeed, 2.0**16, 1000, 2),
+  "keras": (lambda f, i: counting(f, i, 2.0**15), 2.0**15, 2000, 1),
+  "jmp": (lambda f, i: jmp_itself(f, jmp_scale(2.0**15, i)), 2.0**15, 2000, 1),
+  "flax": (lambda f, i: flax_itself(f, flax_scale(2.0**16, i)), 2.0**16, 2001, 1),
 }
 
 
@@ -173,10 +165,9 @@ def test_every_preset_has_a_reference_and_is_documented():
     assert f"`{name}`" in mpjax.LossScaling.preset.__doc__, name
 
 
-@pytest.mark.parametrize("key", PRESETS)
-def test_a_preset_takes_the_steps_of_its_library_and_has_its_defaults(key):
-  changes, reference, *defaults = PRESETS[key]
-  name = key.split(",")[0]
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_takes_the_steps_of_its_library_and_has_its_defaults(name):
+  reference, *defaults = PRESETS[name]
   preset = mpjax.LossScaling.preset(name)
   assert [preset.init_scale, preset.growth_interval, preset.hysteresis] == defaults
   assert (preset.growth_factor, preset.backoff_factor) == (2, 0.5)
@@ -185,7 +176,7 @@ def test_a_preset_takes_the_steps_of_its_library_and_has_its_defaults(key):
   # Bursts of overflow among good stretches: growth, patience and back-off all happen, and about balance.
   rng = np.random.default_rng(0)
   finite_steps = rng.random(600) > np.repeat(rng.choice([0.02, 0.02, 0.4], 60), 10)
-  tx = mpjax.with_loss_scaling(optax.identity(), {"preset": name, "growth_interval": 5, **changes})
+  tx = mpjax.with_loss_scaling(optax.identity(), {"preset": name, "growth_interval": 5})
   np.testing.assert_array_equal(run(tx, finite_steps)[0].scale, list(reference(finite_steps, 5)))
 
 
@@ -229,6 +220,10 @@ NEITHER = r"neither a loss scaling \(none, dynamic,.*nor a policy.*did you mean 
 NO_SPECS = [
   ("megatorn", r"loss_scaling='megatorn'.*did you mean 'megatron'"),
   ({"presets": "jmp"}, r"unknown loss_scaling key 'presets'.*did you mean 'preset'"),
+  (
+    {"consecutive_hysteresis": True},
+    "key 'consecutive_hysteresis'.*hysteresis, whose patience growth restores",
+  ),
   ("fp61", NEITHER + "fp16"),
   ("kears", NEITHER + "keras"),
   ("p=f32,c=f61", NEITHER + "f"),
@@ -257,12 +252,10 @@ def test_a_static_scale_does_not_look_at_what_it_does_not_use():
 
 
 def test_the_scale_stays_a_finite_power_of_two_at_both_bounds():
-  for low, high in ((1.0, 2.0**24), (0.7, 100_000.0), (3.0, 70_000.0), (2.0**-126, 2.0**126)):
+  for low, high in ((1.0, 2.0**24), (2.0**-126, 2.0**126)):
     found = scales([True] * 300 + [False] * 300, growth_interval=1, min_scale=low, max_scale=high)
     assert all(math.frexp(scale)[0] == 0.5 for scale in found)
-    assert low <= found.min() < 2 * low
-    assert high / 2 < found.max() <= high
-    assert found[-1] == found.min()
+    assert (found.min(), found.max(), found[-1]) == (low, high, low)
   # Zero gradients for ever do not make it infinite, and its reciprocal is not flushed to zero.
   tx = mpjax.with_loss_scaling(optax.identity(), {"preset": "grad_scaler", "growth_interval": 1})
   _, last = run(tx, np.asarray([True] * 200))
@@ -283,7 +276,6 @@ UNFIT = {
   "backoff_factor": (0.0, 1.0, 2.0, -0.5, 1 - 1e-16, 1e-60),
   "growth_interval": (0, -1, 1.5, True, 2**31),
   "hysteresis": (0, 2.5),
-  "consecutive_hysteresis": (1,),
   "min_scale": (0.0, -1.0, 2.0**25, math.nan),
   "max_scale": (math.inf, 2.0**127, 0.0),
 }
