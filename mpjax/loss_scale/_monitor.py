@@ -72,7 +72,7 @@ def nonfinite_leaves(tree: PyTree) -> dict[str, NonFinite]:
   leaves = [leaf for leaf in jax.tree_util.tree_leaves_with_path(tree) if is_inexact(leaf[1])]
   counts = jax.device_get([_counts(x) for _, x in leaves])
   return {
-    path_text(path) or "value": NonFinite(*map(int, found), np.size(x))
+    path_text(path) or "value": NonFinite(*(int(n) for n in (*found, np.size(x))))
     for (path, x), found in zip(leaves, counts, strict=True)
     if any(found)
   }

@@ -34,13 +34,15 @@ def store_like(stored: PyTree, plain: PyTree, steps: Array | int = 0) -> PyTree:
 
   Args:
     stored: a state.
-    plain: the plain form of a state of that structure, as from `dequantize_state`.
-    steps: updates so far, for the noise of rounding to bfloat16.
+    plain: the plain form of a state of that structure, as from `dequantize_state`; or what a step makes of
+      `unstored(stored)`, with a `QuantizedState` in the same places.
+    steps: updates so far, for the noise of rounding to bfloat16; those of a `QuantizedState` in `plain`.
   """
 
   def leaf(path: KeyPath, old: Array | Quantized | QuantizedState, x: PyTree) -> PyTree:
     if isinstance(old, QuantizedState):
-      return old._replace(inner_state=store_like(old.inner_state, x, steps))
+      now = x if isinstance(x, QuantizedState) else QuantizedState(x, steps)
+      return QuantizedState(store_like(old.inner_state, *now), old.steps)
     if not isinstance(old, Quantized):
       return cast_like(x, old)
     x = x.astype(jnp.float32)
@@ -50,22 +52,6 @@ def store_like(stored: PyTree, plain: PyTree, steps: Array | int = 0) -> PyTree:
     return quantize(x, scales_of(x, old.codes.dtype, group), old.codes.dtype, key)
 
   return jax.tree_util.tree_map_with_path(leaf, stored, plain, is_leaf=_is_stored)
-
-
-def store_step(before: PyTree, after: PyTree) -> PyTree:
-  """Returns a state as it would be stored after a step.
-
-  Args:
-    before: the state before the step, as it is stored.
-    after: the state that the step gives for `unstored(before)`.
-  """
-
-  def stored(old: PyTree, new: PyTree) -> PyTree:
-    if not isinstance(old, QuantizedState):
-      return new
-    return new._replace(inner_state=store_like(old.inner_state, new.inner_state, new.steps))
-
-  return jax.tree.map(stored, before, after, is_leaf=lambda x: isinstance(x, QuantizedState))
 
 
 def split_like(masters: PyTree, params: PyTree, correction: str) -> tuple[PyTree, PyTree]:
