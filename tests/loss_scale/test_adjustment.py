@@ -222,7 +222,7 @@ NO_SPECS = [
   ({"presets": "jmp"}, r"unknown loss_scaling key 'presets'.*did you mean 'preset'"),
   (
     {"consecutive_hysteresis": True},
-    "key 'consecutive_hysteresis'.*hysteresis, whose patience growth restores",
+    "key 'consecutive_hysteresis'.*leave it out: growth restores",
   ),
   ("fp61", NEITHER + "fp16"),
   ("kears", NEITHER + "keras"),
