@@ -41,8 +41,8 @@ def store_like(stored: PyTree, plain: PyTree, steps: Array | int = 0) -> PyTree:
 
   def leaf(path: KeyPath, old: Array | Quantized | QuantizedState, x: PyTree) -> PyTree:
     if isinstance(old, QuantizedState):
-      now = x if isinstance(x, QuantizedState) else QuantizedState(x, steps)
-      return QuantizedState(store_like(old.inner_state, *now), old.steps)
+      inner, now = x if isinstance(x, QuantizedState) else (x, steps)
+      return old._replace(inner_state=store_like(old.inner_state, inner, now))
     if not isinstance(old, Quantized):
       return cast_like(x, old)
     x = x.astype(jnp.float32)
