@@ -13,6 +13,7 @@ import importlib.util
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
+from mpjax._gone import missing
 from mpjax._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -134,9 +135,7 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 
 # Names that are public in a package alone, and what to write for the names of other libraries.
 _BELOW = {
-  "loss_scale": "layerwise_loss_scale scaled_region track_skips skip_report scale_history loss_scale_metrics "
-  "gradient_norm nonfinite_leaves check_loss_scaling import_loss_scale export_loss_scale",
-  "optim": "quantize_state dequantize_state split_master_weights merge_master_weights",
+  "loss_scale": "layerwise_loss_scale loss_scale_metrics gradient_norm nonfinite_leaves check_loss_scaling",
   "numerics": "compare_fp8_recipes significant_digits logprob_mismatch SignificantDigits LogprobMismatch",
 }
 _ELSEWHERE = {
@@ -171,7 +170,6 @@ _ELSEWHERE = {
   **dict.fromkeys(
     ("Adam8bit", "AdamW8bit", "adamw8bit"), "mpjax.quantized_state(optax.adamw(1e-3, b2=0.95), 'int8')"
   ),
-  "quantize_state": "an optimiser whose state is kept in 8 bits is mpjax.quantized_state(tx, 'int8')",
   "half": "mpjax.half_precision(f), a region that runs in half precision, or mpjax.get_policy('half')",
   "select_tree": "mpjax.keep_if_finite(opt_state, new, old)",
   "is_finite": "mpjax.all_finite(tree)",
@@ -188,7 +186,7 @@ def __getattr__(name: str) -> Any:
   package = next((package for package, names in _BELOW.items() if name in names.split()), None)
   place = f": it is mpjax.{package}.{name}" if package else ""
   instead = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-  raise AttributeError(f"module 'mpjax' has no attribute {name!r}{place}{instead}")
+  raise AttributeError(f"{missing(__name__, name)}{place}{instead}")
 
 
 def __dir__() -> list[str]:

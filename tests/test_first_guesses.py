@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax._gone import INSTEAD
 
 X, Y = jnp.ones((4, 8)), jnp.ones((4, 2))
 PARAMS, BATCH, TX = {"w": jnp.ones((8, 2))}, (X, Y), optax.sgd(0.1)
@@ -103,11 +104,10 @@ GUESSES = {
     "mpjax.value_and_grad(loss_fn, opt_state)",
   ),
   "bitsandbytes: quantized_state(tx, bits=8)": (lambda: mpjax.quantized_state(TX, bits=8), "(tx, 'int8')"),
-  "the other one of the two": (
-    lambda: mpjax.optim.quantize_state(TX, bits=8),
+  "quantize_state(tx, bits=8)": (
+    lambda: mpjax.quantize_state(TX, bits=8),
     "mpjax.quantized_state(tx, 'int8')",
   ),
-  "quantize_state at the top": (lambda: mpjax.quantize_state, "mpjax.optim.quantize_state"),
   "master_weights(params)": (lambda: mpjax.master_weights(PARAMS), "mpjax.master_weights(tx)"),
   "a name that moved": (lambda: mpjax.layerwise_loss_scale, "mpjax.loss_scale.layerwise_loss_scale"),
   "with_loss_scaling(tx, name)": (lambda: mpjax.with_loss_scaling(TX, "fp16"), None),
@@ -189,6 +189,17 @@ def test_names_are_where_the_error_says():
     with pytest.raises(AttributeError, match=rf"mpjax\.{package}\.{name}\b"):
       getattr(mpjax, name)
     assert getattr(getattr(mpjax, package), name).__doc__
+
+
+@pytest.mark.parametrize("old", INSTEAD)
+def test_an_old_name_says_what_is_written_in_its_place(old):
+  place, name = old.split(".")
+  package = getattr(mpjax, place, None)
+  for module in (mpjax, package) if inspect.ismodule(package) else ():  # else a key of a policy or config
+    assert not hasattr(module, name)
+    with pytest.raises(AttributeError) as error:
+      getattr(module, name)
+    assert str(error.value).endswith(INSTEAD[old])
 
 
 def passing_a_key(fun):

@@ -7,21 +7,16 @@ mpjax.loss_scale.check_loss_scaling(tx, params)  # rarer functions are public he
 ```
 """
 
+from typing import TYPE_CHECKING
+
+from mpjax._gone import missing
 from mpjax.loss_scale._check import check_loss_scaling
 from mpjax.loss_scale._finite import all_finite
 from mpjax.loss_scale._gradient_norm import gradient_norm
 from mpjax.loss_scale._layerwise import LayerwiseLossScale, Scaled, layerwise_loss_scale
-from mpjax.loss_scale._monitor import (
-  loss_scale_metrics,
-  nonfinite_leaves,
-  scale_history,
-  skip_report,
-  track_skips,
-)
-from mpjax.loss_scale._other_libraries import export_loss_scale, import_loss_scale
+from mpjax.loss_scale._monitor import loss_scale_metrics, nonfinite_leaves
 from mpjax.loss_scale._overwritten import apply_updates
 from mpjax.loss_scale._own_loops import keep_if_finite, value_and_grad
-from mpjax.loss_scale._scaled_region import scaled_region
 from mpjax.loss_scale._state_access import get_loss_scale, scale_loss
 from mpjax.loss_scale._transform import (
   LossScaleState,
@@ -40,20 +35,19 @@ __all__ = [
   "apply_updates",
   "check_loss_scaling",
   "dynamic_loss_scale",
-  "export_loss_scale",
   "get_loss_scale",
   "gradient_norm",
-  "import_loss_scale",
   "keep_if_finite",
   "layerwise_loss_scale",
   "loss_scale_metrics",
   "nonfinite_leaves",
-  "scale_history",
   "scale_loss",
-  "scaled_region",
-  "skip_report",
   "static_loss_scale",
-  "track_skips",
   "value_and_grad",
   "with_loss_scaling",
 ]
+
+if not TYPE_CHECKING:
+
+  def __getattr__(name):
+    raise missing(__name__, name)

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from mpjax._types import Array, ArrayLike, PyTree
+from mpjax.dtypes import at_least_float32
 from mpjax.loss_scale._finite import is_inexact
-from mpjax.loss_scale._monitor import TrackSkipsState
 from mpjax.loss_scale._overwritten import COLLECTION, is_overwritten
 from mpjax.loss_scale._state_access import (
   all_loss_scales,
@@ -20,7 +20,6 @@ from mpjax.loss_scale._state_access import (
   refuse_multi_steps_outside,
   with_scale,
 )
-from mpjax.loss_scale._transform import LossScaleState
 
 _Update: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 # Far apart, since a clip outside may have any bound. Neither is below 1, the smallest scale that a transform
@@ -53,68 +52,58 @@ def check_optimizer(tx: optax.GradientTransformation, params: PyTree, **extra_ar
   update = jax.jit(lambda grads, state: tx.update(grads, state, params, **extra_args))
   gradients = [_gradients(params, seed, size) for seed, size in enumerate((1.0, 64.0, 0.25))]
   _check_scales(update, first, gradients)
-  _check_skips(update, first, gradients[0], alone)
+  _check_skips(update, first, _scaled(gradients[0], _SCALES[1]), alone)
 
 
 def _check_scales(update: _Update, first: PyTree, gradients: list[PyTree]) -> None:
-  results = []
-  for scale in _SCALES:
-    state, outputs = first, []
-    for grads in gradients:
-      handed_in = _scaled(grads, scale)
-      updates, state = update(handed_in, with_scale(state, scale))
-      outputs.append(updates)
-      _check_overwritten(handed_in, updates)
-    results.append(outputs)
-  for path, (low, high) in _leaves(*results):
-    tolerance = 1e-6 * float(np.abs(low).max(initial=0)) if is_inexact(low) else 0
-    if is_inexact(low) and not np.allclose(low, high, rtol=1e-3, atol=tolerance):
-      raise ValueError(
-        f"update {path} depends on the loss scale: a transform outside it reads scaled gradients, or "
-        f"gradients are unscaled twice or not at all; {_WAY_OUT}"
-      )
-
-
-def _check_overwritten(handed_in: PyTree, updates: PyTree) -> None:
-  for path, (value, update) in _leaves(handed_in, updates):
-    if COLLECTION in path and not np.array_equal(value, update):
-      raise ValueError(
-        f"update {path} differs from the value that was handed in: leaves under {COLLECTION!r} are "
-        f"overwritten, and no transform outside the loss scale may change them; {_WAY_OUT}"
-      )
+  """Takes a step for each gradient, at each scale."""
+  states = [first] * len(_SCALES)
+  for grads in gradients:
+    made = []
+    for i, scale in enumerate(_SCALES):
+      given = _scaled(grads, scale)
+      updates, states[i] = update(given, with_scale(states[i], scale))
+      made.append(updates)
+      for path, value, out in _leaves(given, updates):
+        if COLLECTION in path and not np.array_equal(value, out):
+          raise ValueError(
+            f"update {path} differs from the value that was handed in: leaves under {COLLECTION!r} are "
+            f"overwritten, and no transform outside the loss scale may change them; {_WAY_OUT}"
+          )
+    for path, low, high in _leaves(*made):
+      tolerance = 1e-6 * float(np.abs(low).max(initial=0)) if is_inexact(low) else 0
+      if is_inexact(low) and not np.allclose(low, high, rtol=1e-3, atol=tolerance):
+        raise ValueError(
+          f"update {path} depends on the loss scale: a transform outside it reads scaled gradients, or "
+          f"gradients are unscaled twice or not at all; {_WAY_OUT}"
+        )
 
 
 def _check_skips(update: _Update, first: PyTree, grads: PyTree, alone: bool) -> None:
   """Takes a warm-up step, then for every leaf a step in which that leaf is not finite."""
-  scale = _SCALES[1]
-  grads = _scaled(grads, scale)
-  _, state = update(grads, with_scale(first, scale))
-  leaves, structure = jax.tree.flatten(grads)
-  before = without_scale(state)
+  _, state = update(grads, with_scale(first, _SCALES[1]))
+  without_scale = lambda state: map_states(state, lambda scale: scale.inner_state)
   good = _two_steps(update, grads, grads, state)
+  leaves, structure = jax.tree.flatten(grads)
   for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(grads)[0]):
     if not is_inexact(leaf) or not np.size(leaf) or is_overwritten(path):
       continue
     # A NaN passes a clip, which makes an infinity finite.
     for value in (jnp.nan, jnp.inf):
       bad = jax.tree.unflatten(structure, [*leaves[:i], jnp.full_like(leaf, value), *leaves[i + 1 :]])
-      updates, new = update(bad, state)
       if alone and _same(good, _two_steps(update, bad, grads, state)):
         continue  # no update reads that gradient: the leaf is frozen
       where = f"a step whose gradient {jax.tree_util.keystr(path)} is not finite"
+      updates, new = update(bad, state)
       _check_updates(where, i, updates, alone)
       if alone:
-        _check_state(where, without_scale(new), before)
+        _check_state(where, without_scale(new), without_scale(state))
 
 
 def _two_steps(update: _Update, first: PyTree, second: PyTree, state: PyTree) -> PyTree:
   """Returns the updates of two steps, one after the other."""
   updates, state = update(first, state)
   return updates, update(second, state)[0]
-
-
-def _same(a: PyTree, b: PyTree) -> bool:
-  return all(x.tobytes() == y.tobytes() for _, (x, y) in _leaves(a, b))
 
 
 def _check_updates(where: str, bad: int, updates: PyTree, alone: bool) -> None:
@@ -129,8 +118,8 @@ def _check_updates(where: str, bad: int, updates: PyTree, alone: bool) -> None:
 
 
 def _check_state(where: str, new: PyTree, old: PyTree) -> None:
-  for path, (new_leaf, old_leaf) in _leaves(new, old):
-    if new_leaf.tobytes() != old_leaf.tobytes():
+  for path, *values in _leaves(new, old):
+    if not _same(*values):
       raise ValueError(
         f"{where} still changes the state {path}, which belongs to a transform outside the loss scale; "
         + _WAY_OUT
@@ -145,9 +134,7 @@ def _gradients(params: PyTree, seed: int, size: float) -> PyTree:
   def leaf(p: ArrayLike) -> Array | np.ndarray:
     if not is_inexact(p):
       return np.zeros(np.shape(p), jax.dtypes.float0)
-    dtype = jnp.asarray(p).dtype
-    if jnp.finfo(dtype).bits < 32:
-      dtype = jnp.dtype(jnp.float32)
+    dtype = at_least_float32(jnp.asarray(p).dtype)
     return jnp.asarray(rng.normal(size=np.shape(p)) * (size / np.sqrt(count)), dtype)
 
   return jax.tree.map(leaf, params)
@@ -159,12 +146,11 @@ def _scaled(grads: PyTree, scale: float) -> PyTree:
   )
 
 
-def without_scale(state: PyTree) -> PyTree:
-  """Returns `state` with each loss scale, and each record of one, replaced by the state that it wraps."""
-  return map_states(state, lambda s: s.inner_state, (LossScaleState, TrackSkipsState))
+def _same(a: PyTree, b: PyTree) -> bool:
+  return all(x.tobytes() == y.tobytes() for _, x, y in _leaves(a, b))
 
 
-def _leaves(a: PyTree, b: PyTree) -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
+def _leaves(a: PyTree, b: PyTree) -> list[tuple[str, np.ndarray, np.ndarray]]:
   """Returns path and both values of every leaf of two trees of one structure; keys as their data."""
 
   def value(x: PyTree) -> np.ndarray:
@@ -173,4 +159,4 @@ def _leaves(a: PyTree, b: PyTree) -> list[tuple[str, tuple[np.ndarray, np.ndarra
     return np.asarray(x)
 
   pairs = zip(jax.tree_util.tree_flatten_with_path(a)[0], jax.tree.leaves(b), strict=True)
-  return [(jax.tree_util.keystr(path), (value(x), value(y))) for (path, x), y in pairs]
+  return [(jax.tree_util.keystr(path), value(x), value(y)) for (path, x), y in pairs]

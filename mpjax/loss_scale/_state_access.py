@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -180,17 +180,16 @@ def with_scale(tree: PyTree, scale: float) -> PyTree:
   return map_states(tree, lambda state: state._replace(scale=jnp.full_like(state.scale, scale)))
 
 
-def map_states(
-  tree: PyTree, change: Callable[[Any], PyTree], kinds: tuple[type[Any], ...] = (LossScaleState,)
-) -> PyTree:
-  """Returns a tree with each state of some kinds changed; inner states are changed first."""
+def map_states(tree: PyTree, change: Callable[[LossScaleState], PyTree]) -> PyTree:
+  """Returns a tree with each loss scale in it changed; inner states are changed first."""
+  is_scale = lambda x: isinstance(x, LossScaleState)
 
   def one(leaf: PyTree) -> PyTree:
-    if not isinstance(leaf, kinds):
+    if not is_scale(leaf):
       return leaf
-    return change(leaf._replace(inner_state=map_states(leaf.inner_state, change, kinds)))
+    return change(leaf._replace(inner_state=map_states(leaf.inner_state, change)))
 
-  return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, kinds))
+  return jax.tree.map(one, tree, is_leaf=is_scale)
 
 
 def find_states(opt_state: PyTree, kind: type[T]) -> dict[str, T]:

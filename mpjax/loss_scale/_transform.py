@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from mpjax.loss_scale._finite import all_finite, unscale
 from mpjax.loss_scale._guard import but_nonfinite_before, is_array, keep_dtypes, keep_if, updated
 from mpjax.loss_scale._overwritten import apart
 from mpjax.policy import LossScaling, get_policy
-from mpjax.policy._loss_scaling import PRESETS, LossScalingSpec, is_power_of_two, parse_loss_scaling
+from mpjax.policy._loss_scaling import PRESETS, LossScalingSpec, parse_loss_scaling
 
 
 class LossScaleState(NamedTuple):
@@ -63,7 +61,6 @@ def dynamic_loss_scale(
   min_scale: float = 1.0,
   max_scale: float = 2.0**24,
   hysteresis: int = 1,
-  consecutive_hysteresis: bool = False,
   axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps `inner` with a loss scale that backs off on overflow and grows after finite steps.
@@ -85,9 +82,9 @@ def dynamic_loss_scale(
 
   The scale grows on the `growth_interval`-th finite step in a row. The first back-off waits for
   `hysteresis` non-finite steps. After it, each non-finite step backs off, until the next growth
-  restores the patience (as in Megatron-LM). If `init_scale` and both factors are powers of two, the
-  scale stays a power of two: the bounds are rounded inwards to powers of two. `mpjax.with_loss_scaling` has
-  the rules of other libraries as presets.
+  restores the patience (as in Megatron-LM). If `init_scale`, the factors and the bounds are powers of two, so
+  is the scale at every step, and unscaling changes no digit. `mpjax.with_loss_scaling` has the rules of other
+  libraries as presets.
 
   Put the loss scale outermost, around everything that reads gradients: a transform before it in a chain sees
   scaled gradients, also infinite ones. `mpjax.loss_scale.check_loss_scaling` checks a transform.
@@ -112,7 +109,6 @@ def dynamic_loss_scale(
     min_scale: lower bound of the scale.
     max_scale: upper bound of the scale, at most 2**126.
     hysteresis: non-finite steps before the first back-off.
-    consecutive_hysteresis: let every finite step restore the patience (DeepSpeed's option).
     axis_name: name of the mapped axis (or axes) of `shard_map`, `pmap` or `vmap` over which all members must
       take the same decision. Not needed under plain `jit`, which checks sharded gradients as a whole.
 
@@ -133,7 +129,6 @@ def dynamic_loss_scale(
     min_scale=min_scale,
     max_scale=max_scale,
     hysteresis=hysteresis,
-    consecutive_hysteresis=consecutive_hysteresis,
   )
   return make_loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name)
 
@@ -227,7 +222,6 @@ def make_loss_scale(
     apply: (parameters, updates of `inner`) -> the updated parameters.
   """
   inner = optax.with_extra_args_support(inner)
-  config = _keep_power_of_two(config)
   at_least_one = config.init_scale >= 1 and (config.kind != "dynamic" or config.min_scale >= 1)
 
   def init(params: PyTree) -> LossScaleState:
@@ -314,9 +308,8 @@ def _adjust(
     # A compiled step of a small model pays for every instruction, so it counts no patience of 1.
     if config.hysteresis > 1:
       back_off &= hysteresis_left <= 1
-      restored = finite if config.consecutive_hysteresis else grow
       waiting = jnp.where(finite, hysteresis_left, jnp.maximum(hysteresis_left - 1, 1))
-      hysteresis_left = jnp.where(restored, config.hysteresis, waiting)
+      hysteresis_left = jnp.where(grow, config.hysteresis, waiting)
     scale = jnp.where(grow, grown, jnp.where(back_off, backed_off, scale))
   return state._replace(
     scale=scale,
@@ -329,18 +322,6 @@ def _adjust(
   )
 
 
-def _keep_power_of_two(config: LossScaling) -> LossScaling:
-  """Rounds the bounds inwards to powers of two if the scale itself only moves by powers of two."""
-  factors = (config.init_scale, config.growth_factor, config.backoff_factor)
-  if config.kind != "dynamic" or not all(map(is_power_of_two, factors)):
-    return config
-  return dataclasses.replace(
-    config,
-    min_scale=2.0 ** math.ceil(math.log2(config.min_scale)),
-    max_scale=2.0 ** math.floor(math.log2(config.max_scale)),
-  )
-
-
 def scaling_of(spec: LossScalingSpec) -> LossScaling | None:
   """Returns what `parse_loss_scaling` does; for a policy's name or string, that policy's loss scaling.
 
@@ -349,21 +330,15 @@ def scaling_of(spec: LossScalingSpec) -> LossScaling | None:
   Raises:
     ValueError: names the wrong part and the choices.
   """
-  if not isinstance(spec, str) or spec in ("dynamic", "none", *PRESETS) or _is_number(spec):
-    return parse_loss_scaling(spec)
   try:
-    policy = get_policy(spec)
+    return parse_loss_scaling(spec)
+  except ValueError:
+    if not isinstance(spec, str):
+      raise
+  try:
+    return get_policy(spec).loss_scaling
   except ValueError as error:
     raise ValueError(
       f"loss_scaling={spec!r} is neither a loss scaling (none, dynamic, {', '.join(PRESETS)}, a number) nor "
       f"a policy: {error}" + did_you_mean(spec, ["none", "dynamic", *PRESETS])
     ) from error
-  return policy.loss_scaling
-
-
-def _is_number(text: str) -> bool:
-  try:
-    float(text)
-  except ValueError:
-    return False
-  return True

@@ -27,7 +27,7 @@ from mpjax.numerics._summary import Summary, look
 from mpjax.numerics._tensors import full_summary
 from mpjax.numerics._update_sums import UpdateSums, update_sums
 from mpjax.numerics._whole_tensors import Left, kept_whole, leave, pair_kept_whole
-from mpjax.optim._convert import store_step
+from mpjax.optim._convert import store_like
 from mpjax.optim._quantized import unstored
 from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy, matmul_precision
@@ -311,7 +311,7 @@ def _updates(
   updates, after = step.tx.update(cast_like(grads, params), unstored(before), masters, value=loss)
   weights = dict(_leaves(hide(masters)))
   of_updates = {path: sums(weights[path], update) for path, update in _leaves(hide(updates))}
-  return of_updates, what_is_lost(state.arrays, store_step(before, after), after)
+  return of_updates, what_is_lost(state.arrays, store_like(before, after), after)
 
 
 def _inexact(params: PyTree) -> PyTree:

@@ -6,8 +6,10 @@ tx = mpjax.master_weights(tx)  # bfloat16 parameters, and the bits that float32 
 ```
 """
 
-from mpjax.optim._convert import dequantize_state, merge_master_weights, quantize_state, split_master_weights
-from mpjax.optim._master_weights import MasterWeightsState, find_master_weights, master_weights
+from typing import TYPE_CHECKING
+
+from mpjax._gone import missing
+from mpjax.optim._master_weights import MasterWeightsState, master_weights
 from mpjax.optim._quantized import Quantized, is_quantized
 from mpjax.optim._quantized_state import QuantizedState, quantized_state
 from mpjax.optim._stochastic import stochastic_round
@@ -19,14 +21,14 @@ __all__ = [
   "QuantizedState",
   "WeightAverageState",
   "average_weights",
-  "dequantize_state",
   "evaluation_weights",
-  "find_master_weights",
   "is_quantized",
   "master_weights",
-  "merge_master_weights",
-  "quantize_state",
   "quantized_state",
-  "split_master_weights",
   "stochastic_round",
 ]
+
+if not TYPE_CHECKING:
+
+  def __getattr__(name):
+    raise missing(__name__, name)

@@ -162,24 +162,6 @@ def is_half_array(x: object) -> bool:
   return getattr(x, "dtype", None) in _HALF
 
 
-def find_master_weights(opt_state: PyTree) -> list[MasterWeightsState]:
-  """Returns each `MasterWeightsState` in an optimiser's state.
-
-  ```python
-  tx = mpjax.master_weights(optax.adamw(1e-3))
-  [masters] = mpjax.optim.find_master_weights(tx.init(params))
-  ```
-
-  Args:
-    opt_state: any tree that holds the state of `mpjax.master_weights`.
-
-  Returns:
-    A list, empty without master weights.
-  """
-  is_state = lambda x: isinstance(x, MasterWeightsState)
-  return [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
-
-
 class _Leaf(NamedTuple):
   update: Array
   correction: Array | optax.MaskedNode

@@ -19,7 +19,7 @@ from mpjax.optim._stochastic import leaf_key
 from mpjax.patterns import component_regex, named_leaves, parameter_of, path_text
 
 # Names that other libraries give the arguments.
-ELSEWHERE = {
+_ELSEWHERE = {
   **dict.fromkeys(("bits", "optim_bits"), "name the format, as in mpjax.quantized_state(tx, 'int8')"),
   **dict.fromkeys(("block_size", "blocksize"), "pass group=128"),
 }
@@ -86,7 +86,7 @@ def quantized_state(
   Raises:
     ValueError: names the wrong argument.
   """
-  refuse_keywords(quantized_state, unknown, ELSEWHERE)
+  refuse_keywords(quantized_state, unknown, _ELSEWHERE)
   require_transform("quantized_state", inner, "mpjax.quantized_state(tx, 'int8')")
   if dtype not in STATE_DTYPES:
     hint = did_you_mean(str(dtype), STATE_DTYPES)
@@ -141,11 +141,11 @@ def quantized_state(
 
     # Computed twice, with only the scales kept from the first: otherwise a GPU's compiler would write the
     # whole new state in float32 between the maximum of a group and its codes. Other compilers merge the two.
-    is_leaf = is_quantized
+    is_leaf, barrier = is_quantized, jax.lax.optimization_barrier
     _, new = step(state.inner_state)
     scales = jax.tree.map(lambda old, x: _scales(old, x, group), state.inner_state, new, is_leaf=is_leaf)
     stored, scales = jax.lax.platform_dependent(
-      (state.inner_state, scales), cuda=_barrier, rocm=_barrier, default=lambda x: x
+      (state.inner_state, scales), cuda=barrier, rocm=barrier, default=lambda x: x
     )
     updates, new = step(stored)
 
@@ -158,10 +158,6 @@ def quantized_state(
     return updates, QuantizedState(stored, steps)
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _barrier(tree: PyTree) -> PyTree:
-  return jax.lax.optimization_barrier(tree)
 
 
 def _scales(old: Array | Quantized, x: Array, group: int) -> Array | None:

@@ -19,12 +19,7 @@ from mpjax.loss_scale._state_access import find_states
 from mpjax.optim._master_weights import MasterWeightsState, join
 
 # What must be outside, so that the average is of master weights and of steps that were taken.
-_OUTSIDE: dict[type, str] = {
-  LossScaleState: "mpjax.dynamic_loss_scale(mpjax.optim.average_weights(tx, decay))",
-  MasterWeightsState: "mpjax.master_weights(mpjax.optim.average_weights(tx, decay))",
-  optax.MultiStepsState: "optax.MultiSteps(mpjax.optim.average_weights(tx, decay), k)",
-  optax.ApplyIfFiniteState: "optax.apply_if_finite(mpjax.optim.average_weights(tx, decay), n)",
-}
+_OUTSIDE = (LossScaleState, MasterWeightsState, optax.MultiStepsState, optax.ApplyIfFiniteState)
 
 
 class WeightAverageState(NamedTuple):
@@ -54,18 +49,13 @@ def average_weights(
   ```
 
   Update t = 0, 1, ... moves the average by 1 - min(decay, (1 + t) / (10 + t)) of its way to the new weights,
-  the warm-up of TensorFlow's `ExponentialMovingAverage`. So while a run is shorter than 10 / (1 - decay)
-  updates, the mean age of the weights in its average is a tenth of the run. (A correction of the bias, as
-  Adam's, would average all weights of a short run alike, the first ones among them.)
+  the warm-up of TensorFlow's `ExponentialMovingAverage`. The average is float32 whatever the parameters'
+  dtype: in bfloat16 it would stand still. `mpjax.quantized_state` leaves it as it is.
 
-  The average is float32 whatever the parameters' dtype: in bfloat16 it would stand still. It is in the
-  optimiser's state, so it is saved, restored, donated and divided over devices as moments are, and
-  `mpjax.quantized_state` leaves it as it is. The updates of `inner` are unchanged, but for the noise of
-  stochastic rounding, whose key depends on a leaf's place in the state.
-
-  Put this around the whole chain that makes updates. Outside belong `mpjax.master_weights` (the average is of
-  the master weights), a loss scale or another guard (a skipped step leaves the average as it was) and
-  `optax.MultiSteps`. `mpjax.make_train_step` puts what its policy needs around it.
+  Put this around the whole chain that makes updates: a transform after it would change the weights. Outside
+  belong `mpjax.master_weights` (the average is of the master weights), a loss scale or another guard (a
+  skipped step leaves the average as it was) and `optax.MultiSteps`. `mpjax.make_train_step` puts what its
+  policy needs around it.
 
   Args:
     inner: any optax transform.
@@ -85,9 +75,11 @@ def average_weights(
 
   def init(params: PyTree) -> WeightAverageState:
     inner_state = inner.init(params)
-    for kind, way_out in _OUTSIDE.items():
-      if find_states(inner_state, kind):
-        raise ValueError(f"average_weights around a transform with a {kind.__name__}: write {way_out}")
+    if inside := [kind.__name__ for kind in _OUTSIDE if find_states(inner_state, kind)]:
+      raise ValueError(
+        f"average_weights around a transform with a {inside[0]}: put that outside, as in "
+        "mpjax.dynamic_loss_scale(mpjax.optim.average_weights(tx, decay))"
+      )
     # A copy, so that a step can take the buffers of both.
     first = jax.tree.map(lambda p: jnp.array(p, copy=True) if is_inexact(p) else optax.MaskedNode(), params)
     return WeightAverageState(inner_state, widen_floating(first), jnp.zeros([], jnp.int32))
@@ -127,17 +119,9 @@ def evaluation_weights(params: PyTree, opt_state: PyTree) -> PyTree:
       `TrainStep.user_state` returns it.
 
   Returns:
-    A tree like `params`, in float32 where there are such weights. Parameters without them, under other
-    optimisers all, are returned as they are given.
-
-  Raises:
-    ValueError: if `average_weights` is not the last of a chain: what follows it changes the weights.
+    A tree like `params`, in float32 where there are such weights. Parameters without them are returned as
+    they are given.
   """
-  if any(map(_is_followed, jax.tree.leaves(opt_state, is_leaf=_is_followed))):
-    raise ValueError(
-      "average_weights before another transform of a chain has an average of other weights: write "
-      "mpjax.optim.average_weights(optax.chain(...), decay)"
-    )
   free = find_states(opt_state, optax.contrib.ScheduleFreeState).values()
   masters = find_states(opt_state, MasterWeightsState).values() if free else ()
   y = functools.reduce(join, (state.correction for state in masters), params)
@@ -148,11 +132,6 @@ def evaluation_weights(params: PyTree, opt_state: PyTree) -> PyTree:
   for state in reversed(find_states(opt_state, WeightAverageState).values()):
     params = jax.tree.map(lambda p, average: average if is_inexact(average) else p, params, state.average)
   return params
-
-
-def _is_followed(state: object) -> bool:
-  """Returns whether this is the state of a chain in which another transform follows `average_weights`."""
-  return type(state) is tuple and any(find_states(part, WeightAverageState) for part in state[:-1])
 
 
 def keeps_other_weights(opt_state: PyTree) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import jmp
 import numpy as np
 
+from mpjax._gone import instead, without_old_keys
 from mpjax._types import PolicyLike
 from mpjax.dtypes import did_you_mean
 
@@ -56,9 +57,7 @@ class LossScaling:
     min_scale: the scale never falls below it.
     max_scale: the scale never grows above it; at most 2**126, above which its reciprocal is
       subnormal and is flushed to zero.
-    hysteresis: non-finite steps before the first back-off.
-    consecutive_hysteresis: whether every finite step restores the patience, so that only `hysteresis`
-      non-finite steps in a row cause a back-off; otherwise only growth restores it.
+    hysteresis: non-finite steps before the first back-off; growth restores this patience.
 
   Raises:
     ValueError: names the first field that is out of range.
@@ -72,7 +71,6 @@ class LossScaling:
   min_scale: float = 1.0
   max_scale: float = 2.0**24
   hysteresis: int = 1
-  consecutive_hysteresis: bool = False
 
   @classmethod
   def preset(cls, name: str, **changes: Any) -> LossScaling:
@@ -88,7 +86,7 @@ class LossScaling:
     | `flax` | 2^16 | 2001 | 1 | none |
 
     "None" means the bounds of float32: 2^-126 and 2^126. DeepSpeed raises an exception at its lowest scale;
-    here the scale stays there. Its `consecutive_hysteresis` is the field of that name.
+    here the scale stays there.
 
     Raises:
       ValueError: for an unknown preset, or a field out of range.
@@ -123,8 +121,6 @@ class LossScaling:
       object.__setattr__(self, name, number(name, getattr(self, name)))
     for name in ("growth_interval", "hysteresis"):
       object.__setattr__(self, name, positive_integer(name, getattr(self, name)))
-    if not isinstance(self.consecutive_hysteresis, bool):
-      raise ValueError(f"consecutive_hysteresis={self.consecutive_hysteresis!r}: expected true or false")
     for name in ("init_scale", "min_scale", "max_scale"):
       value = getattr(self, name)
       if not LOWEST <= value <= HIGHEST:
@@ -174,13 +170,13 @@ def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
     return spec.loss_scaling
   if isinstance(spec, Mapping):
     fields = [f.name for f in dataclasses.fields(LossScaling)]
-    for key in spec:
+    values = without_old_keys(spec, "loss_scaling")
+    for key in values:
       if key not in (*fields, "preset"):
+        hint = instead(str(key), "loss_scaling") or did_you_mean(str(key), ["preset", *fields])
         raise ValueError(
-          f"unknown loss_scaling key {key!r}: expected one of preset, {', '.join(fields)}"
-          + did_you_mean(str(key), ["preset", *fields])
+          f"unknown loss_scaling key {key!r}: expected one of preset, {', '.join(fields)}{hint}"
         )
-    values = dict(spec)
     return LossScaling.preset(values.pop("preset"), **values) if "preset" in values else LossScaling(**values)
   if isinstance(spec, str) and spec in ("dynamic", "none"):
     return LossScaling() if spec == "dynamic" else None
@@ -195,11 +191,6 @@ def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
       "{kind: dynamic, init_scale: 65536}, or in Python a policy, as "
       "mpjax.get_policy('fp16')" + _yaml_hint(spec) + did_you_mean(str(spec), ["none", "dynamic", *PRESETS])
     ) from error
-
-
-def is_power_of_two(value: float) -> bool:
-  """Returns whether `value` is a positive power of two."""
-  return math.frexp(value)[0] == 0.5
 
 
 def number(name: str, value: object) -> float:

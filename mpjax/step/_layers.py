@@ -23,8 +23,8 @@ from mpjax.loss_scale._guard import updated
 from mpjax.loss_scale._overwritten import apart, hide, map_parts, show
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler, refuse_multi_steps_outside
 from mpjax.loss_scale._transform import make_loss_scale
-from mpjax.optim import MasterWeightsState, QuantizedState, dequantize_state, is_quantized, quantized_state
-from mpjax.optim._convert import split_like, store_like
+from mpjax.optim import MasterWeightsState, QuantizedState, is_quantized, quantized_state
+from mpjax.optim._convert import dequantize_state, split_like, store_like
 from mpjax.optim._master_weights import apply_bits, join, make_master_weights
 from mpjax.optim._quantized import dequantize, rebuild
 from mpjax.patterns import path_text

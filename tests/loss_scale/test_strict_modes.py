@@ -17,8 +17,7 @@ TRACED = {
 # Without weak integer powers, which `optax.adam` has, and which strict promotion refuses in optax itself.
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 TRANSFORMS = {
-  "dynamic": mpjax.dynamic_loss_scale(INNER, init_scale=64.0, hysteresis=2, consecutive_hysteresis=True),
-  "tracked": mpjax.loss_scale.track_skips(mpjax.dynamic_loss_scale(INNER, init_scale=64.0)),
+  "dynamic": mpjax.dynamic_loss_scale(INNER, init_scale=64.0, hysteresis=2),
   "none": INNER,
 }
 SHAPE = (16, 16)

@@ -9,16 +9,24 @@ import optax
 import pytest
 
 import mpjax
+from mpjax.optim._convert import split_like
+from mpjax.optim._master_weights import join
 from tests.optim._forms import normal, same_bits
 
 F32 = np.float32
 
 
+def start(masters, tx, correction):
+  """bfloat16 parameters of these master weights, and the state of `tx` for them."""
+  params, corrections = split_like(masters, mpjax.cast_floating(masters, jnp.bfloat16), correction)
+  return params, tx.init(params)._replace(correction=corrections)
+
+
 def halved(masters, correction):
   """Parameters of these master weights, and the master weights that they give back."""
-  state = optax.EmptyState()
-  params, stored = jax.jit(lambda m: mpjax.optim.split_master_weights(m, state, correction))(masters)
-  return np.asarray(params), np.asarray(jax.jit(mpjax.optim.merge_master_weights)(params, stored)[0])
+  tx = mpjax.master_weights(optax.identity(), correction)
+  params, state = jax.jit(lambda masters: start(masters, tx, correction))(masters)
+  return np.asarray(params), np.asarray(jax.jit(join)(params, state.correction))
 
 
 def test_every_low_half_and_exponent_comes_back():
@@ -54,7 +62,7 @@ def test_parameters_are_those_of_float32_masters(correction, apply):
   tx = mpjax.master_weights(inner, correction)
   masters = {"w": normal(128, 128), "scale": np.ones(3, F32)}
   reference_state = inner.init(masters)
-  params, state = mpjax.optim.split_master_weights(masters, reference_state, correction)
+  params, state = start(masters, tx, correction)
 
   @jax.jit
   def step(params, state, masters, reference_state, noise):
@@ -67,8 +75,8 @@ def test_parameters_are_those_of_float32_masters(correction, apply):
     noise = {"w": normal(128, 128, seed=i), "scale": normal(3, seed=i)}
     params, state, masters, reference_state = step(params, state, masters, reference_state, noise)
   assert params["w"].dtype == jnp.bfloat16
-  merged, inner_state = mpjax.optim.merge_master_weights(params, state)
-  jax.tree.map(np.testing.assert_array_equal, (merged, inner_state), (masters, reference_state))
+  found = (join(params, state.correction), state.inner_state)
+  jax.tree.map(np.testing.assert_array_equal, found, (masters, reference_state))
 
 
 def test_small_updates_are_not_lost():
@@ -105,7 +113,7 @@ def decayed(correction, seed=0, steps=1000):
 
 def test_updates_below_half_a_step_of_eight_bits_are_kept_on_average():
   first, params, state = decayed("int8")
-  masters = np.asarray(mpjax.optim.merge_master_weights(params, state)[0]["w"])
+  masters = np.asarray(join(params, state.correction)["w"])
   want = first.astype(np.float64) * (1 - 1e-5) ** 1000
   bound = 3e-5 * np.abs(first[:, 0])  # three deviations of the mean of a row; all that decays is 1e-2
   assert (np.abs(masters.mean(1) - want[:, 0]) < bound).all()
@@ -116,7 +124,7 @@ def test_updates_below_half_a_step_of_eight_bits_are_kept_on_average():
 
 def test_what_eight_bits_have_exactly_stays_without_an_update():
   tx = mpjax.master_weights(optax.sgd(0.0), "int8")
-  params, state = mpjax.optim.split_master_weights({"w": normal(256, 256)}, optax.sgd(0.0).init({}), "int8")
+  params, state = start({"w": normal(256, 256)}, tx, "int8")
   updates, after = jax.jit(tx.update)({"w": np.ones((256, 256), F32)}, state, params)
   same_bits((optax.apply_updates(params, updates), after.correction), (params, state.correction))
 

@@ -9,6 +9,7 @@ import pytest
 
 import mpjax
 from mpjax.optim import WeightAverageState, average_weights, evaluation_weights
+from mpjax.optim._master_weights import join  # a loop has no other way to its master weights
 
 F32 = np.float32
 RNG = np.random.default_rng(0)
@@ -66,11 +67,11 @@ def test_a_loop_of_bfloat16_parameters_averages_what_they_stand_for():
     updates, state = tx.update(jax.grad(loss_fn)(params, BATCH), state, params)
     return optax.apply_updates(params, updates), state
 
-  trees = [mpjax.optim.merge_master_weights(params, state)[0]]
+  trees = [join(params, state.correction)]
   narrow = params
   for t in range(200):
     params, state = update(params, state)
-    trees.append(mpjax.optim.merge_master_weights(params, state)[0])
+    trees.append(join(params, state.correction))
     keep = min(0.999, (1 + t) / (10 + t))
     narrow = jax.tree.map(lambda a, p, keep=keep: a + (p - a) * jnp.bfloat16(1 - keep), narrow, params)
   average = evaluation_weights(params, state)
@@ -163,10 +164,10 @@ def test_each_part_of_the_parameters_can_have_its_own():
   assert_near({"b": found["b"]}, {"b": x})
 
 
-def test_what_must_be_outside_is_refused_inside():
+def test_bad_arguments():
   guards = mpjax.dynamic_loss_scale(ADAM), mpjax.master_weights(ADAM), optax.apply_if_finite(ADAM, 3)
   for inner in (*guards, optax.MultiSteps(ADAM, 2)):
-    with pytest.raises(ValueError, match=r"write .*\(mpjax.optim.average_weights"):
+    with pytest.raises(ValueError, match="put that outside"):
       average_weights(optax.chain(inner)).init(PARAMS)
   for decay in (1, -0.1, True, "0.9", None):
     with pytest.raises(ValueError, match="decay="):
@@ -176,7 +177,3 @@ def test_what_must_be_outside_is_refused_inside():
   tx = average_weights(ADAM)
   with pytest.raises(ValueError, match="without params"):
     tx.update(PARAMS, tx.init(PARAMS))
-  for chain in (optax.chain(tx, optax.scale(0.1)), optax.chain(ADAM, optax.chain(tx, optax.scale(0.1)))):
-    with pytest.raises(ValueError, match=r"write mpjax.optim.average_weights\(optax.chain"):
-      evaluation_weights(PARAMS, chain.init(PARAMS))
-  assert evaluation_weights(PARAMS, optax.chain(optax.scale(0.1), tx).init(PARAMS)).keys() == PARAMS.keys()

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.optim import find_master_weights, merge_master_weights
-from mpjax.optim._master_weights import split  # master weights to the bit, which no public function makes
+from mpjax.optim._convert import dequantize_state
+from mpjax.optim._master_weights import join, split  # to the bit, which no public function makes
 from mpjax.step._layers import apply_step  # how a step applies updates, beside optax.apply_updates
 from tests.step._problems import assert_same
 
@@ -94,7 +94,7 @@ def test_parameters_are_always_the_rounded_masters():
     exact = apply_step(step.policy, {"w": params}, updates)
     updates, state = step.tx.update({"w": grads}, state, {"w": params})
     new = mpjax.apply_updates({"w": params}, updates)
-    return expected, exact["w"], new["w"], merge_master_weights(new, state)[0]["w"]
+    return expected, exact["w"], new["w"], join(new, state.correction)["w"]
 
   expected, exact, new, back = (np.asarray(x, np.float32) for x in both())
   np.testing.assert_array_equal(exact, expected)
@@ -128,24 +128,11 @@ def test_a_state_goes_from_one_policy_to_another(before, after):
   first = jax.eval_shape(new.init, PARAMS)
   assert types((adopted.params, adopted.opt_state)) == types((first.params, first.opt_state))
   tolerance = 0 if new.policy.master_weights in (None, "int16") else 2**-7
-  (mine, adam), (theirs, its_adam) = (parts_of(s) for s in (adopted, state))
+  (mine, (adam, *_)), (theirs, (its_adam, *_)) = new.user_state(adopted), old.user_state(state)
   for name in PARAMS:
     np.testing.assert_allclose(mine[name], theirs[name], rtol=tolerance, atol=tolerance * 1e-6)
   atol = np.max(its_adam.nu["w"]) * 1e-5
   np.testing.assert_allclose(adam.nu["w"], its_adam.nu["w"], rtol=0.15, atol=atol)
-
-
-def parts_of(state):
-  """Returns master weights and the state of Adam."""
-
-  def parts(state):
-    found = find_master_weights(state.opt_state)
-    masters = merge_master_weights(state.params, found[0])[0] if found else state.params
-    return masters, mpjax.optim.dequantize_state(state.opt_state)
-
-  is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
-  masters, opt_state = jax.jit(parts)(state)
-  return masters, next(x for x in jax.tree.leaves(opt_state, is_leaf=is_adam) if is_adam(x))
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, mpjax.dynamic_loss_scale], ids=["bare", "scaled"])
@@ -165,9 +152,7 @@ def test_state_that_is_quantised_by_tx_and_by_the_policy_is_adopted():
     state, _ = run(old, old.init(PARAMS), 2)
     adopted = adopt(new, state, old)
     assert types(adopted.opt_state) == types(jax.eval_shape(new.init, PARAMS).opt_state)
-    moments = [
-      jax.jit(mpjax.optim.dequantize_state)(s) for s in (adopted.opt_state.inner_state, state.opt_state)
-    ]
+    moments = [jax.jit(dequantize_state)(s) for s in (adopted.opt_state.inner_state, state.opt_state)]
     for mine, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
       np.testing.assert_allclose(mine, theirs, rtol=0.07, atol=np.max(np.abs(theirs)) * 1e-4)
 

@@ -7,9 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from mpjax.cli import main
-from mpjax.optim import Quantized, find_master_weights, is_quantized
-
-# The master weights are nowhere else to be had from a state.
+from mpjax.optim import Quantized, is_quantized
 from mpjax.train import load_config, load_safetensors, make_setup
 from tests.train._runs import assert_same_bits, state_of, train
 from tests.train._tiny_gpt import write_tiny_gpt
@@ -35,6 +33,10 @@ def runs(request, tmp_path_factory):
   return folder / "whole", folder / "parts", arguments
 
 
+def step_of(run):
+  return make_setup(load_config(run / "config.yaml", [])).step
+
+
 def quantized(state):
   return [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_quantized) if isinstance(x, Quantized)]
 
@@ -44,7 +46,8 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(runs):
   first = state_of(whole)
   assert_same_bits(first, state_of(parts))
   assert bool(quantized(first)) == ("int8" in arguments[-1] or "lean" in arguments[-1])
-  assert bool(find_master_weights(first.opt_state)) == ("master" in arguments[-1] or "lean" in arguments[-1])
+  has_corrections = step_of(whole).layers(first).masters is not None
+  assert has_corrections == ("master" in arguments[-1] or "lean" in arguments[-1])
 
 
 def test_codes_are_divided_as_their_parameters_are_and_stay_the_same_on_another_mesh(runs):
@@ -56,7 +59,7 @@ def test_codes_are_divided_as_their_parameters_are_and_stay_the_same_on_another_
 
 def test_an_export_in_float32_is_of_the_master_weights(runs, tmp_path):
   state = state_of(runs[0])
-  masters = make_setup(load_config(runs[0] / "config.yaml", [])).step.masters(state)
+  masters = step_of(runs[0]).masters(state)
   for dtype, expected in (("float32", masters), ("bfloat16", state.params)):
     file = tmp_path / f"{dtype}.safetensors"
     assert main(["export", str(runs[0]), f"dtype={dtype}", "step=latest", f"out={file}"]) == 0

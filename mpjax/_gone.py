@@ -1,0 +1,65 @@
+"""Old names of mpjax and old keys of its policies and configs: what to write in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# An attribute by its package, or a key by the mapping that had it: `optim.name`, `loss_scaling.key`.
+INSTEAD: dict[str, str] = {
+  **dict.fromkeys(
+    ("loss_scale.import_loss_scale", "loss_scale.export_loss_scale"),
+    "the presets have the rules of other libraries, tx = mpjax.with_loss_scaling(tx, 'grad_scaler'); "
+    "tx.init(params)._replace(scale=jnp.float32(s), good_steps=jnp.int32(n)) goes on from a scale",
+  ),
+  **dict.fromkeys(
+    ("loss_scale.track_skips", "loss_scale.skip_report", "loss_scale.scale_history"),
+    "mpjax.get_loss_scale(opt_state) has the scale and counts skips, "
+    "mpjax.loss_scale.nonfinite_leaves(grads) names leaves, mpjax.find_nonfinite the operation",
+  ),
+  **dict.fromkeys(
+    ("optim.quantize_state", "optim.dequantize_state"),
+    "an optimiser whose state is kept in 8 bits is mpjax.quantized_state(tx, 'int8'); "
+    "step.adopt(state, before) keeps the state of another step so, step.user_state(state) returns it in "
+    "float32",
+  ),
+  **dict.fromkeys(
+    ("optim.split_master_weights", "optim.merge_master_weights", "optim.find_master_weights"),
+    "step.adopt(state, before) and train.init_from give a step or run the master weights of another, "
+    "step.user_state(state) returns them in float32",
+  ),
+  "loss_scaling.consecutive_hysteresis": "leave it out: growth restores the patience of hysteresis",
+  "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
+  "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
+}
+
+# Configs of older runs have every key: one that went is passed over where it has the value that it had there.
+_WITHOUT_EFFECT = {"loss_scaling.consecutive_hysteresis": False, "mesh.gather_prefetch": 1}
+
+
+def without_old_keys(mapping: Mapping[str, Any], place: str) -> dict[str, Any]:
+  """Returns a mapping of a config without keys that went and say nothing."""
+  says_nothing = lambda key, value: _WITHOUT_EFFECT.get(f"{place}.{key}", ...) == value
+  return {key: value for key, value in mapping.items() if not says_nothing(key, value)}
+
+
+def instead(name: str, place: str = "") -> str:
+  """Returns `": "` and what to write in place of an old name or key; `""` for any other.
+
+  Args:
+    name: the name or key, without dots.
+    place: the package, or the mapping that the key was in; `""` finds the name in each.
+  """
+  olds = [old for old in INSTEAD if old == f"{place}.{name}" or (not place and old.endswith(f".{name}"))]
+  return f": {INSTEAD[olds[0]]}" if olds else ""
+
+
+def missing(module: str, name: str) -> AttributeError:
+  """Returns the error of a module without an attribute, for its `__getattr__`.
+
+  Args:
+    module: its full name; `mpjax` knows the old names of its packages, too.
+    name: the attribute.
+  """
+  place = module.removeprefix("mpjax").removeprefix(".")
+  return AttributeError(f"module {module!r} has no attribute {name!r}{instead(name, place)}")
