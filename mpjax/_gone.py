@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 # An attribute by its package, or a key by the mapping that had it: `optim.name`, `loss_scaling.key`.
@@ -33,14 +32,19 @@ INSTEAD: dict[str, str] = {
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
 }
 
-# Configs of older runs have every key: one that went is passed over where it has the value that it had there.
-_WITHOUT_EFFECT = {"loss_scaling.consecutive_hysteresis": False, "mesh.gather_prefetch": 1}
+# The configs of older runs have every key: those that went, with the value that they had there.
+_IN_OLDER_RUNS = {"policy.loss_scaling.consecutive_hysteresis": False, "mesh.gather_prefetch": 1}
 
 
-def without_old_keys(mapping: Mapping[str, Any], place: str) -> dict[str, Any]:
-  """Returns a mapping of a config without keys that went and say nothing."""
-  says_nothing = lambda key, value: _WITHOUT_EFFECT.get(f"{place}.{key}", ...) == value
-  return {key: value for key, value in mapping.items() if not says_nothing(key, value)}
+def without_old_keys(config: Any, place: str = "") -> Any:
+  """Returns a config, or its part at `place`, without keys that went and that say what holds anyway."""
+  if not isinstance(config, dict):
+    return config
+  kept = {f"{place}{key}": (key, value) for key, value in config.items()}
+  is_old = lambda path, value: path in _IN_OLDER_RUNS and _IN_OLDER_RUNS[path] == value
+  return {
+    key: without_old_keys(value, f"{path}.") for path, (key, value) in kept.items() if not is_old(path, value)
+  }
 
 
 def instead(name: str, place: str = "") -> str:

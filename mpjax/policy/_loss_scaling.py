@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jmp
 import numpy as np
 
-from mpjax._gone import instead, without_old_keys
+from mpjax._gone import instead
 from mpjax._types import PolicyLike
 from mpjax.dtypes import did_you_mean
 
@@ -170,7 +170,7 @@ def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
     return spec.loss_scaling
   if isinstance(spec, Mapping):
     fields = [f.name for f in dataclasses.fields(LossScaling)]
-    values = without_old_keys(spec, "loss_scaling")
+    values = dict(spec)
     for key in values:
       if key not in (*fields, "preset"):
         hint = instead(str(key), "loss_scaling") or did_you_mean(str(key), ["preset", *fields])

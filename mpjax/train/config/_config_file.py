@@ -14,6 +14,7 @@ import jmp
 import omegaconf
 import yaml
 
+from mpjax._gone import without_old_keys
 from mpjax.dtypes import did_you_mean
 from mpjax.policy import get_policy
 from mpjax.registry._checks import checked
@@ -111,7 +112,8 @@ def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str]
     raise ConfigError(f"cannot read {title}: values nested too deep") from error
   except (OSError, ValueError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
     raise ConfigError(f"cannot read {title}: {' '.join(str(error).split())}") from error
-  return data
+  known: dict[str, Any] = without_old_keys(data)
+  return known
 
 
 def _located(source: ConfigSource) -> pathlib.Path | Mapping[str, Any]:

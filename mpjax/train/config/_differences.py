@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpjax._gone import without_old_keys
+
 # Keys that may differ between processes.
 _OWN = frozenset({"distributed", "train.checkpoint_wait"})
 # Keys that may change when a run resumes. Only a mesh changes what a step computes: its rounding.
@@ -42,6 +44,7 @@ def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any], *, may_grow: bool
     ours: another config.
     may_grow: whether the number of steps may differ.
   """
+  theirs, ours = without_old_keys(theirs), without_old_keys(ours)
   found = _differences(theirs, ours, "there", "here", _FREE | _GROWING if may_grow else _FREE)
   return "; ".join([*found[:3], "..."] if len(found) > 3 else found) or None
 
