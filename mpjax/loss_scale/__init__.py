@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from mpjax._gone import missing
 from mpjax.loss_scale._check import check_loss_scaling
 from mpjax.loss_scale._finite import all_finite
-from mpjax.loss_scale._gradient_norm import gradient_norm
 from mpjax.loss_scale._layerwise import LayerwiseLossScale, Scaled, layerwise_loss_scale
 from mpjax.loss_scale._monitor import loss_scale_metrics, nonfinite_leaves
 from mpjax.loss_scale._overwritten import apply_updates
-from mpjax.loss_scale._own_loops import keep_if_finite, value_and_grad
+from mpjax.loss_scale._own_loops import gradient_norm, keep_if_finite, value_and_grad
 from mpjax.loss_scale._state_access import get_loss_scale, scale_loss
 from mpjax.loss_scale._transform import (
   LossScaleState,

@@ -1,4 +1,4 @@
-"""`value_and_grad` and `keep_if_finite`: a user's own training loop that serves every policy."""
+"""What a user's own training loop needs to serve every policy: `value_and_grad`, `keep_if_finite`, a norm."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from mpjax._calls import require_arrays_only
 from mpjax._lazy import nnx
 from mpjax._own_autocast import autocast_within
 from mpjax.dtypes import cast_like
+from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._guard import keep_if
+from mpjax.loss_scale._overwritten import hide
 from mpjax.loss_scale._state_access import scaler_of
+from mpjax.loss_scale._transform import LossScaleState
 from mpjax.patterns import named_leaves
 from mpjax.policy._precision_warning import warn_without_scale
 
@@ -137,6 +140,38 @@ def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None
     return new
   kept: T = jax.tree.map(functools.partial(keep_if, scaler.taken), new, old)
   return kept
+
+
+def gradient_norm(grads: PyTree, opt_state: PyTree, *, path: str | None = None) -> Float32[Array, ""]:
+  """Returns the global norm of the unscaled gradients, under every policy.
+
+  ```python
+  loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)
+  print(loss, mpjax.loss_scale.gradient_norm(grads, opt_state))  # before the update, which changes the scale
+  ```
+
+  Leaves that are overwritten instead of differentiated (FP8 scales and amax histories) do not count.
+
+  Args:
+    grads: gradients as `mpjax.value_and_grad` returns them: scaled, if there is a loss scale.
+    opt_state: the state that they were computed with, as `mpjax.value_and_grad` takes it.
+    path: the loss scale to use if there are several, as for `mpjax.get_loss_scale`.
+
+  Returns:
+    f32[]; not finite if a gradient is not.
+
+  Raises:
+    TypeError: if `opt_state` is not an optimiser's state.
+    ValueError: if several loss scales match `path`.
+  """
+  return unscaled_norm(grads, scaler_of(opt_state, path=path))
+
+
+def unscaled_norm(grads: PyTree, scaler: LossScaleState | None) -> Float32[Array, ""]:
+  """Returns what `gradient_norm` does, for a given loss scale."""
+  scale = jnp.ones([], jnp.float32) if scaler is None else scaler.scale
+  squares = [jnp.sum(jnp.square(jnp.abs(g))) for g in jax.tree.leaves(unscale(hide(grads), scale))]
+  return jnp.sqrt(sum(squares, start=jnp.zeros([]))).astype(jnp.float32)
 
 
 def _scaled(fun: Callable[..., Any], scale: Float32[Array, ""], has_aux: bool) -> Callable[..., Any]:
