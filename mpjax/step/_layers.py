@@ -33,7 +33,7 @@ from mpjax.sharding import on_device
 
 
 class Layers(NamedTuple):
-  """The state of an optimiser under a policy, layer by layer; `None` for a layer that there is not.
+  """The state of an optimiser under a policy, layer by layer; `None` for a missing layer.
 
   Attributes:
     scaler: the loss scale, or the guard of a policy without one.

@@ -314,7 +314,7 @@ class StepLoss:
       weighed = lambda g, dtype: g.astype(dtype) if weight is None else g.astype(dtype) * weight.astype(dtype)
       grads = map_parts(lambda total, g: total + weighed(g, total.dtype), jnp.maximum, grads, out.grads)
       fp8_state = jax.tree.map(jnp.maximum, fp8_state, out.fp8_state)
-      # Of a state that goes on, each micro-batch keeps only which leaves change.
+      # Where the state goes on, a micro-batch keeps only which leaves change.
       changed = jax.tree.map(lambda x: None if goes_on else x, out.model_state)
       kept = _Kept(out.loss, out.metrics, changed, weight)
       if goes_on:
