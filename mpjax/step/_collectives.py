@@ -37,7 +37,6 @@ class Part:
     dtype: dtype of the parameter in the program that reads it.
     gather_dtype: dtype in which it is gathered.
     reduce_dtype: dtype in which its gradient is reduced; `None` for float32, or its own if that is wider.
-    early: whether it may be gathered before its reader's other operands exist.
     over_tensor: the spec of the division over `tensor`.
   """
 
@@ -46,7 +45,6 @@ class Part:
   dtype: np.dtype
   gather_dtype: np.dtype
   reduce_dtype: np.dtype | None = None
-  early: bool = True
   over_tensor: PartitionSpec = _SPEC
 
   def without(self, dimensions: Sequence[int]) -> Part:

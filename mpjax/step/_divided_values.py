@@ -170,18 +170,11 @@ def read(
     found = [part.gather(*shard) for shard, part in zip(shards, parts, strict=True)]
     return [x for x, _ in found], [(codes, s) for (_, codes), (_, s) in zip(found, shards, strict=True)]
 
-  def waited(shards: Sequence[Shard], others: Sequence[Array]) -> tuple[Sequence[Shard], Sequence[Array]]:
-    if all(part.early for part in parts):
-      return shards, others
-    return jax.lax.optimization_barrier((shards, others))
-
   @jax.custom_vjp
   def run(shards: Sequence[Shard], others: Sequence[Array]) -> list[Array]:
-    shards, others = waited(shards, others)
     return of_whole(*gather(shards), others)
 
   def forward(shards: Sequence[Shard], others: Sequence[Array]) -> tuple[list[Array], PyTree]:
-    shards, others = waited(shards, others)
     gathered, crossed = gather(shards)
     residuals = _Residuals(of_whole, gathered, crossed, others)
     out, saved = residuals.forward(gathered, crossed, others)

@@ -204,11 +204,10 @@ def _parts(
     dimension = dimension_over(spec, "fsdp")
     if dimension is None:
       return None
-    early = layout.gather_prefetch > 0
     count, own = layout.mesh.shape["fsdp"], np.dtype(leaf.dtype)
     over_tensor = keep_axes(spec, ("tensor",))
     divided = over_tensor if any(over_tensor) else _WHOLE
-    return Part(dimension, count, own, dtype, reduce_dtype, early, divided)
+    return Part(dimension, count, own, dtype, reduce_dtype, divided)
 
   flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
   return [*map(part, jax.tree.leaves(params), flat_specs, jax.tree.leaves(dtypes))]
