@@ -22,6 +22,7 @@ from mpjax._types import Array, Mesh, PyTree
 from mpjax.dtypes import at_least_float32
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.loss_scale._overwritten import is_overwritten
+from mpjax.products import InFp8
 from mpjax.sharding import axes_of_batch, batch_shards, dimension_over, is_spec, keep_axes
 
 _SPEC = PartitionSpec()
@@ -69,7 +70,7 @@ class Part:
     shape[self.dimension] *= self.devices
     return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
 
-  def gather(self, shard: Array, scale: Array | None = None) -> tuple[Array, Array]:
+  def gather(self, shard: Array, scale: Array | None = None) -> Array | InFp8:
     """Gathers the parameter, cast first. Inside `on_each`.
 
     Args:
@@ -77,13 +78,13 @@ class Part:
       scale: f32[], for FP8.
 
     Returns:
-      The parameter in the program's dtype, and as it crossed.
+      The parameter in the program's dtype; with a scale also as it crossed.
     """
-    cast = shard.astype(self.gather_dtype) if scale is None else quantise(shard, scale, self.gather_dtype)
     gather = lambda x: jax.lax.all_gather(x, "fsdp", axis=self.dimension, tiled=True)
-    crossed = self._on_each(gather, cast)
-    whole = crossed if scale is None else crossed.astype(jnp.float32) / scale
-    return whole.astype(self.dtype), crossed
+    if scale is None:
+      return self._on_each(gather, shard.astype(self.gather_dtype)).astype(self.dtype)
+    codes = self._on_each(gather, quantise(shard, scale, self.gather_dtype))
+    return InFp8((codes.astype(jnp.float32) / scale).astype(self.dtype), codes, scale)
 
   def reduce(self, gradient: Array, dtype: np.dtype) -> Array:
     """Sums a gradient of the parameter over `fsdp`; each device gets its part. Inside `on_each`.
@@ -94,6 +95,11 @@ class Part:
     """
     scatter = lambda x: jax.lax.psum_scatter(x, "fsdp", scatter_dimension=self.dimension, tiled=True)
     return self._on_each(scatter, to_reduce(gradient, self.reduce_dtype)).astype(dtype)
+
+
+def value_of(x: Array | InFp8) -> Array:
+  """Returns a gathered parameter in the program's dtype."""
+  return x.value if isinstance(x, InFp8) else x
 
 
 def scales_of(
@@ -161,7 +167,7 @@ def gather(
       axis = dimension_over(flat_specs[i], "fsdp")
       assert axis is not None
       part = Part(axis, mesh.shape["fsdp"], flat_dtypes[i], flat_crossing[i])
-      out.append(part.gather(shard, scale)[0])
+      out.append(value_of(part.gather(shard, scale)))
     return out
 
   gathered = jax.shard_map(

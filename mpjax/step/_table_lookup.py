@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._types import Array, JaxprEqn
-from mpjax.jaxpr import bind_again, shape_of
+from mpjax.jaxpr import shape_of
 from mpjax.step._divided_values import Divided
 
 _ROWS = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
@@ -70,5 +69,4 @@ def look_up(equation: JaxprEqn, x: Divided, shard: Array, indices: Array) -> lis
     return gradient, None
 
   run.defvjp(forward, backward)
-  cast = lambda value, equation: bind_again(equation, [value])[0]
-  return [functools.reduce(cast, x.casts, run(shard, indices))]
+  return [x.cast(run(shard, indices))]
