@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -35,34 +36,12 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Divided:
-  """The origin of a value that is a parameter.
-
-  Attributes:
-    parameter: the parameter.
-    casts: the equations that cast it to the value.
-  """
-
-  parameter: Parameter
-  casts: tuple[JaxprEqn, ...] = ()
-
-  @property
-  def part(self) -> Part:
-    """The division of the parameter."""
-    return self.parameter.part
-
-  def cast(self, x: Array) -> Array:
-    """Returns the value, from the parameter or some of its rows."""
-    return functools.reduce(lambda x, equation: bind_again(equation, [x])[0], self.casts, x)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Made:
-  """The origin of a value that is computed from parameters: a transpose, a norm, a normalised weight.
+  """How a value is computed from parameters: a cast, a transpose, a norm, a normalised weight.
 
   Attributes:
     equation: computes it.
-    operands: origins and literals; one tuple for all results of the equation.
+    operands: parameters, other `Made` values and literals; one tuple for all results of the equation.
     index: the index of the result.
   """
 
@@ -79,12 +58,12 @@ class Delayed:
   """A value that is computed from divided parameters alone; for JAX a tree of their parts.
 
   Attributes:
-    origin: how it is computed from whole parameters.
+    origin: a parameter, or how it is computed from parameters.
     parameters: the parameters.
     shards: the device's part of each.
   """
 
-  origin: Divided | Made
+  origin: Parameter | Made
   parameters: tuple[Parameter, ...]
   shards: list[Shard]
 
@@ -92,10 +71,13 @@ class Delayed:
 Value: TypeAlias = Array | Delayed
 
 
-def divided(part: Part, shard: Shard, casts: tuple[JaxprEqn, ...] = ()) -> Delayed:
-  """Returns a parameter of which a device has this part."""
+def divided(part: Part, shard: Shard, casts: Iterable[JaxprEqn] = ()) -> Delayed:
+  """Returns a parameter of which a device has this part, cast by some equations."""
   parameter = Parameter(part)
-  return Delayed(Divided(parameter, casts), (parameter,), [shard])
+  x = Delayed(parameter, (parameter,), [shard])
+  for equation in casts:
+    (x,) = delay(equation, [x])
+  return x
 
 
 def delay(equation: JaxprEqn, operands: Sequence[Any]) -> list[Delayed]:
@@ -112,31 +94,19 @@ def shards_of(values: Iterable[Any]) -> dict[Parameter, Shard]:
   return {key: shard for x in delayed for key, shard in zip(x.parameters, x.shards, strict=True)}
 
 
-class _Whole:
-  """The values that are computed from parameters, once those are gathered."""
-
-  def __init__(self, gathered: Mapping[Parameter, Array | InFp8]):
-    self._gathered = gathered
-    self._made: dict[int, list[Array]] = {}
-
-  def __call__(self, origin: Any) -> Array:
-    """Returns the value of an origin; of a literal itself."""
-    if isinstance(origin, Divided):
-      return origin.cast(value_of(self._gathered[origin.parameter]))
-    if not isinstance(origin, Made):
-      return origin
-    key = id(origin.operands)
-    if key not in self._made:
-      self._made[key] = bind_again(origin.equation, [self(x) for x in origin.operands])
-    return self._made[key][origin.index]
+def parameter_of(x: Any) -> tuple[Part, Shard, list[JaxprEqn]] | None:
+  """Returns the division and part of the parameter that a value is, and what casts it, or `None`."""
+  origin, casts = x.origin if isinstance(x, Delayed) else None, []
+  while isinstance(origin, Made) and origin.equation.primitive is jax.lax.convert_element_type_p:
+    casts.append(origin.equation)
+    (origin,) = origin.operands
+  return (origin.part, x.shards[0], casts[::-1]) if isinstance(origin, Parameter) else None
 
 
 def read(
   fun: Callable[..., list[Array]], operands: Sequence[PyTree], fenced: bool, in_fp8: Collection[int] = ()
 ) -> list[Array]:
   """Returns the results of a function for values of which some are delayed.
-
-  Residuals of its derivative that depend only on gathered parameters are made again from the parts.
 
   Args:
     fun: takes as many arrays.
@@ -147,14 +117,15 @@ def read(
   found = shards_of(operands)
   if not found:
     return fun(*operands)
-  parameters, origins = list(found), [x.origin if isinstance(x, Delayed) else None for x in operands]
+  parameters, in_codes = list(found), {i: operands[i].parameters[0] for i in in_fp8}
+  origins = [x.origin if isinstance(x, Delayed) else None for x in operands]
 
-  def of_gathered(gathered: Sequence[Array | InFp8], others: Sequence[PyTree]) -> list[Array]:
+  def of_gathered(gathered: Sequence[Any], others: Sequence[PyTree]) -> list[Array]:
     crossed, given = dict(zip(parameters, gathered, strict=True)), iter(others)
-    whole = _Whole(crossed)
-    inputs = [next(given) if origin is None else whole(origin) for origin in origins]
-    for i in in_fp8:
-      inputs[i] = crossed[origins[i].parameter]._replace(value=inputs[i])
+    made: dict[int, list[Array]] = {}
+    inputs = [next(given) if origin is None else _whole(origin, crossed, made) for origin in origins]
+    for i, parameter in in_codes.items():
+      inputs[i] = crossed[parameter]._replace(value=inputs[i])
     return fun(*inputs)
 
   def gather(shards: Sequence[Shard]) -> list[Array | InFp8]:
@@ -165,16 +136,14 @@ def read(
     return of_gathered(gather(shards), others)
 
   def forward(shards: Sequence[Shard], others: Sequence[PyTree]) -> tuple[list[Array], PyTree]:
-    gathered = gather(shards)
-    derivative = _Derivative(of_gathered, gathered, others)
-    out, saved = derivative.forward(gathered, others)
-    return out, (derivative, saved, shards)
+    out, derivative = _with_derivative(of_gathered, gather(shards), others)
+    return out, (derivative, shards)
 
   def backward(kept: PyTree, cotangents: list[Array]) -> tuple[list[tuple[Array, None]], PyTree]:
-    derivative, saved, shards = kept
+    derivative, shards = kept
     if fenced:
       shards, cotangents = jax.lax.optimization_barrier((shards, cotangents))
-    gradients, of_others = derivative.backward(lambda: gather(shards), saved, cotangents)
+    gradients, of_others = derivative(lambda: gather(shards), cotangents)
     rows = zip(parameters, gradients, shards, strict=True)
     return [(key.part.reduce(value_of(g), x.dtype), None) for key, g, (x, _) in rows], of_others
 
@@ -182,40 +151,42 @@ def read(
   return run(list(found.values()), [x for x in operands if not isinstance(x, Delayed)])
 
 
-@jax.tree_util.register_static
-class _Derivative:
-  """The program of a function's results and of its derivative's residuals.
+def _whole(origin: Any, gathered: Mapping[Parameter, Array | InFp8], made: dict[int, list[Array]]) -> Array:
+  """Returns the value of an origin, from gathered parameters; `made` holds the results of equations."""
+  if isinstance(origin, Parameter):
+    return value_of(gathered[origin])
+  if not isinstance(origin, Made):
+    return origin  # a literal
+  key = id(origin.operands)
+  if key not in made:
+    made[key] = bind_again(origin.equation, [_whole(x, gathered, made) for x in origin.operands])
+  return made[key][origin.index]
 
-  Args:
-    fun: a function of gathered parameters and of other arrays.
-    gathered: the parameters.
-    others: the others.
+
+def _with_derivative(
+  fun: Callable[..., list[Array]], gathered: PyTree, others: PyTree
+) -> tuple[list[Array], jax.tree_util.Partial]:
+  """Returns the results of a function of gathered parameters and of other arrays, and its derivative.
+
+  The derivative is a tree of the residuals that depend on the others. It takes a function that gathers the
+  parameters again, which it calls if a residual depends on them alone, and the cotangents of the results.
+
+  A policy of `jax.checkpoint` could not do this: it sees an equation's primitive, and not what it depends on.
   """
+  closed, shapes = jax.make_jaxpr(functools.partial(jax.vjp, fun), return_shape=True)(gathered, others)
+  n, m, results = (len(jax.tree.leaves(x)) for x in (gathered, others, shapes[0]))
+  of_gathered = outputs_of(closed, [True] * n + [False] * m)
+  of_others = outputs_of(closed, [False] * n + [True] * m)
+  is_saved = [i < results or of_other for i, of_other in enumerate(of_others)]
+  is_made = [not saved for saved in is_saved]
+  out = interpret(closed, jax.tree.leaves((gathered, others)), bind_again, is_saved)
 
-  def __init__(self, fun: Callable[..., list[Array]], gathered: PyTree, others: PyTree):
-    self._closed, shapes = jax.make_jaxpr(functools.partial(jax.vjp, fun), return_shape=True)(
-      gathered, others
-    )
-    self._structure, self._results = jax.tree.structure(shapes), len(shapes[0])
-    given, rest = ([flag] * len(jax.tree.leaves(x)) for flag, x in ((True, gathered), (False, others)))
-    by_gathered = outputs_of(self._closed, [*given, *rest])
-    by_others = outputs_of(self._closed, [not x for x in (*given, *rest)])
-    self._is_saved = [i < self._results or by_other for i, by_other in enumerate(by_others)]
-    self._gathers_again = any(by and not saved for by, saved in zip(by_gathered, self._is_saved, strict=True))
+  def derivative(saved: list[Array], gather: Callable[[], PyTree], cotangents: list[Array]) -> PyTree:
+    gathers = any(itertools.compress(of_gathered, is_made))
+    known = jax.tree.leaves(gather()) if gathers else [None] * n
+    made = iter(interpret(closed, [*known, *[None] * m], bind_again, is_made, effects=False))
+    stored = iter([*cotangents, *saved])  # cotangents in the place of results, which are not needed
+    leaves = [next(stored if saved else made) for saved in is_saved]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)[1](cotangents)
 
-  def forward(self, gathered: PyTree, others: PyTree) -> tuple[list[Array], list[Array]]:
-    """Returns the results, and the residuals that depend on other arrays than gathered ones."""
-    out = interpret(self._closed, jax.tree.leaves((gathered, others)), bind_again, self._is_saved)
-    return out[: self._results], out[self._results :]
-
-  def backward(
-    self, gather: Callable[[], PyTree], saved: Sequence[Array], cotangents: list[Array]
-  ) -> tuple[PyTree, PyTree]:
-    """Returns cotangents of the gathered parameters and of the others; `gather` gathers the first again."""
-    known = jax.tree.leaves(gather()) if self._gathers_again else []
-    given = [*known, *[None] * (len(self._closed.jaxpr.invars) - len(known))]
-    is_made = [not x for x in self._is_saved]
-    made = iter(interpret(self._closed, given, bind_again, is_made, effects=False))
-    stored = iter([*cotangents, *saved])  # no results are needed
-    leaves = [next(stored) if is_saved else next(made) for is_saved in self._is_saved]
-    return jax.tree.unflatten(self._structure, leaves)[1](cotangents)
+  return out[:results], jax.tree_util.Partial(derivative, out[results:])

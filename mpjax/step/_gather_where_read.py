@@ -4,16 +4,16 @@ The program of a loss function is evaluated again with a device's parts instead 
 computed only from parameters are delayed; an equation that reads one with other values gathers it (`read`),
 except for rows of a table (`look_up`).
 
-Loops gather slices in their bodies, and loop invariants once before them. In a
-conditional no device may wait for another, so what its branches read is gathered before it.
+Loops gather slices in their bodies, and loop invariants once before them. In a conditional no device may wait
+for another, so what its branches read is gathered before it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -34,7 +34,7 @@ from mpjax.jaxpr import (
 )
 from mpjax.products import InFp8, multiply_codes, takes_codes
 from mpjax.step._collectives import Part
-from mpjax.step._divided_values import Delayed, Divided, Value, delay, divided, read, shards_of
+from mpjax.step._divided_values import Delayed, Value, delay, divided, parameter_of, read, shards_of
 from mpjax.step._table_lookup import look_up, looks_up_rows
 
 
@@ -73,7 +73,7 @@ def _arrays(values: Sequence[Value], fenced: bool) -> list[Array]:
 
 
 def _apply(fenced: bool, equation: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
-  """Returns the results of an equation."""
+  """Returns the results of an equation; `fenced` as in `read`."""
   if not any(isinstance(x, Delayed) for x in operands):
     return bind_again(equation, list(operands))
   kind = call_kind(equation)
@@ -116,9 +116,11 @@ def _joins_small(equation: JaxprEqn, operands: Sequence[Value]) -> bool:
 
 def _crosses_in_codes(equation: JaxprEqn, i: int, x: Value) -> bool:
   """Returns whether an equation multiplies a parameter's FP8 numbers as they cross."""
-  if not isinstance(x, Delayed) or not isinstance(x.origin, Divided) or x.shards[0][1] is None:
+  found = parameter_of(x)
+  if found is None:
     return False
-  return takes_codes(equation, i, x.origin.part.gather_dtype)
+  part, (_, scale), _ = found
+  return scale is not None and takes_codes(equation, i, part.gather_dtype)
 
 
 def _multiply_codes(equation: JaxprEqn, *operands: Array | InFp8) -> list[Array]:
@@ -126,29 +128,26 @@ def _multiply_codes(equation: JaxprEqn, *operands: Array | InFp8) -> list[Array]
     return [multiply_codes(equation, operands)]
 
 
-def _of_parts(equation: JaxprEqn, operands: Sequence[Value]) -> list[Value] | None:
+def _of_parts(equation: JaxprEqn, operands: Sequence[Value]) -> list[Array] | list[Delayed] | None:
   """Returns the results of an equation that a device computes from its part of a parameter, or `None`."""
-  first, *indices = operands
-  if not isinstance(first, Delayed) or not isinstance(first.origin, Divided):
+  found = parameter_of(operands[0])
+  indices = [x for x in operands[1:] if not isinstance(x, Delayed)]
+  if found is None or len(indices) < len(operands) - 1:
     return None
-  x, shard = first.origin, first.shards[0]
-  if equation.primitive is jax.lax.convert_element_type_p:
-    return [dataclasses.replace(first, origin=dataclasses.replace(x, casts=(*x.casts, equation)))]
-  if any(isinstance(i, Delayed) for i in indices):
-    return None
+  part, (shard, scale), casts = found
   with as_traced(equation):
-    if len(indices) == 1 and looks_up_rows(equation, x):
-      return look_up(equation, x, shard[0], indices[0])
+    if looks_up_rows(equation, part):
+      rows = [look_up(equation, part, shard, indices[0])]
+      return functools.reduce(lambda rows, cast: bind_again(cast, rows), casts, rows)
     if equation.primitive is jax.lax.squeeze_p:
       dimensions = equation.params["dimensions"]
-      cut, part = jax.lax.squeeze(shard[0], dimensions), x.part.without(dimensions)
-      return [divided(part, (cut, shard[1]), x.casts)]
-    cut = _slice(equation, x.part.dimension, shard[0], indices)
-  return None if cut is None else [divided(x.part, (cut, shard[1]), x.casts)]
+      return [divided(part.without(dimensions), (jax.lax.squeeze(shard, dimensions), scale), casts)]
+    cut = _slice(equation, part.dimension, shard, indices)
+  return None if cut is None else [divided(part, (cut, scale), casts)]
 
 
 def _slice(equation: JaxprEqn, dim: int, shard: Array, indices: Sequence[Array]) -> Array | None:
-  """Returns a slice of a part if an equation is one that keeps the divided dimension whole."""
+  """Returns a slice of a part, for an equation that slices the parameter and keeps the divided dimension."""
   p, out = equation.params, list(shape_of(equation.outvars[0]))
   is_slice = equation.primitive in (jax.lax.slice_p, jax.lax.dynamic_slice_p)
   if not is_slice or out[dim] != shape_of(equation.invars[0])[dim]:
@@ -175,20 +174,17 @@ def _remat(fenced: bool, equation: JaxprEqn, operands: Sequence[Value]) -> list[
 def _scan(fenced: bool, equation: JaxprEqn, operands: Sequence[Value]) -> list[Array]:
   consts, carry, options = scan_parts(equation)
   first = consts + carry
+  found = {i: parameter_of(x) for i, x in enumerate(operands) if i >= first}
   # A parameter that is divided over the layers themselves is gathered whole.
-  inside = {
-    i: x.origin
-    for i, x in enumerate(operands)
-    if i >= first and isinstance(x, Delayed) and isinstance(x.origin, Divided) and x.origin.part.dimension > 0
-  }
+  inside = {i: row for i, row in found.items() if row is not None and row[0].dimension > 0}
 
   def run(*arrays: PyTree) -> list[Array]:
     xs = [x[0] if first + i in inside else x for i, x in enumerate(arrays[first:])]
 
     def step(carried: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
-      inputs: list[Value] = [*arrays[:consts], *carried, *xs]
-      for i, x in inside.items():
-        inputs[i] = divided(x.part.without((0,)), (inputs[i], arrays[i][1]), x.casts)
+      inputs: list[Any] = [*arrays[:consts], *carried, *xs]
+      for i, (part, _, casts) in inside.items():
+        inputs[i] = divided(part.without((0,)), (inputs[i], arrays[i][1]), casts)
       out = _evaluate(equation.params["jaxpr"], inputs, fenced=False)  # the backward pass is another loop
       return out[:carry], out[carry:]
 
@@ -196,5 +192,4 @@ def _scan(fenced: bool, equation: JaxprEqn, operands: Sequence[Value]) -> list[A
       carried, ys = jax.lax.scan(step, list(arrays[consts:first]), xs, **options)
     return [*carried, *ys]
 
-  # What is gathered inside crosses as it is: a device's part and its scale.
-  return read(run, [x.shards[0] if i in inside else x for i, x in enumerate(operands)], fenced)
+  return read(run, [inside[i][1] if i in inside else x for i, x in enumerate(operands)], fenced)
