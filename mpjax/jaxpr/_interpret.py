@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ from mpjax._types import AnyJaxpr, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, 
 from mpjax.jaxpr._bodies import (
   as_function,
   call_layout,
+  constants_of,
   default_branch,
   equations_in,
   open_jaxpr,
@@ -21,6 +23,7 @@ from mpjax.jaxpr._bodies import (
   shape_of,
   variables_of,
 )
+from mpjax.jaxpr._flow import live
 from mpjax.jaxpr._primitives import CallKind, Trait, call_kind, has
 from mpjax.jaxpr._scopes import as_traced
 
@@ -44,28 +47,39 @@ def bind_again(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
     return _compat.bind(equation, operands)
 
 
-def interpret(closed: ClosedJaxpr, arguments: Sequence[Any], rule: Rule) -> list[Any]:
-  """Evaluates a closed jaxpr; every value is freed after its last read.
+def interpret(
+  jaxpr: AnyJaxpr,
+  arguments: Sequence[Any],
+  rule: Rule,
+  outputs: Sequence[bool] | None = None,
+  *,
+  effects: bool = True,
+) -> list[Any]:
+  """Evaluates what a jaxpr's outputs need; every value is freed after its last read.
 
   Args:
-    closed: the jaxpr.
-    arguments: its inputs.
+    jaxpr: the jaxpr, with its constants.
+    arguments: its inputs: values of any kind that the rule takes.
     rule: (equation, operands) -> results, such as `bind_again`.
+    outputs: which outputs to return; all by default.
+    effects: also evaluate equations with an effect.
   """
-  jaxpr = closed.jaxpr
-  environment: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-  environment |= zip(jaxpr.invars, arguments, strict=True)
+  body = open_jaxpr(jaxpr)
+  environment: dict[Var, Any] = dict(zip(body.constvars, constants_of(jaxpr), strict=True))
+  environment |= zip(body.invars, arguments, strict=True)
 
   def read(atom: Atom) -> Any:
     return atom.val if isinstance(atom, Literal) else environment[atom]
 
-  expired = last_reads([equation.invars for equation in jaxpr.eqns], jaxpr.outvars)
-  for equation, last in zip(jaxpr.eqns, expired, strict=True):
+  equations = live(body, outputs, effects=effects).equations
+  results = body.outvars if outputs is None else list(itertools.compress(body.outvars, outputs))
+  expired = last_reads([equation.invars for equation in equations], results)
+  for equation, last in zip(equations, expired, strict=True):
     operands = [read(atom) for atom in equation.invars]
     for variable in last:
       del environment[variable]
     environment |= zip(equation.outvars, rule(equation, operands), strict=True)
-  return [read(atom) for atom in jaxpr.outvars]
+  return [read(atom) for atom in results]
 
 
 def into_bodies(equation: JaxprEqn, operands: list[Any], rule: Rule) -> Sequence[Any]:
@@ -137,8 +151,7 @@ def where_rows(rows: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate(jaxpr: AnyJaxpr, rule: Rule, *arguments: Any) -> list[Any]:
-  closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
-  return interpret(closed, arguments, rule)
+  return interpret(jaxpr, arguments, rule)
 
 
 def closure_as_argument(

@@ -15,80 +15,85 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
-from jaxtyping import Int32
 
 from mpjax._average import Average, is_average, sum_of
 from mpjax._types import Array, Mesh, PyTree
 from mpjax.dtypes import at_least_float32
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.loss_scale._overwritten import is_overwritten
+from mpjax.products import InFp8
 from mpjax.sharding import axes_of_batch, batch_shards, dimension_over, is_spec, keep_axes
 
-_SPEC = PartitionSpec()
+_WHOLE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """A device's part of a parameter along `fsdp`.
+  """A device's part of a parameter along `fsdp`. Its methods are for the inside of `on_each`.
 
   Attributes:
-    dimension: the divided dimension.
-    devices: the number of devices that it is divided over.
+    spec: the spec of the parameter.
     dtype: dtype of the parameter in the program that reads it.
     gather_dtype: dtype in which it is gathered.
     reduce_dtype: dtype in which its gradient is reduced; `None` for float32, or its own if that is wider.
-    early: whether it may be gathered before its reader's other operands exist.
-    over_tensor: the spec of the division over `tensor`.
   """
 
-  dimension: int
-  devices: int
+  spec: PartitionSpec
   dtype: np.dtype
   gather_dtype: np.dtype
   reduce_dtype: np.dtype | None = None
-  early: bool = True
-  over_tensor: PartitionSpec = _SPEC
+
+  @property
+  def dimension(self) -> int:
+    """The dimension that is divided over `fsdp`."""
+    return tuple(self.spec).index("fsdp")
+
+  @property
+  def is_scaled(self) -> bool:
+    """Whether it crosses in FP8, with a scale."""
+    return self.gather_dtype.itemsize == 1 and self.gather_dtype != self.dtype
 
   def without(self, dimensions: Sequence[int]) -> Part:
     """Returns the division of the parameter without some other dimensions, as one of several in a stack."""
-    spec = PartitionSpec(*(axis for i, axis in enumerate(self.over_tensor) if i not in dimensions))
-    left = self.dimension - sum(d < self.dimension for d in dimensions)
-    return dataclasses.replace(self, dimension=left, over_tensor=spec)
-
-  def _on_each(self, collective: Callable[[Array], Array], x: Array) -> Array:
-    """Applies a collective over `fsdp` to the array of each device of `tensor`: no compiler divides one."""
-    # Also over a `tensor` of one: XLA for CPUs crashes on a half-precision sum with an axis left to it.
-    if not self.over_tensor and jax.sharding.get_abstract_mesh().shape.get("tensor") != 1:
-      return collective(x)
-    spec = self.over_tensor
-    return jax.shard_map(
-      collective, in_specs=(spec,), out_specs=spec, axis_names={"tensor"}, check_vma=False
-    )(x)
+    left = (axis for i, axis in enumerate(self.spec) if i not in dimensions)
+    return dataclasses.replace(self, spec=PartitionSpec(*left))
 
   def whole_type(self, shard: Array) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of the parameter that this is a part of."""
     shape = list(shard.shape)
-    shape[self.dimension] *= self.devices
+    shape[self.dimension] *= jax.sharding.get_abstract_mesh().shape["fsdp"]
     return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
 
-  def gather(self, shard: Array, scale: Array | None = None) -> tuple[Array, Array]:
-    """Gathers the parameter, cast first. Inside `on_each`.
+  def _on_each(self, collective: Callable[[Array], Array], x: Array) -> Array:
+    """Applies a collective over `fsdp` to the array of each device of `tensor`: no compiler divides one."""
+    around = jax.sharding.get_abstract_mesh()
+    is_divided = "tensor" in self.spec and "tensor" not in around.manual_axes
+    # Also over a `tensor` of one: XLA for CPUs crashes on a half-precision sum with an axis left to it.
+    if not is_divided and around.shape.get("tensor") != 1:
+      return collective(x)
+    spec = keep_axes(self.spec, ("tensor",)) if is_divided else _WHOLE
+    return jax.shard_map(
+      collective, in_specs=(spec,), out_specs=spec, axis_names={"tensor"}, check_vma=False
+    )(x)
+
+  def gather(self, shard: Array, scale: Array | None = None) -> Array | InFp8:
+    """Gathers the parameter, cast first.
 
     Args:
       shard: this device's part.
       scale: f32[], for FP8.
 
     Returns:
-      The parameter in the program's dtype, and as it crossed.
+      The parameter in the program's dtype; with a scale also as it crossed.
     """
-    cast = shard.astype(self.gather_dtype) if scale is None else quantise(shard, scale, self.gather_dtype)
     gather = lambda x: jax.lax.all_gather(x, "fsdp", axis=self.dimension, tiled=True)
-    crossed = self._on_each(gather, cast)
-    whole = crossed if scale is None else crossed.astype(jnp.float32) / scale
-    return whole.astype(self.dtype), crossed
+    if scale is None:
+      return self._on_each(gather, shard.astype(self.gather_dtype)).astype(self.dtype)
+    codes = self._on_each(gather, quantise(shard, scale, self.gather_dtype))
+    return InFp8((codes.astype(jnp.float32) / scale).astype(self.dtype), codes, scale)
 
   def reduce(self, gradient: Array, dtype: np.dtype) -> Array:
-    """Sums a gradient of the parameter over `fsdp`; each device gets its part. Inside `on_each`.
+    """Sums a gradient of the parameter over `fsdp`; each device gets its part.
 
     Args:
       gradient: gradient of the whole parameter.
@@ -98,79 +103,59 @@ class Part:
     return self._on_each(scatter, to_reduce(gradient, self.reduce_dtype)).astype(dtype)
 
 
-def scales_of(
-  mesh: Mesh, params: PyTree, specs: PyTree[PartitionSpec], dtypes: PyTree[np.dtype]
-) -> list[Array | None]:
+def value_of(x: Array | InFp8) -> Array:
+  """Returns a gathered parameter in the program's dtype."""
+  return x.value if isinstance(x, InFp8) else x
+
+
+def scales_of(mesh: Mesh, params: PyTree, parts: Sequence[Part | None]) -> list[Array | None]:
   """Returns the scale of each parameter that crosses in FP8, f32[]; `None` for others.
 
   The largest magnitudes of all of them cross together.
-
-  Args:
-    mesh: the step's mesh.
-    params: tree of arrays, divided by `specs`.
-    specs: tree of `PartitionSpec`.
-    dtypes: tree of the dtypes to gather in.
   """
-  leaves, flat_dtypes = jax.tree.leaves(params), jax.tree.leaves(dtypes)
-  flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
-  chosen = [i for i, dtype in enumerate(flat_dtypes) if dtype.itemsize == 1]
-  scales: list[Array | None] = [None] * len(leaves)
-  if not chosen:
+  scaled = {i: part for i, part in enumerate(parts) if part is not None and part.is_scaled}
+  scales: list[Array | None] = [None] * len(parts)
+  if not scaled:
     return scales
 
   def body(*shards: Array) -> Array:
     return jax.lax.pmax(jnp.stack([amax_of(shard) for shard in shards]), mesh.axis_names)
 
-  amaxes = jax.shard_map(
-    body, mesh=mesh, in_specs=tuple(flat_specs[i] for i in chosen), out_specs=_SPEC, check_vma=False
-  )(*(leaves[i] for i in chosen))
-  for i, amax in zip(chosen, amaxes, strict=True):
-    scales[i] = scale_of(amax, flat_dtypes[i])
+  leaves, in_specs = jax.tree.leaves(params), tuple(part.spec for part in scaled.values())
+  mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=_WHOLE, check_vma=False)
+  for (i, part), amax in zip(scaled.items(), mapped(*(leaves[i] for i in scaled)), strict=True):
+    scales[i] = scale_of(amax, part.gather_dtype)
   return scales
 
 
 def gather(
-  mesh: Mesh,
-  params: PyTree,
-  specs: PyTree[PartitionSpec],
-  dtypes: PyTree[np.dtype],
-  crossing: PyTree[np.dtype],
-  scales: Sequence[Array | None],
+  mesh: Mesh, params: PyTree, parts: Sequence[Part | None], scales: Sequence[Array | None]
 ) -> PyTree:
   """Gathers parameters that are divided over `fsdp`: cast first, then gathered.
 
   Args:
     mesh: the step's mesh.
-    params: tree of arrays, divided by `specs`.
-    specs: tree of `PartitionSpec`.
-    dtypes: tree of the dtypes of the results.
-    crossing: tree of the dtypes to gather in.
-    scales: scales of the parameters that are gathered in FP8.
+    params: tree of arrays.
+    parts: the division of each.
+    scales: what `scales_of` returns.
 
   Returns:
-    The tree; gathered leaves are in their dtype of `dtypes`, the rest is unchanged.
+    The tree; gathered leaves are in the dtype of their `Part`, the rest is unchanged.
   """
   leaves, structure = jax.tree.flatten(params)
-  flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
-  flat_dtypes, flat_crossing = jax.tree.leaves(dtypes), jax.tree.leaves(crossing)
-  divided = [i for i, spec in enumerate(flat_specs) if dimension_over(spec, "fsdp") is not None]
+  divided = {i: part for i, part in enumerate(parts) if part is not None}
   if not divided:
     return params
 
   def body(shards: Sequence[Array], scales: Sequence[Array | None]) -> list[Array]:
-    out = []
-    for i, shard, scale in zip(divided, shards, scales, strict=True):
-      axis = dimension_over(flat_specs[i], "fsdp")
-      assert axis is not None
-      part = Part(axis, mesh.shape["fsdp"], flat_dtypes[i], flat_crossing[i])
-      out.append(part.gather(shard, scale)[0])
-    return out
+    rows = zip(divided.values(), shards, scales, strict=True)
+    return [value_of(part.gather(shard, scale)) for part, shard, scale in rows]
 
   gathered = jax.shard_map(
     body,
     mesh=mesh,
-    in_specs=([flat_specs[i] for i in divided], _SPEC),
-    out_specs=[keep_axes(flat_specs[i], ("tensor",)) for i in divided],
+    in_specs=([part.spec for part in divided.values()], _WHOLE),
+    out_specs=[keep_axes(part.spec, ("tensor",)) for part in divided.values()],
     check_vma=False,
   )([leaves[i] for i in divided], [scales[i] for i in divided])
   for i, whole in zip(divided, gathered, strict=True):
@@ -183,7 +168,7 @@ def on_each(
   fun: Callable[..., PyTree],
   replicated: tuple[PyTree, ...],
   batch: PyTree,
-  specs: PyTree[PartitionSpec] = _SPEC,
+  specs: PyTree[PartitionSpec] = _WHOLE,
 ) -> PyTree:
   """Runs a function of a device's rows on each device, and stacks the results: one leading entry per device.
 
@@ -204,18 +189,13 @@ def on_each(
     mesh=mesh,
     in_specs=(
       specs,
-      *(_SPEC,) * (len(replicated) - 1),
-      jax.tree.map(lambda x: PartitionSpec(axes) if x.ndim else _SPEC, batch),
+      *(_WHOLE,) * (len(replicated) - 1),
+      jax.tree.map(lambda x: PartitionSpec(axes) if x.ndim else _WHOLE, batch),
     ),
     out_specs=PartitionSpec(axes),
     axis_names=set(axes),
     check_vma=False,
   )(*replicated, batch)
-
-
-def shard_index(mesh: Mesh) -> Int32[Array, ""]:
-  """Returns the index of this device's part of the batch; inside `on_each`."""
-  return jax.lax.axis_index(axes_of_batch(mesh))
 
 
 def to_reduce(gradient: Array, dtype: np.dtype | None) -> Array:
@@ -246,15 +226,12 @@ def reduce(
     over_fsdp: `False` if gradients of divided parameters are already summed over `fsdp` (`Part.reduce`).
   """
   axes, shards = axes_of_batch(mesh), batch_shards(mesh)
-  pairs, structure = jax.tree_util.tree_flatten_with_path(stacked)
-  flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
 
   def one(path: KeyPath, x: Array, spec: PartitionSpec) -> Array:
     if is_overwritten(path):
-      return jax.lax.pmax(x, axes)
-    wide = at_least_float32(x.dtype)
-    x = to_reduce(x, dtype)
-    axis = dimension_over(spec, "fsdp")
+      return jax.lax.pmax(x[0], axes)
+    wide, axis = at_least_float32(x.dtype), dimension_over(spec, "fsdp")
+    x = to_reduce(x[0], dtype)
     if axis is None:
       x = jax.lax.psum(x, axes)
     else:
@@ -265,18 +242,14 @@ def reduce(
         x = jax.lax.psum(x, "data")
     return x.astype(wide) / shards
 
-  def body(*leaves: Array) -> list[Array]:
-    rows = zip(pairs, leaves, flat_specs, strict=True)
-    return [one(path, leaf[0], spec) for (path, _), leaf, spec in rows]
-
-  reduced = jax.shard_map(
-    body,
+  of_stacked = lambda spec: PartitionSpec(axes, *keep_axes(spec, ("tensor",)))
+  return jax.shard_map(
+    lambda stacked: jax.tree_util.tree_map_with_path(one, stacked, specs),
     mesh=mesh,
-    in_specs=tuple(PartitionSpec(axes, *keep_axes(spec, ("tensor",))) for spec in flat_specs),
-    out_specs=list(flat_specs),
+    in_specs=(jax.tree.map(of_stacked, specs, is_leaf=is_spec),),
+    out_specs=specs,
     check_vma=False,
-  )(*(leaf for _, leaf in pairs))
-  return jax.tree.unflatten(structure, reduced)
+  )(stacked)
 
 
 def over_shards(stacked: PyTree, of_integers: Callable[..., Array] = jnp.max) -> PyTree:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import functools
-import operator
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -31,50 +28,31 @@ Dtypes: TypeAlias = frozenset[np.dtype]
 
 
 def read_in(closed: AnyJaxpr, inputs: Sequence[int]) -> list[np.dtype | None]:
-  """Returns the one dtype in which a program reads each of its inputs; `None` if there are several.
-
-  Args:
-    closed: a jaxpr.
-    inputs: positions among its inputs.
-  """
+  """Returns the one dtype in which a program reads each of some inputs; `None` if there are several."""
   found = _reads(closed)
   return [next(iter(found[i])) if len(found[i]) == 1 else None for i in inputs]
 
 
 def only_multiplied(closed: AnyJaxpr, inputs: Sequence[int]) -> list[bool]:
-  """Returns, for each input of a program, whether only matrix products read it, in any dtype.
-
-  Args:
-    closed: a jaxpr.
-    inputs: positions among its inputs.
-  """
-  others = [_Use.OTHER] * len(open_jaxpr(closed).outvars)
-  found = _Uses().solve(closed, others).inputs
-  return [found[i] is _Use.PRODUCT for i in inputs]
+  """Returns, for each of some inputs of a program, whether only matrix products read it, in any dtype."""
+  found = _ReadOtherwise().solve(closed, [True] * len(open_jaxpr(closed).outvars)).inputs
+  return [not found[i] for i in inputs]
 
 
-class _Use(enum.Flag):
-  NONE = 0
-  PRODUCT = enum.auto()
-  OTHER = enum.auto()
+class _ReadOtherwise(Backward[bool]):
+  """Whether anything but matrix products reads a value, or a view of it."""
 
-
-class _Uses(Backward[_Use]):
-  """The readers of a value, or of a view of it."""
-
-  nothing = _Use.NONE
+  nothing = False
 
   def enters(self, equation: JaxprEqn) -> bool:
     kind = call_kind(equation)
     return kind is not None and kind.is_plain
 
-  def transfer(self, equation: JaxprEqn, results: list[_Use], calls: Calls) -> list[_Use]:
-    use = _Use.OTHER
+  def transfer(self, equation: JaxprEqn, results: list[bool], calls: Calls) -> list[bool]:
+    otherwise = call_kind(equation) is not None or not has(equation, Trait.PRODUCT)
     if call_kind(equation) is None and has(equation, Trait.SAME_WEIGHT | Trait.ALIAS):
-      use = functools.reduce(operator.or_, results)
-    elif call_kind(equation) is None and has(equation, Trait.PRODUCT):
-      use = _Use.PRODUCT
-    return [use] * len(equation.invars)
+      otherwise = any(results)
+    return [otherwise] * len(equation.invars)
 
 
 class _Reads(Backward[Dtypes]):

@@ -4,21 +4,21 @@ The program of a loss function is evaluated again with a device's parts instead 
 computed only from parameters are delayed; an equation that reads one with other values gathers it (`read`),
 except for rows of a table (`look_up`).
 
-Loops gather slices in their bodies, and loop invariants once before them. In a
-conditional no device may wait for another, so what its branches read is gathered before it.
+Loops gather slices in their bodies, and loop invariants once before them. In a conditional no device may wait
+for another, so what its branches read is gathered before it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from mpjax import _compat
-from mpjax._types import AnyJaxpr, Array, JaxprEqn, PyTree, Var
+from mpjax._types import AnyJaxpr, Array, JaxprEqn, PyTree
 from mpjax.jaxpr import (
   CallKind,
   Trait,
@@ -26,30 +26,16 @@ from mpjax.jaxpr import (
   bind_again,
   bodies_of,
   call_kind,
-  constants_of,
   has,
+  interpret,
   is_variable,
-  live,
-  open_jaxpr,
   scan_parts,
   shape_of,
 )
 from mpjax.products import InFp8, multiply_codes, takes_codes
 from mpjax.step._collectives import Part
-from mpjax.step._divided_values import (
-  Divided,
-  Made,
-  Scope,
-  Shard,
-  Value,
-  is_put_off,
-  read,
-  results_of,
-  roots_of,
-)
+from mpjax.step._divided_values import Delayed, Value, delay, divided, parameter_of, read, shards_of
 from mpjax.step._table_lookup import look_up, looks_up_rows
-
-_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
 
 
 def gather_where_read(
@@ -66,99 +52,75 @@ def gather_where_read(
 
   def of_parts(params: PyTree, *args: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(params)
-    pairs = list(zip(leaves, parts, strict=True))
-    shapes = [x if part is None else part.whole_type(x) for x, part in pairs]
+    rows = list(zip(leaves, parts, scales, strict=True))
+    shapes = [x if part is None else part.whole_type(x) for x, part, _ in rows]
     closed, out = jax.make_jaxpr(fun, return_shape=True)(jax.tree.unflatten(structure, shapes), *args)
-    scope = Scope({}, fenced=True)
-    values: list[Value] = [
-      x if part is None else scope.add(part, x, scale) for (x, part), scale in zip(pairs, scales, strict=True)
-    ]
-    results = _evaluate(closed, [*values, *jax.tree.leaves(args)], scope)
+    values = [x if part is None else divided(part, (x, scale)) for x, part, scale in rows]
+    results = _evaluate(closed, [*values, *jax.tree.leaves(args)], fenced=True)
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
   return of_parts
 
 
-def _evaluate(jaxpr: AnyJaxpr, inputs: Sequence[Value], scope: Scope) -> list[Array]:
-  """Returns the outputs of a program, none delayed; see `_values`."""
-  return [read(lambda x: [x], [x], scope)[0] for x in _values(jaxpr, inputs, scope)]
+def _evaluate(jaxpr: AnyJaxpr, inputs: Sequence[Value], fenced: bool) -> list[Array]:
+  """Returns the outputs of a program, none delayed; `fenced` as in `read`."""
+  return _arrays(interpret(jaxpr, inputs, functools.partial(_apply, fenced)), fenced)
 
 
-def _values(jaxpr: AnyJaxpr, inputs: Sequence[Value], scope: Scope) -> list[Value]:
-  """Returns the outputs of a program.
-
-  Args:
-    jaxpr: the program.
-    inputs: its arguments.
-    scope: the scope of the arguments.
-  """
-  body = open_jaxpr(jaxpr)
-  values: dict[Var, Value] = dict(zip(body.constvars, constants_of(jaxpr), strict=True))
-  values |= zip(body.invars, inputs, strict=True)
-  for equation in live(body).equations:
-    operands = [values[a] if is_variable(a) else a.val for a in equation.invars]
-    values |= zip(equation.outvars, _apply(equation, operands, scope), strict=True)
-  return [values[a] if is_variable(a) else a.val for a in body.outvars]
+def _arrays(values: Sequence[Value], fenced: bool) -> list[Array]:
+  """Returns values, each read by itself if it is delayed."""
+  return [read(lambda x: [x], [x], fenced)[0] for x in values]
 
 
-def _apply(equation: JaxprEqn, operands: Sequence[Value], scope: Scope) -> Sequence[Value]:
-  """Returns the results of an equation."""
-  if not any(map(is_put_off, operands)):
+def _apply(fenced: bool, equation: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
+  """Returns the results of an equation; `fenced` as in `read`."""
+  if not any(isinstance(x, Delayed) for x in operands):
     return bind_again(equation, list(operands))
   kind = call_kind(equation)
   if kind in (CallKind.JIT, CallKind.INLINE):
     with as_traced(equation):
-      return _values(bodies_of(equation)[0], operands, scope)
+      return interpret(bodies_of(equation)[0], operands, functools.partial(_apply, fenced))
   if kind is CallKind.REMAT:
-    return _remat(equation, operands, scope)
+    return _remat(fenced, equation, operands)
   if kind is CallKind.SCAN:
-    return _scan(equation, operands, scope)
+    return _scan(fenced, equation, operands)
   is_each = has(equation, Trait.EACH) and has(equation, Trait.ALIAS)
   if kind is None and is_each and len(operands) == len(equation.outvars):
     return operands  # a barrier or a similar equation, which only concerns the compiler
-  first = operands[0]
-  if isinstance(first, Divided):
-    if equation.primitive is jax.lax.convert_element_type_p:
-      return [dataclasses.replace(first, casts=(*first.casts, equation))]
-    indices = [x for x in operands[1:] if not isinstance(x, (Divided, Made))]
-    if equation.primitive in _SLICES and (cut := _slice(equation, first, indices, scope)):
-      return [cut]
-    if len(indices) == 1 and looks_up_rows(equation, first):
-      with as_traced(equation):
-        return look_up(equation, first, scope.shards[first.number][0], *indices)
+  if found := _of_parts(equation, operands):
+    return found
   of_parameters = all(
-    is_put_off(x) or not is_variable(a) for a, x in zip(equation.invars, operands, strict=True)
+    isinstance(x, Delayed) or not is_variable(a) for a, x in zip(equation.invars, operands, strict=True)
   )
   can_wait = (kind is None or kind.is_custom_rule) and not has(equation, Trait.PRODUCT)
   if of_parameters and can_wait and not equation.effects:
-    results = results_of(equation, operands)
-    if not _joins_small(equation, results[0], scope):
-      return results
-    operands = [read(lambda x: [x], [x], scope)[0] for x in operands]
-    return bind_again(equation, operands)
+    if not _joins_small(equation, operands):
+      return delay(equation, operands)
+    return bind_again(equation, _arrays(operands, fenced))
   with as_traced(equation):
-    in_fp8 = [
-      i
-      for i, x in enumerate(operands)
-      if isinstance(x, Divided) and _is_scaled(x, scope) and takes_codes(equation, i, x.part.gather_dtype)
-    ]
+    in_fp8 = [i for i, x in enumerate(operands) if _crosses_in_codes(equation, i, x)]
     if in_fp8:
-      return read(functools.partial(_multiply_codes, equation), operands, scope, in_fp8)
-    return read(lambda *xs: _compat.bind(equation, list(xs)), operands, scope)
+      return read(functools.partial(_multiply_codes, equation), operands, fenced, in_fp8)
+    return read(lambda *xs: _compat.bind(equation, list(xs)), operands, fenced)
 
 
-def _is_scaled(x: Divided, scope: Scope) -> bool:
-  return scope.shards[x.number][1] is not None
+def _joins_small(equation: JaxprEqn, operands: Sequence[Value]) -> bool:
+  """Returns whether an equation makes several parameters one that is smaller than each, as a sum of squares.
 
-
-def _joins_small(equation: JaxprEqn, result: Value, scope: Scope) -> bool:
-  """Returns whether results combine several parameters and are smaller than each, as a sum of squares.
-
-  If such results were delayed, all those parameters would be gathered at once.
+  If its results were delayed, all those parameters would be gathered at once.
   """
-  roots = roots_of([result])
+  shards = shards_of(operands).values()
   size = sum(math.prod(shape_of(v)) for v in equation.outvars)
-  return len(roots) > 1 and size < min(scope.shards[number][0].size for number in roots)
+  return len(shards) > 1 and size < min(shard.size for shard, _ in shards)
+
+
+def _crosses_in_codes(equation: JaxprEqn, i: int, x: Value) -> bool:
+  """Returns whether an equation multiplies a parameter's FP8 numbers as they cross."""
+  found = parameter_of(x)
+  if found is None:
+    return False
+  part, (_, scale), _ = found
+  return scale is not None and takes_codes(equation, i, part.gather_dtype)
 
 
 def _multiply_codes(equation: JaxprEqn, *operands: Array | InFp8) -> list[Array]:
@@ -166,73 +128,68 @@ def _multiply_codes(equation: JaxprEqn, *operands: Array | InFp8) -> list[Array]
     return [multiply_codes(equation, operands)]
 
 
-def _slice(equation: JaxprEqn, x: Divided, indices: Sequence[Array], scope: Scope) -> Divided | None:
-  """Returns a slice of a parameter that keeps the divided dimension whole, as a slice of the part."""
-  p, dim, shard = equation.params, x.part.dimension, scope.shards[x.number][0]
-  if equation.primitive is jax.lax.squeeze_p:
-    part = x.part.without(p["dimensions"])
-    return scope.narrow(x, part, jax.lax.squeeze(shard, p["dimensions"]))
-  out = list(shape_of(equation.outvars[0]))
-  if out[dim] != shape_of(equation.invars[0])[dim]:
+def _of_parts(equation: JaxprEqn, operands: Sequence[Value]) -> list[Array] | list[Delayed] | None:
+  """Returns the results of an equation that a device computes from its part of a parameter, or `None`."""
+  found = parameter_of(operands[0])
+  indices = [x for x in operands[1:] if not isinstance(x, Delayed)]
+  if found is None or len(indices) < len(operands) - 1:
+    return None
+  part, (shard, scale), casts = found
+  with as_traced(equation):
+    if looks_up_rows(equation, part):
+      rows = [look_up(equation, part, shard, indices[0])]
+      return functools.reduce(lambda rows, cast: bind_again(cast, rows), casts, rows)
+    if equation.primitive is jax.lax.squeeze_p:
+      dimensions = equation.params["dimensions"]
+      return [divided(part.without(dimensions), (jax.lax.squeeze(shard, dimensions), scale), casts)]
+    cut = _slice(equation, part.dimension, shard, indices)
+  return None if cut is None else [divided(part, (cut, scale), casts)]
+
+
+def _slice(equation: JaxprEqn, dim: int, shard: Array, indices: Sequence[Array]) -> Array | None:
+  """Returns a slice of a part, for an equation that slices the parameter and keeps the divided dimension."""
+  p, out = equation.params, list(shape_of(equation.outvars[0]))
+  is_slice = equation.primitive in (jax.lax.slice_p, jax.lax.dynamic_slice_p)
+  if not is_slice or out[dim] != shape_of(equation.invars[0])[dim]:
     return None
   out[dim] = shard.shape[dim]
-  with as_traced(equation):
-    if equation.primitive is jax.lax.dynamic_slice_p:
-      cut = jax.lax.dynamic_slice(shard, list(indices), out)
-    else:
-      limits = [*p["limit_indices"][:dim], shard.shape[dim], *p["limit_indices"][dim + 1 :]]
-      cut = jax.lax.slice(shard, p["start_indices"], limits, p["strides"])
-  return scope.narrow(x, x.part, cut)
+  if equation.primitive is jax.lax.dynamic_slice_p:
+    return jax.lax.dynamic_slice(shard, list(indices), out)
+  limits = [*p["limit_indices"][:dim], shard.shape[dim], *p["limit_indices"][dim + 1 :]]
+  return jax.lax.slice(shard, p["start_indices"], limits, p["strides"])
 
 
-def _remat(equation: JaxprEqn, operands: Sequence[Value], scope: Scope) -> list[Array]:
+def _remat(fenced: bool, equation: JaxprEqn, operands: Sequence[Value]) -> list[Array]:
   body, p = bodies_of(equation)[0], equation.params
-  roots = roots_of(operands)
   fences = p["prevent_cse"]
   # A region that is recomputed as a whole may share gathered parameters with the backward pass behind it.
   apart = p["policy"] is None and (fences if isinstance(fences, bool) else any(fences))
-  templates, fenced = [x if is_put_off(x) else None for x in operands], scope.fenced and not apart
-
-  def run(shards: dict[int, Shard], others: Sequence[Array]) -> list[Array]:
-    given = iter(others)
-    inputs = [next(given) if x is None else x for x in templates]
-    return _evaluate(body, inputs, Scope(dict(shards), fenced))
-
-  others = [x for x in operands if not is_put_off(x)]
-  shards = {number: scope.shards[number] for number in roots}
+  run = lambda *inputs: _evaluate(body, inputs, fenced and not apart)
+  if not isinstance(fences, bool):  # one for each operand
+    fences = tuple(f or isinstance(x, Delayed) for f, x in zip(fences, operands, strict=True))
   with as_traced(equation):
-    if not isinstance(fences, bool):  # one for each operand
-      of_others = [f for f, x in zip(fences, operands, strict=True) if not is_put_off(x)]
-      fences = (True, of_others)
-    return jax.checkpoint(run, policy=p["policy"], prevent_cse=fences)(shards, others)
+    return jax.checkpoint(run, policy=p["policy"], prevent_cse=fences)(*operands)
 
 
-def _scan(equation: JaxprEqn, operands: Sequence[Value], scope: Scope) -> list[Array]:
+def _scan(fenced: bool, equation: JaxprEqn, operands: Sequence[Value]) -> list[Array]:
   consts, carry, options = scan_parts(equation)
   first = consts + carry
+  found = {i: parameter_of(x) for i, x in enumerate(operands) if i >= first}
   # A parameter that is divided over the layers themselves is gathered whole.
-  inside = {
-    i: x for i, x in enumerate(operands) if i >= first and isinstance(x, Divided) and x.part.dimension > 0
-  }
-  shards = {i: scope.shards[x.number] for i, x in inside.items()}
-  scales = {i: scale for i, (_, scale) in shards.items() if scale is not None}
+  inside = {i: row for i, row in found.items() if row is not None and row[0].dimension > 0}
 
-  def run(*arrays: Array) -> list[Array]:
-    scale_of = dict(zip(scales, arrays[len(operands) :], strict=True)).get
+  def run(*arrays: PyTree) -> list[Array]:
+    xs = [x[0] if first + i in inside else x for i, x in enumerate(arrays[first:])]
 
     def step(carried: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
-      inputs: list[Value] = [*arrays[:consts], *carried, *xs]
-      body = Scope({}, fenced=False)  # the backward pass is another loop
-      for i, x in inside.items():
-        slice_ = body.add(x.part.without((0,)), xs[i - first], scale_of(i))
-        inputs[i] = dataclasses.replace(slice_, casts=x.casts)
-      out = _evaluate(equation.params["jaxpr"], inputs, body)
+      inputs: list[Any] = [*arrays[:consts], *carried, *xs]
+      for i, (part, _, casts) in inside.items():
+        inputs[i] = divided(part.without((0,)), (inputs[i], arrays[i][1]), casts)
+      out = _evaluate(equation.params["jaxpr"], inputs, fenced=False)  # the backward pass is another loop
       return out[:carry], out[carry:]
 
     with as_traced(equation):
-      xs = list(arrays[first : len(operands)])
       carried, ys = jax.lax.scan(step, list(arrays[consts:first]), xs, **options)
     return [*carried, *ys]
 
-  mixed = [shards[i][0] if i in shards else x for i, x in enumerate(operands)]
-  return read(run, [*mixed, *scales.values()], scope)
+  return read(run, [inside[i][1] if i in inside else x for i, x in enumerate(operands)], fenced)

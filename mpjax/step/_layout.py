@@ -46,14 +46,12 @@ class Layout:
     mesh: with axes among `data`, `fsdp` and `tensor`; concrete or abstract.
     rules: the sharding rules of parameters.
     gather: when to gather divided parameters, one of `GATHERS`.
-    gather_prefetch: how many blocks before its reader a parameter may be gathered with `"block"`: 0 or 1.
     offload: what is in the host's memory between steps: `"optimizer"`, the optimiser's state, or `None`.
   """
 
   mesh: Mesh
   rules: ShardingRules
   gather: str = "step"
-  gather_prefetch: int = 1
   offload: str | None = None
 
   @property
@@ -157,7 +155,6 @@ def make_layout(
   mesh: Mesh | None,
   sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None,
   gather: str = "step",
-  gather_prefetch: int = 1,
   offload: str | None = None,
 ) -> Layout | None:
   """Makes a layout from these arguments of `make_train_step`; `None` without a mesh.
@@ -169,8 +166,6 @@ def make_layout(
     raise ValueError(
       f"gather={gather!r}: expected one of {', '.join(GATHERS)}{did_you_mean(str(gather), GATHERS)}"
     )
-  if gather_prefetch not in (0, 1):
-    raise ValueError(f"gather_prefetch={gather_prefetch!r}: expected 0 or 1")
   if offload not in _OFFLOADS:
     raise ValueError(f"offload={offload!r}: expected 'optimizer', or None")
   if mesh is None:
@@ -194,4 +189,4 @@ def make_layout(
   rules = sharding
   if not isinstance(rules, ShardingRules):
     rules = ShardingRules(model=rules) if callable(rules) else ShardingRules(rules)
-  return Layout(mesh, rules, gather, gather_prefetch, offload)
+  return Layout(mesh, rules, gather, offload)

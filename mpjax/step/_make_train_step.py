@@ -54,7 +54,6 @@ def make_train_step(
   mesh: Mesh | None = None,
   sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None = None,
   gather: str = "step",
-  gather_prefetch: int = 1,
   offload: str | None = None,
   grad_norm: bool = False,
   model_state: str = "last",
@@ -121,8 +120,6 @@ def make_train_step(
       until the backward pass has read them. `"block"`: each right before its use, and again in the backward
       pass, so that the model need not fit on a device; gradients are then divided as soon as they are
       computed, for each micro-batch.
-    gather_prefetch: with `"block"`, 1 lets the compiler gather a parameter during the block before
-      its reader; 0 makes the gather wait for the reader's other operands.
     offload: `"optimizer"` keeps the optimiser's state in the host's memory between steps. Each step moves it
       to the device and back, except arrays of fewer than 1024 entries. Needs `mesh`, which may have one
       device.
@@ -156,7 +153,7 @@ def make_train_step(
     cast_batch=cast_batch,
     donate=donate,
     recompute=recompute,
-    layout=make_layout(mesh, sharding, gather, gather_prefetch, offload),
+    layout=make_layout(mesh, sharding, gather, offload),
     grad_norm=grad_norm,
     model_state=model_state,
   )

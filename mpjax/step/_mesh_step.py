@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Int32, Shaped
 
 from mpjax._types import Array, PyTree
-from mpjax.dtypes import at_least_float32
+from mpjax.dtypes import at_least_float32, cast_like
 from mpjax.patterns import named_leaves
-from mpjax.sharding import dimension_over, is_spec, keep_axes
+from mpjax.sharding import axes_of_batch, dimension_over, is_spec, keep_axes
 from mpjax.step import _collectives
 from mpjax.step._collectives import Part
 from mpjax.step._gather_dtypes import only_multiplied, read_in
@@ -26,7 +26,6 @@ from mpjax.step._train_state import TrainState
 from mpjax.step._trained import is_masked, only
 
 _WHOLE = PartitionSpec()
-
 # The scales of parameters that cross in FP8.
 _Scales = Sequence[Array | None]
 # (parameters, state, rows, keys, scales) to a tree of arrays.
@@ -53,15 +52,13 @@ def value_and_grad_on_mesh(
   """
   mesh, specs, policy = layout.mesh, layout.specs(state.arrays), loss.options.policy
   devices = _Devices(loss, layout, state, batch)
-  read, crossing = devices.gather_dtypes(params)
-  scales = _collectives.scales_of(mesh, params, specs, crossing)
-  own = jax.tree.map(lambda leaf: leaf.dtype, params)
-  if layout.gather == "step":
-    gathered = _collectives.gather(mesh, params, specs, read, crossing, scales)
+  parts, by_step = devices.parts(params), layout.gather == "step"
+  scales = _collectives.scales_of(mesh, params, parts)
+  if by_step:
+    gathered = _collectives.gather(mesh, params, parts, scales)
     of_rows = functools.partial(loss.value_and_grad, trained=trained)
-    out, mine = devices.run(lambda *args: of_rows(*args[:-1]), gathered, own)
+    out, mine = devices.run(lambda *args: of_rows(*args[:-1]), gathered, params)
   else:
-    parts = _parts(layout, params, specs, crossing, policy.reduce_dtype)
 
     def of_parts(
       params: PyTree, rest: TrainState, batch: PyTree, keys: Array | None, scales: _Scales
@@ -70,14 +67,15 @@ def value_and_grad_on_mesh(
       return loss.value_and_grad(params, rest, batch, keys, of_parts=transform, trained=trained)
 
     # In float32, so that gradients of half-precision parameters are not rounded before the sum.
-    flat = zip(jax.tree.leaves(own), parts, strict=True)
-    wide = [dtype if part is None else at_least_float32(dtype) for dtype, part in flat]
-    own = jax.tree.unflatten(jax.tree.structure(params), wide)
+    leaves, structure = jax.tree.flatten(params)
+    wide = [
+      x if part is None else jax.ShapeDtypeStruct(x.shape, at_least_float32(x.dtype))
+      for x, part in zip(leaves, parts, strict=True)
+    ]
     over_fsdp = jax.tree.map(lambda spec: keep_axes(spec, ("fsdp",)), specs, is_leaf=is_spec)
-    out, mine = devices.run(of_parts, params, own, scales, over_fsdp)
-  over_whole = layout.gather == "step"
+    out, mine = devices.run(of_parts, params, jax.tree.unflatten(structure, wide), scales, over_fsdp)
   reduced = only(trained, specs)
-  grads = _collectives.reduce(mesh, out.grads, reduced, policy.reduce_dtype, over_fsdp=over_whole)
+  grads = _collectives.reduce(mesh, out.grads, reduced, policy.reduce_dtype, over_fsdp=by_step)
   fp8_state = jax.tree.map(lambda x: x.max(0), out.fp8_state)
   total = _collectives.over_shards
   unfolded = lambda new, folded, old: new if is_masked(new) else _unfold(total(new), total(folded), old)
@@ -97,18 +95,16 @@ def gathers(
     state: the state, or its shapes.
     batch: rows of all devices, or their shapes.
   """
-  found: list[PyTree[np.dtype]] = []
+  parts: list[Part | None] = []
 
   def run(params: PyTree, state: TrainState, batch: PyTree) -> None:
-    found[:] = [_Devices(loss, layout, state, batch).gather_dtypes(params)[1]]
+    parts[:] = _Devices(loss, layout, state, batch).parts(params)
 
   jax.eval_shape(run, params, state, batch)
-  specs = jax.tree.leaves(layout.specs(state.arrays), is_leaf=is_spec)
-  rows = zip(named_leaves(state.arrays), specs, jax.tree.leaves(found[0]), strict=True)
   return [
-    (name, tuple(leaf.shape), np.dtype(leaf.dtype).name, dtype.name)
-    for (name, leaf), spec, dtype in rows
-    if dimension_over(spec, "fsdp") is not None
+    (name, tuple(leaf.shape), np.dtype(leaf.dtype).name, part.gather_dtype.name)
+    for (name, leaf), part in zip(named_leaves(state.arrays), parts, strict=True)
+    if part is not None
   ]
 
 
@@ -132,7 +128,7 @@ class _Devices:
     self,
     fun: _OfRows,
     params: PyTree,
-    dtypes: PyTree[np.dtype],
+    like: PyTree,
     scales: _Scales = (),
     specs: PyTree[PartitionSpec] = _WHOLE,
   ) -> tuple[PyTree, PyTree]:
@@ -141,7 +137,7 @@ class _Devices:
     Args:
       fun: the function.
       params: parameters.
-      dtypes: the dtypes in which it takes them.
+      like: a tree like them, in the dtypes in which it takes them.
       scales: scales of the parameters that cross in FP8.
       specs: the division of parameters over `fsdp`.
     """
@@ -151,9 +147,8 @@ class _Devices:
     def each(
       params: PyTree, scales: _Scales, rest: TrainState, key: Array | None, batch: PyTree
     ) -> tuple[PyTree, PyTree]:
-      index = _collectives.shard_index(mesh)
-      as_read = lambda leaf, dtype: leaf if leaf.dtype == dtype else leaf.astype(dtype)  # keys cannot be cast
-      params = jax.tree.map(as_read, params, dtypes)
+      index = jax.lax.axis_index(axes_of_batch(mesh))
+      params = cast_like(params, like)
       mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
       keys = _keys(self.loss, key, batch, index)
       return fun(params, rest.replace(model_state=mine), batch, keys, scales), mine
@@ -161,56 +156,32 @@ class _Devices:
     replicated = (params, scales, rest, state.step_key)
     return _collectives.on_each(mesh, each, replicated, self.batch, specs)
 
-  def gather_dtypes(self, params: PyTree) -> tuple[PyTree[np.dtype], PyTree[np.dtype]]:
-    """Returns the dtype in which the program reads each parameter, and the dtype to gather it in.
+  def parts(self, params: PyTree) -> list[Part | None]:
+    """Returns the division of each parameter over `fsdp`; `None` for a whole one.
 
-    The two are equal, except for parameters that only products read: these cross in the policy's gather
-    dtype.
+    A parameter crosses in the dtype in which the program reads it, and in the policy's gather dtype if only
+    products read it.
     """
-    asked = self.loss.options.policy.gather_dtype
-    own = jax.tree.map(lambda leaf: leaf.dtype, params)
+    policy = self.loss.options.policy
     leaves, structure = jax.tree.flatten(params)
-    flat = jax.tree.leaves(self.layout.specs(self.state.arrays), is_leaf=is_spec)
-    divided = [i for i, spec in enumerate(flat) if dimension_over(spec, "fsdp") is not None]
-    dtypes = [leaf.dtype for leaf in leaves]
-    crossing = list(dtypes)
-    if divided and (asked is not None or any(dtypes[i].itemsize > 2 for i in divided)):
+    specs = jax.tree.leaves(self.layout.specs(self.state.arrays), is_leaf=is_spec)
+    divided = [i for i, spec in enumerate(specs) if dimension_over(spec, "fsdp") is not None]
+    own = [leaf.dtype for leaf in leaves]
+    read, crossing, asked = list(own), list(own), policy.gather_dtype
+    if divided and (asked is not None or any(own[i].itemsize > 2 for i in divided)):
       shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
       forward = lambda *args: self.loss.forward(*args[:-1])
-      closed = jax.make_jaxpr(lambda *flat: self.run(forward, jax.tree.unflatten(structure, flat), own))(
-        *shapes
-      )
-      for i, read in zip(divided, read_in(closed, divided), strict=True):
-        if read is not None and jnp.issubdtype(read, jnp.floating) and read.itemsize < dtypes[i].itemsize:
-          dtypes[i] = read
-      multiplied = only_multiplied(closed, divided) if asked is not None else [False] * len(divided)
-      crossing = list(dtypes)
-      for i, is_multiplied in zip(divided, multiplied, strict=True):
-        crossing[i] = asked if asked is not None and is_multiplied else dtypes[i]
-    return jax.tree.unflatten(structure, dtypes), jax.tree.unflatten(structure, crossing)
-
-
-def _parts(
-  layout: Layout,
-  params: PyTree,
-  specs: PyTree[PartitionSpec],
-  dtypes: PyTree[np.dtype],
-  reduce_dtype: np.dtype | None,
-) -> list[Part | None]:
-  """Returns, for each parameter, its division over `fsdp`; `None` for a whole one."""
-
-  def part(leaf: Array, spec: PartitionSpec, dtype: np.dtype) -> Part | None:
-    dimension = dimension_over(spec, "fsdp")
-    if dimension is None:
-      return None
-    early = layout.gather_prefetch > 0
-    count, own = layout.mesh.shape["fsdp"], np.dtype(leaf.dtype)
-    over_tensor = keep_axes(spec, ("tensor",))
-    divided = over_tensor if any(over_tensor) else _WHOLE
-    return Part(dimension, count, own, dtype, reduce_dtype, early, divided)
-
-  flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
-  return [*map(part, jax.tree.leaves(params), flat_specs, jax.tree.leaves(dtypes))]
+      of_flat = lambda *flat: self.run(forward, jax.tree.unflatten(structure, flat), params)
+      closed = jax.make_jaxpr(of_flat)(*shapes)
+      rows = zip(divided, read_in(closed, divided), only_multiplied(closed, divided), strict=True)
+      for i, dtype, is_multiplied in rows:
+        if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < own[i].itemsize:
+          read[i] = dtype
+        takes_asked = asked is not None and is_multiplied and jnp.issubdtype(own[i], jnp.floating)
+        crossing[i] = asked if takes_asked else read[i]
+    dtypes = own if self.layout.gather == "block" else read  # where it is read, the program casts it itself
+    parts = map(Part, specs, dtypes, crossing, [policy.reduce_dtype] * len(specs))
+    return [part if i in divided else None for i, part in enumerate(parts)]
 
 
 def _keys(loss: StepLoss, key: Array | None, batch: PyTree, index: Int32[Array, ""]) -> Array | None:

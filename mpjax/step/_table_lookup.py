@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -11,15 +10,15 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._types import Array, JaxprEqn
-from mpjax.jaxpr import bind_again, shape_of
-from mpjax.step._divided_values import Divided
+from mpjax.jaxpr import shape_of
+from mpjax.step._collectives import Part
 
 _ROWS = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
 
 
-def looks_up_rows(equation: JaxprEqn, x: Divided) -> bool:
+def looks_up_rows(equation: JaxprEqn, part: Part) -> bool:
   """Returns whether an equation reads rows of a table divided along its rows, and fewer than it has."""
-  if equation.primitive is not jax.lax.gather_p or x.part.dimension != 1 or any(x.part.over_tensor):
+  if equation.primitive is not jax.lax.gather_p or part.dimension != 1 or "tensor" in part.spec:
     return False
   table, indices = map(shape_of, equation.invars[:2])
   dims = equation.params["dimension_numbers"]
@@ -27,7 +26,7 @@ def looks_up_rows(equation: JaxprEqn, x: Divided) -> bool:
   return is_lookup and equation.params["slice_sizes"] == (1, table[1]) and math.prod(indices) < table[0]
 
 
-def look_up(equation: JaxprEqn, x: Divided, shard: Array, indices: Array) -> list[Array]:
+def look_up(equation: JaxprEqn, part: Part, shard: Array, indices: Array) -> Array:
   """Returns rows of a table of which each device has some columns. Inside `on_each`.
 
   Each device looks up the rows of all devices in its columns, and sends each device its own: the result of
@@ -36,11 +35,11 @@ def look_up(equation: JaxprEqn, x: Divided, shard: Array, indices: Array) -> lis
 
   Args:
     equation: an equation for which `looks_up_rows` holds.
-    x: the table.
+    part: the division of the table.
     shard: this device's columns.
     indices: i32[..., 1].
   """
-  part, lead = x.part, shape_of(equation.outvars[0])[:-1]
+  lead = shape_of(equation.outvars[0])[:-1]
 
   def rows_of(every: Array) -> Callable[[Array], Array]:
     def rows(columns: Array) -> Array:
@@ -70,5 +69,4 @@ def look_up(equation: JaxprEqn, x: Divided, shard: Array, indices: Array) -> lis
     return gradient, None
 
   run.defvjp(forward, backward)
-  cast = lambda value, equation: bind_again(equation, [value])[0]
-  return [functools.reduce(cast, x.casts, run(shard, indices))]
+  return run(shard, indices)

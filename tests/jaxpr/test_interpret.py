@@ -54,6 +54,28 @@ def test_a_rule_may_give_other_results():
   assert seen == ["cos", "sin"]
 
 
+def test_what_no_chosen_output_needs_is_left_out():
+  def fun(x, y):
+    jnp.cos(y)
+    jax.debug.callback(lambda _: None, x + 1)
+    return jnp.sin(x), jnp.exp(y), jnp.tanh(x)
+
+  seen = []
+
+  def rule(equation, operands):
+    seen.append(equation.primitive.name)
+    return bind_again(equation, operands)
+
+  closed = traced(fun, X, X)
+  found = interpret(closed, [X, None], rule, [True, False, True], effects=False)
+  assert seen == ["sin", "tanh"]
+  np.testing.assert_allclose(found, [np.sin(X), np.tanh(X)], rtol=1e-6)
+  seen.clear()
+  interpret(closed, [X, X], rule)
+  assert "cos" not in seen
+  assert "debug_callback" in seen
+
+
 CALLS = {  # what `into_bodies` enters
   "scan": lambda x: jax.lax.scan(lambda c, a: (c + jnp.sin(a), jnp.sin(c)), 0.5, x, reverse=True),
   "while": lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1])), (0.0, x)),

@@ -77,7 +77,7 @@ own_rule.defvjp(
 
 FP8 = {"base": "fp8", "fp8": {"emulate": True}}
 add_product = lambda x, w: (x + jnp.tanh(x @ w), None)
-add_row = lambda p: lambda x, row: (jnp.tanh(x @ p["w"] + row), None)
+add_row = lambda p, made=lambda w: w: lambda x, row: (jnp.tanh(x @ made(p["w"]) + row), None)
 again = jax.checkpoint(add_product, prevent_cse=False)
 saving = lambda name: functools.partial(checkpointed, policy=getattr(jax.checkpoint_policies, name))
 PROGRAMS = {
@@ -85,6 +85,7 @@ PROGRAMS = {
   "scanned": lambda p, x, key: jax.lax.scan(add_product, x, p["stack"])[0],
   "scanned backwards with outputs": scanned_backwards_with_outputs,
   "the same in each step": lambda p, x, key: jax.lax.scan(add_row(p), x, x)[0],
+  "transposed in each step": lambda p, x, key: jax.lax.scan(add_row(p, jnp.transpose), x, x)[0],
   "checkpointed": checkpointed,
   "checkpointed but for products": saving("dots_saveable"),
   "checkpointed but for everything": saving("everything_saveable"),
@@ -125,7 +126,7 @@ def loss_of(program, p, x, key=None):
 
 def of_parts(program):
   float32 = np.dtype("float32")
-  parts = [None if d is None else Part(d, DEVICES, float32, float32) for d in DIMENSIONS.values()]
+  parts = [None if d is None else Part(P(*[None] * d, "fsdp"), float32, float32) for d in DIMENSIONS.values()]
   return gather_where_read(functools.partial(loss_of, program), parts)
 
 
@@ -200,7 +201,7 @@ def test_a_loop_of_unknown_length_reads_what_is_gathered_before_it():
   def bounded_while(w, x):
     return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[1]
 
-  run = gather_where_read(bounded_while, [Part(1, DEVICES, np.dtype("float32"), np.dtype("float32"))])
+  run = gather_where_read(bounded_while, [Part(P(None, "fsdp"), np.dtype("float32"), np.dtype("float32"))])
   run = jax.shard_map(
     run, mesh=MESH, in_specs=(P(None, "fsdp"), P("fsdp")), out_specs=P("fsdp"), check_vma=False
   )
@@ -311,6 +312,15 @@ def test_codes_that_crossed_are_those_of_the_product_and_show_what_is_not_finite
   bad[3, 3] = np.nan
   state = state.replace(params={**state.params, "w": jax.device_put(bad, state.params["w"].sharding)})
   assert not np.isfinite(codes.gradients(state, batch)[0])
+
+
+@pytest.mark.parametrize("gather", ["step", "block"])
+def test_integers_cross_as_they_are(gather):
+  params = {"codes": np.arange(N * N, dtype=np.int8).reshape(N, N), "w": PARAMS["w"]}
+  loss = lambda p, x: jnp.mean((x @ p["w"] + p["codes"].sum(0, dtype=jnp.float32)) ** 2)
+  step = a_step(loss, {"base": "bf16", "gather_dtype": "float8_e4m3fn"}, gather=gather, wrt="w")
+  found = step(step.init(params), X)[1]["loss"]
+  np.testing.assert_allclose(found, loss(params, X), rtol=1e-2)
 
 
 def test_what_tensor_divides_stays_divided():

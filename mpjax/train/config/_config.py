@@ -94,8 +94,7 @@ class MeshConfig(Section):
   parameters and optimiser state over `fsdp`; the parts of one matrix product over `tensor`.
   `rules` map regular expressions on parameter paths to an axis or null for each dimension. They are tried
   before the model's own rules. `gather` says when parameters that are divided over `fsdp` are gathered: once
-  per `step`, or by `block`, where they are read. With `gather_prefetch: 1` the compiler may gather a block's
-  parameters while the block before runs; with 0 it waits until the block's other inputs are ready.
+  per `step`, or by `block`, where they are read.
   `offload: optimizer` keeps the optimiser's state in the host's memory between steps, also on one device.
   """
 
@@ -104,7 +103,6 @@ class MeshConfig(Section):
   tensor: _Devices = 1
   rules: dict[str, Any] = pydantic.Field(default_factory=dict)
   gather: Literal["step", "block"] = "step"
-  gather_prefetch: Literal[0, 1] = 1
   offload: Literal["optimizer"] | None = None
 
   @pydantic.model_validator(mode="after")

@@ -240,7 +240,6 @@ def build_step(
     mesh=mesh,
     sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding),
     gather=config.mesh.gather if mesh is not None else "step",
-    gather_prefetch=config.mesh.gather_prefetch,
     offload=config.mesh.offload if mesh is not None else None,
     grad_norm=True,
   )
