@@ -27,6 +27,7 @@ INSTEAD: dict[str, str] = {
     "step.adopt(state, before) and train.init_from give a step or run the master weights of another, "
     "step.user_state(state) returns them in float32",
   ),
+  "mesh.gather_prefetch": "leave it out, the compiler orders the gathers",
   "loss_scaling.consecutive_hysteresis": "leave it out: growth restores the patience of hysteresis",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",

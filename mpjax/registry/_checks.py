@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 
 import pydantic
 
+from mpjax._gone import instead
 from mpjax.registry._errors import ConfigError
 from mpjax.registry._names import config_keys, keys_meant
 
@@ -72,6 +73,9 @@ def _describe(error: pydantic.ValidationError, section: type[Section], where: st
   if kind == "missing":
     return f"missing key {key!r}" + (f": {owner} needs it" if owner else "")
   if kind == "extra":
+    place, _, name = key.rpartition(".")
+    if went := instead(name, place):
+      return f"unknown key {key!r}{went}"
     known = _keys(section, first["loc"][:-1])
     expected = f"expected one of {', '.join(known)}" if known else "it has none"
     others = [other for other in config_keys() if other != key]  # of another kind, it may be one

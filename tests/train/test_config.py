@@ -125,6 +125,8 @@ WRONG = [
   (["mesh.fsdp=0"], ["mesh", "fsdp=0", "-1"]),
   (["mesh.fsdp=-1"], ["mesh", "data=-1", "fsdp=-1", "one axis"]),
   (["mesh.gather=block"], ["mesh", "gather=block", "fsdp", "2 or more, or -1"]),
+  (["mesh.gather_prefetch=0"], ["mesh.gather_prefetch", "leave it out"]),
+  (["policy={base: fp16, loss_scaling: {consecutive_hysteresis: true}}"], ["hysteresis", "leave it out"]),
   (["mesh=4"], ["mesh=4", "a mapping of keys"]),
   (["mesh.rules={a: fsdp}"], ["mesh", "'a'", "[fsdp, null]"]),
   (["mesh.rules={a: [data]}"], ["mesh", "'a'", "fsdp, tensor or null"]),
@@ -164,6 +166,13 @@ def test_unreadable_or_incomplete_files(tmp_path):
 def test_yaml_1_1_exponents_without_a_dot_are_numbers(tmp_path):
   path = write(tmp_path, yaml.safe_dump(MINIMAL) + "optimizer: {learning_rate: 1e-4}\n")
   assert load_config(path).optimizer.learning_rate == 1e-4
+
+
+def test_keys_that_went_are_passed_over_where_a_run_has_the_value_that_holds_anyway():
+  scaling = {"kind": "dynamic", "consecutive_hysteresis": False}
+  older = MINIMAL | {"mesh": {"gather_prefetch": 1}, "policy": {"base": "fp16", "loss_scaling": scaling}}
+  newer = MINIMAL | {"policy": {"base": "fp16", "loss_scaling": {"kind": "dynamic"}}}
+  assert load_config(older).to_yaml() == load_config(newer).to_yaml()
 
 
 def test_the_resolved_config_reads_back_as_the_same_run():
