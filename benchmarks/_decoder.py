@@ -149,8 +149,10 @@ class Decoder:
 
   def _splash(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention of q [B, T, N, H] to k, v [B, T, K, H]; the kernel names what it keeps."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+      splash_attention_kernel as kernels,
+      splash_attention_mask as masks,
+    )
 
     length, heads, size = q.shape[1:]
     names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")

@@ -17,11 +17,13 @@ from mpjax._gone import missing
 from mpjax._version import __version__ as __version__
 
 if TYPE_CHECKING:
-  from mpjax import formats as formats
-  from mpjax import loss_scale as loss_scale
-  from mpjax import numerics as numerics
-  from mpjax import optim as optim
-  from mpjax import train as train
+  from mpjax import (
+    formats as formats,
+    loss_scale as loss_scale,
+    numerics as numerics,
+    optim as optim,
+    train as train,
+  )
   from mpjax._average import Average
   from mpjax.casting import OpLists, autocast, explain, full_precision, half_precision, init_fp8_state
   from mpjax.dtypes import cast_floating

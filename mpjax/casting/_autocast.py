@@ -22,8 +22,7 @@ from mpjax.casting._linen_modules import bound_module, with_variables
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION, autocast_scope
-from mpjax.policy import Policy, get_policy, matmul_precision
-from mpjax.policy._precision_warning import warn_of_bare_dtype, warn_without_scale
+from mpjax.policy import Policy, get_policy, matmul_precision, warn_of_bare_dtype, warn_without_scale
 
 
 class _NotGiven(str):

@@ -23,8 +23,7 @@ from mpjax.jaxpr import (
   open_jaxpr,
 )
 from mpjax.patterns import component_regex
-from mpjax.policy import Policy
-from mpjax.policy._policy_text import brief
+from mpjax.policy import Policy, brief
 
 F = TypeVar("F")
 RECOMPUTE = ("islands", "dots", "nothing")

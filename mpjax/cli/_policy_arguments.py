@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from mpjax._types import PolicyLike
 from mpjax.cli._exit_status import config_errors
-from mpjax.policy import get_policy
-from mpjax.policy._precision_warning import bare_dtype_advice
+from mpjax.policy import bare_dtype_advice, get_policy
 
 
 def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

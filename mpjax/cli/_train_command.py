@@ -6,7 +6,7 @@ import argparse
 
 from mpjax.cli._exit_status import outcome_of
 from mpjax.cli._start_processes import Flags, start
-from mpjax.policy._precision_warning import bare_dtype_advice
+from mpjax.policy import bare_dtype_advice
 from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train.config._config_file import read_waits
 from mpjax.train.loop._output import LOGGER, Output, say_last

@@ -13,8 +13,7 @@ from jax.extend.core import Primitive
 from jax.lax import linalg
 
 from mpjax._compat import newer
-from mpjax.jaxpr._primitives import CallKind, PrimitiveFacts, register
-from mpjax.jaxpr._primitives import Trait as T
+from mpjax.jaxpr._primitives import CallKind, PrimitiveFacts, Trait as T, register
 
 Key = Primitive | str  # a string may hold several names, separated by spaces
 Rows = tuple[T, tuple[Key, ...], CallKind | None, str]

@@ -25,7 +25,7 @@ from mpjax.dtypes import at_least_float32, cast_floating
 from mpjax.jaxpr import closure_as_argument
 from mpjax.loss_scale import _layerwise_vjp as vjp
 from mpjax.loss_scale._finite import is_inexact
-from mpjax.policy._loss_scaling import HIGHEST, number
+from mpjax.policy import HIGHEST, number
 
 
 @jax.tree_util.register_dataclass

@@ -23,7 +23,7 @@ from mpjax.loss_scale._overwritten import hide
 from mpjax.loss_scale._state_access import scaler_of
 from mpjax.loss_scale._transform import LossScaleState
 from mpjax.patterns import named_leaves
-from mpjax.policy._precision_warning import warn_without_scale
+from mpjax.policy import warn_without_scale
 
 T = TypeVar("T")
 

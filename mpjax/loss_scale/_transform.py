@@ -17,8 +17,7 @@ from mpjax.dtypes import did_you_mean
 from mpjax.loss_scale._finite import all_finite, unscale
 from mpjax.loss_scale._guard import but_nonfinite_before, is_array, keep_dtypes, keep_if, updated
 from mpjax.loss_scale._overwritten import apart
-from mpjax.policy import LossScaling, get_policy
-from mpjax.policy._loss_scaling import PRESETS, LossScalingSpec, parse_loss_scaling
+from mpjax.policy import PRESETS, LossScaling, LossScalingSpec, get_policy, parse_loss_scaling
 
 
 class LossScaleState(NamedTuple):

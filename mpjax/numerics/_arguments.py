@@ -21,9 +21,7 @@ from mpjax._types import PolicyLike, PyTree
 from mpjax.numerics._kept_programs import is_hashable, step_for, step_under, weakly
 from mpjax.policy import get_policy
 from mpjax.sharding import check_mesh, has_explicit_axes
-from mpjax.step import TrainState, TrainStep
-from mpjax.step._checks import require_state_and_batch
-from mpjax.step._loss import KEYWORDS
+from mpjax.step import KEYWORDS, TrainState, TrainStep, require_state_and_batch
 
 _LINEN = (
   "mpjax.{tool}(loss_fn, variables['params'], batch{how}) with def loss_fn(params, batch): "

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mpjax._types import PyTree
-from mpjax.step._micro_batches import split_batch
+from mpjax.step import split_batch
 
 
 def listed(batches: PyTree) -> Iterable[Any]:

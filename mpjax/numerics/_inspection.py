@@ -14,7 +14,7 @@ import optax
 
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting import ExplainedFragility
-from mpjax.loss_scale._state_access import find_loss_scales, find_scaler
+from mpjax.loss_scale import find_loss_scales, find_scaler
 from mpjax.numerics._arguments import arguments_of, on_axes_of, step_of
 from mpjax.numerics._batches import listed, micro_batches, rows
 from mpjax.numerics._instrumented_step import Seen, reference_state, reference_step

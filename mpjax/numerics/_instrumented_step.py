@@ -16,9 +16,7 @@ from mpjax._average import worth
 from mpjax._types import Array, PyTree
 from mpjax.casting._half_precision import float32_where_there_is_one
 from mpjax.dtypes import cast_like
-from mpjax.loss_scale._finite import is_inexact, unscale
-from mpjax.loss_scale._overwritten import hide, map_parts
-from mpjax.loss_scale._state_access import find_scaler
+from mpjax.loss_scale import find_scaler, hide, is_inexact, map_parts, unscale
 from mpjax.numerics._batches import most_pieces
 from mpjax.numerics._kept_programs import step_under
 from mpjax.numerics._probes import Point, find_points, watched
@@ -27,15 +25,21 @@ from mpjax.numerics._summary import Summary, look
 from mpjax.numerics._tensors import full_summary
 from mpjax.numerics._update_sums import UpdateSums, update_sums
 from mpjax.numerics._whole_tensors import Left, kept_whole, leave, pair_kept_whole
-from mpjax.optim._convert import store_like
-from mpjax.optim._quantized import unstored
+from mpjax.optim import store_like, unstored
 from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.sharding import on_device
-from mpjax.step import TrainState, TrainStep, Transform
-from mpjax.step._layers import state_of, unrounded
-from mpjax.step._micro_batches import first_of_batch, split_batch
-from mpjax.step._trained import merged, only
+from mpjax.step import (
+  TrainState,
+  TrainStep,
+  Transform,
+  first_of_batch,
+  merged,
+  only,
+  split_batch,
+  state_of,
+  unrounded,
+)
 
 # (state, batch, pieces) to the loss divided by the pieces, its gradients, and the summary of each point.
 ProbedGradients = Callable[[TrainState, PyTree, int], tuple[Array, PyTree, list[Any]]]

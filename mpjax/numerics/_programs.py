@@ -16,8 +16,7 @@ from mpjax.numerics._kept_programs import kept, shapes_of
 from mpjax.numerics._probes import Point
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._whole_tensors import condensed, padded_size
-from mpjax.step import TrainState, TrainStep
-from mpjax.step._micro_batches import first_of_batch
+from mpjax.step import TrainState, TrainStep, first_of_batch
 
 # A batch runs in pieces if its activations in float32 have at least this many bytes.
 _LARGE = 1 << 28

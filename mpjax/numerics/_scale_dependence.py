@@ -10,9 +10,7 @@ from jaxtyping import Float32
 
 from mpjax._types import AnyJaxpr, Array, PyTree
 from mpjax.jaxpr import equations_in
-from mpjax.loss_scale._check import scale_dependent
-from mpjax.loss_scale._finite import unscale
-from mpjax.loss_scale._overwritten import hide
+from mpjax.loss_scale import hide, scale_dependent, unscale
 from mpjax.numerics._instrumented_step import scaled_gradients
 from mpjax.numerics._kept_programs import kept
 from mpjax.step import TrainState, TrainStep

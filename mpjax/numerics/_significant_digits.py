@@ -12,9 +12,7 @@ import jax.numpy as jnp
 
 from mpjax._render.plain_text import table
 from mpjax._types import Array, PolicyLike, PyTree
-from mpjax.loss_scale._finite import unscale
-from mpjax.loss_scale._overwritten import hide
-from mpjax.loss_scale._state_access import find_scaler
+from mpjax.loss_scale import find_scaler, hide, unscale
 from mpjax.numerics._arguments import step_of
 from mpjax.numerics._inspection import module_of
 from mpjax.numerics._instrumented_step import loss_and_gradients

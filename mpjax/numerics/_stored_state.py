@@ -13,8 +13,7 @@ from jaxtyping import Float32
 
 from mpjax._types import Array, PyTree
 from mpjax.numerics._summary import Summary
-from mpjax.optim import Quantized, is_quantized
-from mpjax.optim._quantized import dequantize
+from mpjax.optim import Quantized, dequantize, is_quantized
 from mpjax.patterns import named_leaves, parameter_of, path_text
 
 # Up to 1, eight relative errors in each binade: a median between two of them is known to about one per cent.

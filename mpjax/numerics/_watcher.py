@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import PyTree
-from mpjax.loss_scale._state_access import find_scaler
+from mpjax.loss_scale import find_scaler
 from mpjax.numerics._arguments import on_axes_of
 from mpjax.numerics._instrumented_step import Seen, loss_points, make_pass
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
 from mpjax.numerics._update_sums import as_numbers, descent, lost
-from mpjax.step import TrainState, TrainStep
-from mpjax.step._micro_batches import first_of_batch
+from mpjax.step import TrainState, TrainStep, first_of_batch
 
 
 class Figures(NamedTuple):

@@ -9,12 +9,35 @@ tx = mpjax.master_weights(tx)  # bfloat16 parameters, and the bits that float32 
 from typing import TYPE_CHECKING
 
 from mpjax._gone import missing
-from mpjax.optim._master_weights import MasterWeightsState, master_weights
-from mpjax.optim._quantized import Quantized, is_quantized
+from mpjax.optim._convert import (
+  dequantize_state as dequantize_state,
+  split_like as split_like,
+  store_like as store_like,
+)
+from mpjax.optim._master_weights import (
+  MasterWeightsState,
+  apply_bits as apply_bits,
+  join as join,
+  make_master_weights as make_master_weights,
+  master_weights,
+)
+from mpjax.optim._quantized import (
+  Quantized,
+  dequantize as dequantize,
+  is_quantized,
+  rebuild as rebuild,
+  unstored as unstored,
+)
 from mpjax.optim._quantized_state import QuantizedState, quantized_state
 from mpjax.optim._stochastic import stochastic_round
-from mpjax.optim._weight_average import WeightAverageState, average_weights, evaluation_weights
+from mpjax.optim._weight_average import (
+  WeightAverageState,
+  average_weights,
+  evaluation_weights,
+  keeps_other_weights as keeps_other_weights,
+)
 
+# What is imported as itself is for other folders of mpjax, not for users.
 __all__ = [
   "MasterWeightsState",
   "Quantized",

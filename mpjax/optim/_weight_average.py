@@ -13,9 +13,7 @@ import optax.contrib
 from mpjax._calls import require_transform
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import widen_floating
-from mpjax.loss_scale import LossScaleState
-from mpjax.loss_scale._finite import is_inexact
-from mpjax.loss_scale._state_access import find_states
+from mpjax.loss_scale import LossScaleState, find_states, is_inexact
 from mpjax.optim._master_weights import MasterWeightsState, join
 
 # What must be outside, so that the average is of master weights and of steps that were taken.

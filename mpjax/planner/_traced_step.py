@@ -22,8 +22,7 @@ from mpjax.planner._arguments import Argument, name_arguments
 from mpjax.planner._targets import Target, policy_on_target
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding import in_host_memory
-from mpjax.step import TrainStep
-from mpjax.step._checks import require_state_and_batch
+from mpjax.step import TrainStep, require_state_and_batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,11 +4,25 @@
 """
 
 from mpjax.policies import presets
-from mpjax.policy._loss_scaling import LossScaling
+from mpjax.policy._loss_scaling import (
+  HIGHEST as HIGHEST,
+  PRESETS as PRESETS,
+  LossScaling,
+  LossScalingSpec as LossScalingSpec,
+  number as number,
+  parse_loss_scaling as parse_loss_scaling,
+)
 from mpjax.policy._override import Override
 from mpjax.policy._policy import Policy, get_policy, matmul_precision, parse_overrides
-from mpjax.policy._precision_warning import PrecisionWarning
+from mpjax.policy._policy_text import brief as brief
+from mpjax.policy._precision_warning import (
+  PrecisionWarning,
+  bare_dtype_advice as bare_dtype_advice,
+  warn_of_bare_dtype as warn_of_bare_dtype,
+  warn_without_scale as warn_without_scale,
+)
 
+# What is imported as itself is for other folders of mpjax, not for users.
 __all__ = [
   "LossScaling",
   "Override",

@@ -15,10 +15,9 @@ from mpjax._calls import is_linen_module
 from mpjax._lazy import nnx
 from mpjax._types import Array, PyTree
 from mpjax.casting._casting_rules import make_rules
-from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale import is_inexact
 from mpjax.patterns import named_leaves, path_text
-from mpjax.policy import Policy
-from mpjax.policy._policy_text import brief
+from mpjax.policy import Policy, brief
 from mpjax.sharding import on_device
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import in_containers

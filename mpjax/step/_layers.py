@@ -18,15 +18,33 @@ import optax
 
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import cast_floating, widen_floating
-from mpjax.loss_scale import LossScaleState, apply_updates
-from mpjax.loss_scale._guard import updated
-from mpjax.loss_scale._overwritten import apart, hide, map_parts, show
-from mpjax.loss_scale._state_access import find_loss_scales, find_scaler, refuse_multi_steps_outside
-from mpjax.loss_scale._transform import make_loss_scale
-from mpjax.optim import MasterWeightsState, QuantizedState, is_quantized, quantized_state
-from mpjax.optim._convert import dequantize_state, split_like, store_like
-from mpjax.optim._master_weights import apply_bits, join, make_master_weights
-from mpjax.optim._quantized import dequantize, rebuild
+from mpjax.loss_scale import (
+  LossScaleState,
+  apart,
+  apply_updates,
+  find_loss_scales,
+  find_scaler,
+  hide,
+  make_loss_scale,
+  map_parts,
+  refuse_multi_steps_outside,
+  show,
+  updated,
+)
+from mpjax.optim import (
+  MasterWeightsState,
+  QuantizedState,
+  apply_bits,
+  dequantize,
+  dequantize_state,
+  is_quantized,
+  join,
+  make_master_weights,
+  quantized_state,
+  rebuild,
+  split_like,
+  store_like,
+)
 from mpjax.patterns import path_text
 from mpjax.policy import LossScaling, Policy
 from mpjax.sharding import on_device

@@ -20,9 +20,7 @@ from mpjax._types import Array, ArrayLike, LossFunction, Metrics, PyTree
 from mpjax.casting import autocast
 from mpjax.casting._nnx_modules import give_scopes
 from mpjax.dtypes import at_least_float32, cast_like
-from mpjax.loss_scale import scale_loss
-from mpjax.loss_scale._overwritten import map_parts
-from mpjax.loss_scale._state_access import find_scaler
+from mpjax.loss_scale import find_scaler, map_parts, scale_loss
 from mpjax.policy import Policy
 from mpjax.sharding import axes_of_batch
 from mpjax.step._checks import unpack

@@ -10,8 +10,7 @@ import optax
 from mpjax._calls import refuse_keywords
 from mpjax._lazy import nnx
 from mpjax._types import LossFunction, Mesh, PolicyLike
-from mpjax.policy import get_policy
-from mpjax.policy._precision_warning import warn_of_bare_dtype
+from mpjax.policy import get_policy, warn_of_bare_dtype
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._layout import make_layout
 from mpjax.step._options import StepOptions

@@ -13,7 +13,7 @@ import optax
 
 from mpjax._types import Atom, Jaxpr, JaxprEqn, PyTree
 from mpjax.jaxpr import Calls, Forward, dtype_of, inputs_read, is_variable
-from mpjax.loss_scale._guard import StructureError, keep_dtypes
+from mpjax.loss_scale import StructureError, keep_dtypes
 
 # The result is zero if all operands are, or if one is zero and the other a number.
 _KEEPS_ZEROS = {

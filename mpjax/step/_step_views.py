@@ -18,9 +18,7 @@ from mpjax._types import Array, LossFunction, PolicyLike, PyTree
 from mpjax.casting import Explanation, explain_as_run
 from mpjax.casting._explained import ExplainedGather
 from mpjax.casting._overrides import Overrides
-from mpjax.loss_scale._finite import unscale
-from mpjax.loss_scale._overwritten import hide, show
-from mpjax.loss_scale._state_access import find_scaler
+from mpjax.loss_scale import find_scaler, hide, show, unscale
 from mpjax.policy import get_policy
 from mpjax.sharding import on_device
 from mpjax.step._checks import require_kept, require_makings, require_state, require_state_and_batch

@@ -20,12 +20,16 @@ from mpjax._lazy import nnx
 from mpjax._types import Array, LossFunction, Metrics, PyTree
 from mpjax.casting import init_fp8_state
 from mpjax.fp8._delayed import grow_gradients
-from mpjax.loss_scale import all_finite, get_loss_scale
-from mpjax.loss_scale._finite import is_inexact
-from mpjax.loss_scale._guard import keep_if
-from mpjax.loss_scale._own_loops import unscaled_norm
-from mpjax.loss_scale._state_access import find_scaler, find_states
-from mpjax.optim._quantized import rebuild
+from mpjax.loss_scale import (
+  all_finite,
+  find_scaler,
+  find_states,
+  get_loss_scale,
+  is_inexact,
+  keep_if,
+  unscaled_norm,
+)
+from mpjax.optim import rebuild
 from mpjax.policy import matmul_precision
 from mpjax.step._checks import (
   require_arrays,

@@ -14,8 +14,7 @@ from jax.tree_util import DictKey, KeyPath, SequenceKey
 from mpjax._lazy import nnx
 from mpjax._types import PyTree
 from mpjax.dtypes import as_shapes, widen_floating
-from mpjax.loss_scale._finite import is_inexact
-from mpjax.loss_scale._overwritten import hide, is_overwritten, show
+from mpjax.loss_scale import hide, is_inexact, is_overwritten, show
 from mpjax.patterns import component_regex, named_leaves, path_text
 from mpjax.step._optimizer_flow import flow_of
 from mpjax.step._train_state import TrainState

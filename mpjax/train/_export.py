@@ -34,7 +34,7 @@ from mpjax.dtypes import cast_floating
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import BLOCKS
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
-from mpjax.optim._weight_average import keeps_other_weights
+from mpjax.optim import keeps_other_weights
 from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, get_policy
 from mpjax.registry._info import DataInfo

@@ -15,13 +15,10 @@ from mpjax import _compat
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import as_shapes, at_least_float32
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
-from mpjax.loss_scale._overwritten import hide, map_parts
-from mpjax.loss_scale._state_access import find_scaler
+from mpjax.loss_scale import find_scaler, hide, map_parts
 from mpjax.patterns import named_leaves
 from mpjax.sharding import check_mesh, dimension_over, has_explicit_axes, is_spec
-from mpjax.step import Layout, TrainState, TrainStep
-from mpjax.step._collectives import to_reduce
-from mpjax.step._mesh_step import gathers
+from mpjax.step import Layout, TrainState, TrainStep, gathers, to_reduce
 from mpjax.tuning import _norms
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import Array, PyTree
-from mpjax.loss_scale import LossScaleState
-from mpjax.loss_scale._state_access import find_scaler
+from mpjax.loss_scale import LossScaleState, find_scaler
 from mpjax.numerics._batches import rows
 from mpjax.numerics._instrumented_step import reference_state, reference_step
 from mpjax.policy import Policy, get_policy

@@ -5,10 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from flax import linen as nn, nnx
+from jax.sharding import AxisType, PartitionSpec as P
 
 import mpjax
 from tests.casting._jaxprs import jit, multiplied, named

@@ -24,8 +24,7 @@ from tests.casting._kernel import near
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore", DeprecationWarning)  # in JAX 0.12 they are on their way to another package
-  from jax.experimental.pallas.ops.gpu import attention as gpu_attention
-  from jax.experimental.pallas.ops.gpu import layer_norm, rms_norm
+  from jax.experimental.pallas.ops.gpu import attention as gpu_attention, layer_norm, rms_norm
 
 half = mpjax.half_precision
 LENGTH, HEADS, SIZE = 256, 2, 128

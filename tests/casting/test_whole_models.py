@@ -13,8 +13,7 @@ import optax
 import pytest
 
 import mpjax
-from tests.casting._jaxprs import OPTIONS, equations, multiplied, walk
-from tests.casting._jaxprs import PRODUCTS as PRIMITIVES
+from tests.casting._jaxprs import OPTIONS, PRODUCTS as PRIMITIVES, equations, multiplied, walk
 from tests.casting._models import MODELS, text_batch
 
 HALF = {"bf16": jnp.bfloat16, "fp16": jnp.float16}

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import mpjax
 from mpjax.formats import FORMATS, describe, format_table, print_formats

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import mpjax
 from mpjax.planner import CompileError, Memory, cheapest, largest_batch

@@ -13,8 +13,13 @@ from flax import nnx
 
 import mpjax
 from mpjax._render.install_text import pip_install  # the command of the package manager that is in use
-from mpjax.planner import CompileError, get_target, missing, target_names
-from mpjax.planner import _plan as planning  # whose compiler is replaced
+from mpjax.planner import (
+  CompileError,
+  _plan as planning,  # whose compiler is replaced
+  get_target,
+  missing,
+  target_names,
+)
 from tests.planner._steps import BATCH, F32, PARAMS, S, mesh_of, mlp, on
 
 

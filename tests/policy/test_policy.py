@@ -12,8 +12,7 @@ import jmp
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import mpjax
 from mpjax.fp8 import Recipe

@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import mpjax
 from mpjax import sharding

@@ -18,8 +18,7 @@ import pytest
 
 from mpjax.cli import main
 from mpjax.cli._start_processes import processes_around
-from mpjax.train import Agreed, ConfigError
-from mpjax.train import processes as several
+from mpjax.train import Agreed, ConfigError, processes as several
 from mpjax.train.config._config import DistributedConfig
 from mpjax.train.config._differences import mismatch
 from tests._quick_compile import environment as quick_environment

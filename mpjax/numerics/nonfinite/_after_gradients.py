@@ -11,15 +11,9 @@ from jaxtyping import Bool
 
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import cast_like
-from mpjax.loss_scale import apply_updates, get_loss_scale
-from mpjax.loss_scale._finite import is_inexact
-from mpjax.loss_scale._guard import keep_dtypes
-from mpjax.loss_scale._overwritten import map_parts
-from mpjax.loss_scale._state_access import find_scaler
-from mpjax.optim._quantized import unstored
-from mpjax.step import TrainState, TrainStep
-from mpjax.step._layers import state_of, unrounded, with_policy
-from mpjax.step._optimizer_arguments import with_step_arguments
+from mpjax.loss_scale import apply_updates, find_scaler, get_loss_scale, is_inexact, keep_dtypes, map_parts
+from mpjax.optim import unstored
+from mpjax.step import TrainState, TrainStep, state_of, unrounded, with_policy, with_step_arguments
 
 
 class AfterGradients(NamedTuple):

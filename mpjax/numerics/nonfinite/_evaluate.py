@@ -31,8 +31,7 @@ from mpjax.jaxpr import (
   open_jaxpr,
   where_rows,
 )
-from mpjax.loss_scale._finite import is_inexact
-from mpjax.loss_scale._monitor import NonFinite
+from mpjax.loss_scale import NonFinite, is_inexact
 from mpjax.numerics.nonfinite._origins import (
   Origin,
   count,

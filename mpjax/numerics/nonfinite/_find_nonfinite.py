@@ -13,11 +13,7 @@ from jax.tree_util import KeyPath
 
 from mpjax._types import ClosedJaxpr, PolicyLike, PyTree
 from mpjax.dtypes import cast_floating
-from mpjax.loss_scale import get_loss_scale
-from mpjax.loss_scale._finite import is_inexact
-from mpjax.loss_scale._monitor import NonFinite
-from mpjax.loss_scale._overwritten import map_parts
-from mpjax.loss_scale._state_access import find_loss_scales
+from mpjax.loss_scale import NonFinite, find_loss_scales, get_loss_scale, is_inexact, map_parts
 from mpjax.numerics._arguments import arguments_of, on_axes_of, step_of
 from mpjax.numerics.nonfinite._after_gradients import after_gradients
 from mpjax.numerics.nonfinite._evaluate import Evaluation

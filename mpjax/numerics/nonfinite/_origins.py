@@ -14,8 +14,7 @@ import numpy as np
 from mpjax import _compat
 from mpjax._types import Array, JaxprEqn
 from mpjax.jaxpr import Trait, facts, has
-from mpjax.loss_scale._finite import is_inexact
-from mpjax.loss_scale._monitor import NonFinite
+from mpjax.loss_scale import NonFinite, is_inexact
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax import lax
 from mpjax._compat import newer
 from mpjax._render.html_sections import Shown
 from mpjax._render.text_sections import TextSection, answer_lines, of_rows
-from mpjax.loss_scale._monitor import NonFinite
+from mpjax.loss_scale import NonFinite
 from mpjax.numerics.nonfinite._origins import Origin
 
 _MOST_INPUTS = 3  # the most inputs that the verdict names

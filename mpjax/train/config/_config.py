@@ -13,7 +13,7 @@ from mpjax.policy import Policy, get_policy
 from mpjax.registry._checks import Float, Int, Natural, Positive, Section, Seed, checked
 from mpjax.registry._registry import DATASETS, MODELS, TARGETS, KindSection
 from mpjax.sharding import AXES, ShardingRules
-from mpjax.step._checks import require_honoured
+from mpjax.step import require_honoured
 from mpjax.train._errors import ConfigError
 from mpjax.train.config import _plugins  # noqa: F401 (mpjax's own kinds)
 

@@ -10,12 +10,16 @@ import sys
 import traceback
 from collections.abc import Iterable
 
-from mpjax.registry._info import DataInfo as DataInfo
-from mpjax.registry._info import ModelInfo as ModelInfo
-from mpjax.registry._registry import DATASETS, MODELS, TARGETS, Registered
-from mpjax.registry._registry import register_data as register_data
-from mpjax.registry._registry import register_model as register_model
-from mpjax.registry._registry import register_optimizer as register_optimizer
+from mpjax.registry._info import DataInfo as DataInfo, ModelInfo as ModelInfo
+from mpjax.registry._registry import (
+  DATASETS,
+  MODELS,
+  TARGETS,
+  Registered,
+  register_data as register_data,
+  register_model as register_model,
+  register_optimizer as register_optimizer,
+)
 from mpjax.registry._task import Task as Task
 from mpjax.train._errors import ConfigError
 from mpjax.zoo import registered as registered

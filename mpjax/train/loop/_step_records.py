@@ -17,7 +17,7 @@ import optax
 
 from mpjax._types import Metrics, PyTree
 from mpjax.fp8._hardware import in_force
-from mpjax.loss_scale._state_access import find_scaler, find_states
+from mpjax.loss_scale import find_scaler, find_states
 from mpjax.step import TrainState
 from mpjax.train.loop._metrics_file import plain
 from mpjax.train.loop._output import LOGGER, goes_on_without

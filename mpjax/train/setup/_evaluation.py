@@ -14,14 +14,11 @@ from jaxtyping import Float32
 from mpjax._average import Average
 from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.casting import autocast
-from mpjax.optim import evaluation_weights
-from mpjax.optim._weight_average import keeps_other_weights
+from mpjax.optim import evaluation_weights, keeps_other_weights
 from mpjax.policy import Policy, matmul_precision
 from mpjax.registry._task import Task
 from mpjax.sharding import on_device
-from mpjax.step import TrainState, TrainStep
-from mpjax.step._layers import state_of, unrounded
-from mpjax.step._loss import row_count, row_keys
+from mpjax.step import TrainState, TrainStep, row_count, row_keys, state_of, unrounded
 
 
 def for_evaluation(step: TrainStep, state: TrainState) -> TrainState:

@@ -10,10 +10,9 @@ import jax
 
 from mpjax._types import Array, PyTree
 from mpjax.loss_scale import LossScaleState
-from mpjax.optim._weight_average import keeps_other_weights
+from mpjax.optim import keeps_other_weights
 from mpjax.patterns import named_leaves
-from mpjax.step import TrainState, TrainStep
-from mpjax.step._layers import can_adopt, state_of, with_masters
+from mpjax.step import TrainState, TrainStep, can_adopt, state_of, with_masters
 from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import load_safetensors
 from mpjax.train.config._config import Config

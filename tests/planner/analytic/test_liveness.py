@@ -5,8 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mpjax import _compat  # which release's compiler a peak is of
 from mpjax.jaxpr import BACKWARD, FORWARD

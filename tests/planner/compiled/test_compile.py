@@ -13,8 +13,13 @@ from jax.experimental import topologies
 from jax.sharding import AxisType
 
 import mpjax
-from mpjax.planner import ARGUMENT_PARTS, CompileError, get_target, tiled_bytes
-from mpjax.planner import _plan as planning  # which asks for the compilers' packages
+from mpjax.planner import (
+  ARGUMENT_PARTS,
+  CompileError,
+  _plan as planning,  # which asks for the compilers' packages
+  get_target,
+  tiled_bytes,
+)
 from mpjax.planner.compiled import _compile, _worker, compile_step, parse  # a process of its own is replaced
 from tests.planner._steps import (
   F32,

@@ -13,8 +13,10 @@ import pytest
 
 import mpjax
 from mpjax import _compat  # which release the analytic plan is of
-from mpjax.planner import ARGUMENT_PARTS
-from mpjax.planner import _plan as planning  # whose compiler is replaced
+from mpjax.planner import (
+  ARGUMENT_PARTS,
+  _plan as planning,  # whose compiler is replaced
+)
 from mpjax.planner.compiled import read_program
 from mpjax.planner.compiled._proto import module_class  # to change a program
 from tests.planner.compiled.programs import KEPT, STEPS, VERSIONS, kept
