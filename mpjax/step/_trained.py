@@ -91,9 +91,8 @@ def is_masked(x: object) -> bool:
 
 
 class _Masks(NamedTuple):
-  """For each parameter of a state: whether the optimiser sees it, reads its gradient, and may change it."""
+  """For each parameter of a state: whether the optimiser reads its gradient, and may change it."""
 
-  seen: PyTree[bool]
   read: PyTree[bool]
   moving: PyTree[bool]
 
@@ -200,7 +199,7 @@ class Trained:
     shapes = as_shapes(widen_floating(hide(params)))
     flow = flow_of(self._tx, shapes, value=jnp.zeros([]))
     if flow is None:
-      return _Masks(chosen, chosen, chosen)
+      return _Masks(chosen, chosen)
     nothing, everything = (jax.tree.map(lambda _, on=on: on, state.arrays) for on in (False, True))
 
     def of_params(flags: list[bool]) -> PyTree[bool]:
@@ -208,7 +207,7 @@ class Trained:
       # The optimiser neither reads nor changes a leaf that is overwritten; the step does both.
       return self.whole(state, show(params, flagged, self.seen(state, everything)), nothing)
 
-    return _Masks(chosen, of_params(flow.read), of_params(flow.moving))
+    return _Masks(of_params(flow.read), of_params(flow.moving))
 
 
 def _nested(flat: dict[Any, Any], like: PyTree) -> PyTree:
