@@ -54,24 +54,6 @@ def test_every_policy_learns_and_keeps_its_dtypes(policy, accumulate):
   assert given["w"].is_deleted() is False  # donation took copies
 
 
-def test_a_float32_step_is_plain_optax_bit_for_bit():
-  tx = optax.adamw(0.1)
-  step = mpjax.make_train_step(loss_fn, tx, "fp32")
-
-  @jax.jit
-  def plain(params, state):
-    grads = jax.grad(loss_fn)(params, BATCH)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  params, opt_state, state = PARAMS, jax.jit(tx.init)(PARAMS), step.init(PARAMS)
-  for _ in range(5):
-    params, opt_state = plain(params, opt_state)
-    state, metrics = step(state, BATCH)
-  assert_same((params, opt_state), (state.params, state.opt_state))
-  assert metrics.keys() == {"loss"}
-
-
 def test_the_loss_sees_the_compute_dtype_once_and_gradients_come_back_in_the_master_dtype():
   seen, update_dtypes = [], []
 
@@ -147,11 +129,11 @@ def test_the_norm_leaves_out_what_is_no_gradient_and_the_name_is_taken_only_then
   state = step.init(params)
   _, metrics = step(state, BATCH)
   np.testing.assert_allclose(metrics["grad_norm"], norm(loss_and_gradients(ONES)[1]), rtol=1e-5)
-  named = lambda params, batch: (loss_fn(params, batch), {"grad_norm": jnp.ones([])})
+  own = lambda params, batch: (loss_fn(params, batch), {"grad_norm": 1.0})
   with pytest.raises(ValueError, match=r"metric named 'grad_norm'.*rename it"):
-    mpjax.make_train_step(named, optax.sgd(0.1), grad_norm=True)(step.init(ONES), BATCH)
-  ours = mpjax.make_train_step(named, optax.sgd(0.1), "fp32")
-  assert ours(ours.init(ONES), BATCH)[1]["grad_norm"] == 1
+    mpjax.make_train_step(own, optax.sgd(0.1), grad_norm=True)(step.init(ONES), BATCH)
+  step = mpjax.make_train_step(own, optax.sgd(0.1), "fp32")
+  assert step(step.init(ONES), BATCH)[1]["grad_norm"] == 1
 
 
 @pytest.mark.parametrize(("scale", "finite", "factor"), [(2.0**8, True, 2), (2.0**24, False, 0.5)])
@@ -248,27 +230,12 @@ def test_matmul_precision_is_the_policys_or_the_callers():
 
 
 def test_float16_learns_as_float32_does_once_the_loss_is_scaled():
-  """The reason for loss scaling: gradients that are zero in float16 unless the loss is scaled."""
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
-  batch = {"x": normal(64, 8), "y": normal(64, 1)}
-  params = {"in": normal(8, 64) / 3, "out": normal(64, 1) / 8}
-
-  def loss(params, batch):
-    error = (jnp.tanh(batch["x"] @ params["in"]) @ params["out"]).astype(jnp.float32) - batch["y"]
-    # A small loss, as of a well-trained or down-weighted head: its gradients are below float16's 6e-8.
-    return 1e-8 * (error**2).mean()
-
-  def losses(policy):
+  # A small loss, as of a well-trained or down-weighted head: its gradients are below float16's 6e-8.
+  loss = lambda params, batch: 1e-9 * loss_fn(PARAMS | params, batch)
+  for scaling, least, most in (("dynamic", 0, 0.05), (None, 0.999, 1.001)):
     # Adam's own epsilon would hide gradients of this size.
-    step = mpjax.make_train_step(loss, optax.adam(1e-2, eps=1e-20), policy, donate=False)
-    state, first = step(step.init(params), batch)
-    state, last = train(step, state, 199, batch)
-    return float(first["loss"]), float(last["loss"]), step.gradients(state, batch)[1]
-
-  for policy in ("fp32", "fp16"):
-    first, last, _ = losses(policy)
-    assert last < first / 20, policy
-  first, last, grads = losses({"base": "fp16", "loss_scaling": None})
-  assert last == pytest.approx(first, rel=1e-3)
-  assert not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
+    tx = optax.adam(0.3, eps=1e-20)
+    step = mpjax.make_train_step(loss, tx, {"base": "fp16", "loss_scaling": scaling})
+    state, first = step(step.init({"w": PARAMS["w"]}), BATCH)
+    _, last = train(step, state, 99)
+    assert least <= last["loss"] / first["loss"] <= most
