@@ -15,7 +15,7 @@ import mpjax
 from mpjax.optim._convert import dequantize_state
 from tests.step._problems import WIDE_BATCH as BATCH
 from tests.step._problems import WIDE_PARAMS as PARAMS
-from tests.step._problems import assert_same
+from tests.step._problems import assert_same, train
 from tests.step._problems import wide_loss as loss_fn
 
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 100)
@@ -31,12 +31,6 @@ def make(policy, tx=None, loss=loss_fn, **options):
   return mpjax.make_train_step(loss, tx or optax.adamw(SCHEDULE), policy, donate=False, **options)
 
 
-def run(step, state, steps):
-  for _ in range(steps):
-    state, metrics = step(state, BATCH)
-  return state, float(metrics["loss"])
-
-
 def types(tree):
   return str(jax.tree.map(lambda x: (x.shape, x.dtype.name), tree))
 
@@ -48,7 +42,7 @@ def adopt(new, state, old):
 @functools.cache
 def loss_in_float32():
   step = make("fp32")
-  return run(step, step.init(PARAMS), 40)[1]
+  return float(train(step, step.init(PARAMS), 40, BATCH)[1]["loss"])
 
 
 @pytest.mark.parametrize(
@@ -64,8 +58,8 @@ def loss_in_float32():
 def test_it_learns_as_float32_state_does_and_a_skip_changes_no_bit(master, stored):
   step = make(policy_of(master, stored), skip_nonfinite=True)
   first = step.init(PARAMS)
-  state, loss = run(step, first, 40)
-  assert loss == pytest.approx(loss_in_float32(), rel=0.2)
+  state, metrics = train(step, first, 40, BATCH)
+  assert float(metrics["loss"]) == pytest.approx(loss_in_float32(), rel=0.2)
   after, _ = step(state, BATCH | {"x": BATCH["x"] * np.float32(np.nan)})
   kept = lambda state: (state.params, state.opt_state.inner_state)
   assert_same(kept(after), kept(state))
@@ -97,7 +91,7 @@ def test_parameters_are_always_the_rounded_masters():
 @functools.cache
 def trained(name):
   step = make({"int16": policy_of("int16", "bfloat16")}.get(name, name))
-  return step, run(step, step.init(PARAMS), 5)[0]
+  return step, train(step, step.init(PARAMS), 5, BATCH)[0]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +122,7 @@ def test_a_state_goes_from_one_policy_to_another(before, after):
 @pytest.mark.parametrize("wrap", [lambda tx: tx, mpjax.dynamic_loss_scale], ids=["bare", "scaled"])
 def test_a_state_with_master_weights_of_ones_own_is_adopted(wrap):
   own, lean = make("bf16_pure", wrap(mpjax.master_weights(optax.adamw(1e-2)))), make("bf16_lean")
-  state, _ = run(own, own.init(PARAMS), 2)
+  state, _ = train(own, own.init(PARAMS), 2, BATCH)
   kept = own.adopt(state, own)
   assert_same(kept, state)
   first = jax.eval_shape(lean.init, PARAMS)
@@ -139,7 +133,7 @@ def test_state_that_is_quantised_by_tx_and_by_the_policy_is_adopted():
   few = mpjax.quantized_state(optax.adamw(1e-2), exclude="nu")
   for tx in (few, optax.chain(mpjax.quantized_state(optax.adamw(1e-2)))):
     old, new = make("fp32", tx), make("bf16_lean", tx)
-    state, _ = run(old, old.init(PARAMS), 2)
+    state, _ = train(old, old.init(PARAMS), 2, BATCH)
     adopted = adopt(new, state, old)
     assert types(adopted.opt_state) == types(jax.eval_shape(new.init, PARAMS).opt_state)
     moments = [jax.jit(dequantize_state)(s) for s in (adopted.opt_state.inner_state, state.opt_state)]
@@ -169,7 +163,7 @@ def test_a_step_of_ones_own_by_tx_is_that_of_the_step():
 def test_overwritten_leaves_become_their_updates_and_are_adopted(master):
   of = lambda params, batch: loss_fn(params, batch) + (params[KEPT]["s"] * 0.3).sum()
   step = make(policy_of(master, "int8"), loss=of)
-  state, _ = run(step, step.init(PARAMS | {KEPT: {"s": np.ones(3, np.float32)}}), 1)
+  state, _ = train(step, step.init(PARAMS | {KEPT: {"s": np.ones(3, np.float32)}}), 1, BATCH)
   np.testing.assert_allclose(state.params[KEPT]["s"], 0.3, rtol=1e-2)
   adopted = step.adopt(state, step)
   assert_same(adopted.params[KEPT], state.params[KEPT])

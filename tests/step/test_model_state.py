@@ -51,9 +51,6 @@ def test_what_nobody_changes_crosses_no_devices():
   state = step.init(PARAMS, model_state={"table": TABLE})
   text = step.jitted.lower(state, BATCH).compile().as_text()
   assert sum(" all-reduce(" in line for line in text.splitlines()) == 1  # of the gradient, with the loss
-  for _ in range(20):
-    state, _ = step(state, BATCH)
-  assert np.asarray(state.model_state["table"]).tobytes() == TABLE.tobytes()
 
 
 @pytest.mark.parametrize("options", [{"policy": "fp16"}, {"policy": "bf16", "skip_nonfinite": True}])

@@ -34,11 +34,15 @@ def own(update):
 
 
 def test_an_update_is_given_what_its_signature_has():
+  def saw(names, *result):
+    seen.append(names)
+    return result
+
   for given, update in (
-    ("grad value", lambda g, s, p=None, *, value, grad: seen.append("grad value") or (g, s)),
-    ("value", lambda g, s, p=None, *, value: seen.append("value") or (g, s)),
-    ("grad value", lambda g, s, p=None, **extra: seen.append(" ".join(sorted(extra))) or (g, s)),
-    ("", lambda g, s, p=None: seen.append("") or (g, s)),
+    ("grad value", lambda grads, state, params=None, *, value, grad: saw("grad value", grads, state)),
+    ("value", lambda grads, state, params=None, *, value: saw("value", grads, state)),
+    ("grad value", lambda grads, state, params=None, **extra: saw(" ".join(sorted(extra)), grads, state)),
+    ("", lambda grads, state, params=None: saw("", grads, state)),
   ):
     seen, step = [], make(own(update), "bf16")
     jax.eval_shape(step.jitted, jax.eval_shape(step.init, PARAMS), BATCH)
@@ -95,8 +99,9 @@ def test_an_update_that_a_step_cannot_make_is_refused_by_init():
   tx = optax.chain(contrib.differentially_private_aggregate(1.0, 0.0, 0), optax.sgd(0.1))
   with pytest.raises(ValueError, match=r"'layer/kernel' has shape \[4\]: .*\[8, 4\].*each example"):
     make(tx, "bf16_lean", loss).init(params)
+  tx = own(lambda grads, state, params=None, *, value, hessian: (grads, state))
   with pytest.raises(ValueError, match=r"missing .*'hessian'.*write the loop yourself"):
-    make(own(lambda g, s, p=None, *, value, hessian: (g, s)), "bf16").init(PARAMS)
+    make(tx, "bf16").init(PARAMS)
 
 
 def test_the_loop_that_a_refusal_shows_runs():
