@@ -46,28 +46,28 @@ class Model(eqx.Module):
 
 
 MODEL = Model()
+TX = optax.adam(1e-2)
 
 
 def loss_fn(model, batch):
   return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
 
 
-def make(policy="fp32", tx=None, **options):
-  return mpjax.make_train_step(loss_fn, tx or optax.adam(1e-2), policy, **options)
+def make(policy="fp32", **options):
+  return mpjax.make_train_step(loss_fn, TX, policy, **options)
 
 
 @functools.cache
 def by_hand():
   """The model after three steps of plain Equinox and optax, and the last loss."""
-  tx = optax.adam(1e-2)
 
   @eqx.filter_jit
   def update(model, opt_state):
     loss, grads = eqx.filter_value_and_grad(loss_fn)(model, BATCH)
-    updates, opt_state = tx.update(grads, opt_state)
+    updates, opt_state = TX.update(grads, opt_state)
     return eqx.apply_updates(model, updates), opt_state, loss
 
-  model, opt_state = MODEL, tx.init(eqx.filter(MODEL, eqx.is_inexact_array))
+  model, opt_state = MODEL, TX.init(eqx.filter(MODEL, eqx.is_inexact_array))
   for _ in range(3):
     model, opt_state, loss = update(model, opt_state)
   return model, loss
@@ -136,8 +136,8 @@ def test_a_step_is_compiled_once_for_modules_of_one_kind():
   assert step.jitted._cache_size() == 2
 
 
-def test_the_state_of_a_module_is_a_tree_of_arrays():
-  step = make(FP16)
+def test_the_state_of_a_module_is_a_tree_of_arrays_that_tools_take():
+  step = make(FP16, donate=False)
   state = step.init(MODEL)
   assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
   copy = state.replace(params=eqx.tree_at(lambda m: m.hidden.bias, state.params, jnp.ones(16)))
@@ -145,6 +145,9 @@ def test_the_state_of_a_module_is_a_tree_of_arrays():
   assert copy.params.hidden.bias.sum() == 16
   bf16 = step.with_policy("bf16")
   assert_same_but_trained(bf16(bf16.adopt(state, step, warn=False), BATCH)[0].params)
+  assert step.explain(state, BATCH).rows
+  assert np.isfinite(mpjax.inspect_numerics(step, state, BATCH, advise=False).loss)
+  assert mpjax.find_nonfinite(step, state, BATCH).finite
 
 
 def test_a_checkpoint_by_orbax(tmp_path):
@@ -157,14 +160,6 @@ def test_a_checkpoint_by_orbax(tmp_path):
   assert_same_but_trained(read.params)
   for x, y in zip(jax.tree.leaves(read), jax.tree.leaves(state), strict=True):
     assert jnp.array_equal(x, y)
-
-
-def test_tools_take_the_step():
-  step = make(FP16, donate=False)
-  state = step.init(MODEL)
-  assert step.explain(state, BATCH).rows
-  assert np.isfinite(mpjax.inspect_numerics(step, state, BATCH).loss)
-  assert "finite" in str(mpjax.find_nonfinite(step, state, BATCH))
 
 
 def test_a_state_of_the_module_is_a_model_state():
