@@ -1,12 +1,14 @@
-"""A small problem for training steps: plain parameters, linen with BatchNorm, an nnx module."""
+"""Small problems for training steps: plain parameters, wide ones, linen with BatchNorm, an nnx module."""
 
 import functools
+import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 4)).astype(np.float32)
@@ -20,6 +22,23 @@ FP16 = {"base": "fp16", "loss_scaling": {"init_scale": 256.0}}
 def loss_fn(params, batch):
   error = batch["x"] @ params["w"] + params["b"] - batch["y"]
   return (error.astype(np.float32) ** 2).mean()
+
+
+# Of as many entries as few bytes are for.
+normal = lambda *shape: RNG.normal(size=shape).astype(np.float32)
+WIDE_PARAMS = {"w": normal(128, 256) / 8, "b": np.zeros(256, np.float32), "v": normal(256, 64) / 16}
+WIDE_BATCH = {"x": normal(64, 128), "y": normal(64, 64)}
+
+
+def wide_loss(params, batch):
+  hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+  return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
+
+
+def mesh(**axes):
+  devices = jax.devices()[: math.prod(axes.values())]
+  types = (AxisType.Auto,) * len(axes)
+  return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
 
 
 def loss_and_gradients(params):
@@ -49,8 +68,9 @@ def assert_near(got, want, **tolerance):
 class Net(nn.Module):
   @nn.compact
   def __call__(self, x, train):
-    x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(8)(x))
-    return nn.Dense(1)(nn.relu(x))
+    x = nn.Dense(8, use_bias=False, name="first")(x)
+    x = nn.BatchNorm(use_running_average=not train, momentum=0.5, name="norm")(x)
+    return nn.Dense(1, name="head")(nn.relu(x))
 
 
 def linen_loss(params, batch, model_state):

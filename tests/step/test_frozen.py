@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import mpjax
-from tests.step._problems import assert_near
+from tests.step._problems import assert_near, mesh, train
 
 D = 48
 RNG = np.random.default_rng(0)
@@ -24,7 +24,6 @@ PARAMS = {
   "base": {"w": BASE, "v": GAIN},
   "lora": {"a": np.full((D, 4), 0.05, np.float32), "b": np.zeros((4, D), np.float32)},
 }
-IS_LORA = {"base": {"w": False, "v": False}, "lora": {"a": True, "b": True}}
 
 
 def loss_fn(p, batch):
@@ -33,84 +32,73 @@ def loss_fn(p, batch):
   return jnp.mean((h * gain + (h @ p["lora"]["a"]) @ p["lora"]["b"] - batch["y"]) ** 2)
 
 
-def mesh(devices, fsdp=1):
-  shape, names = (devices // fsdp, fsdp), ("data", "fsdp")
-  return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:devices])
+TX = optax.adam(1e-2)
 
 
-def make(loss=loss_fn, tx=None, policy="bf16", **options):
-  return mpjax.make_train_step(loss, tx or optax.adam(1e-2), policy, **options)
+def make(loss=loss_fn, tx=TX, policy="bf16", **options):
+  return mpjax.make_train_step(loss, tx, policy, **options)
 
 
 def bits(tree):
   return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-TX = optax.adam(1e-2)
-LABELS = {"base": "freeze", "lora": "train"}
-ZERO = {"train": TX, "freeze": optax.set_to_zero()}
-PARTITION = optax.partition(ZERO, LABELS)
+PARTITION = optax.partition({"train": TX, "freeze": optax.set_to_zero()}, {"base": "freeze", "lora": "train"})
 AWAY = lambda path, u: jnp.zeros_like(u) if path[0].key == "base" else u
-FREEZERS = {
-  "partition": PARTITION,
-  "masked after": optax.chain(TX, optax.masked(optax.set_to_zero(), {"base": True, "lora": False})),
-  "by path": optax.chain(
-    TX,
-    optax.stateless_with_tree_map(lambda u, _: u),
-    optax.stateless(lambda us, _: jax.tree_util.tree_map_with_path(AWAY, us)),
-  ),
+WAYS = {
+  "partition": {"tx": PARTITION},
+  "masked after": {"tx": optax.chain(TX, optax.masked(optax.set_to_zero(), {"base": True, "lora": False}))},
+  "by path": {
+    "tx": optax.chain(
+      TX,
+      optax.stateless_with_tree_map(lambda u, _: u),
+      optax.stateless(lambda us, _: jax.tree_util.tree_map_with_path(AWAY, us)),
+    )
+  },
+  "regex": {"wrt": "lora"},
 }
-CHOICES = {
-  "regex": "lora",
-  "list": ["lora/a", "lora/b"],
-  "booleans": IS_LORA,
-  "predicate": lambda path, leaf: path.startswith("lora/") and leaf.ndim == 2,
-}
+
+
+def flops(step, params, batch):
+  """Returns what a step takes whose sizes are so large that products count."""
+  wider = lambda x: jax.ShapeDtypeStruct([512 if n == D else n for n in x.shape], x.dtype)
+  params, batch = jax.tree.map(wider, (params, batch))
+  return step.jitted.lower(jax.eval_shape(step.init, params), batch).compile().cost_analysis()["flops"]
 
 
 @functools.cache
-def plain():
-  """Returns LoRA parameters after three steps of plain optax, and FLOPs of a step of large ones."""
-
-  def step(lora, opt_state, base, batch):
-    grads = jax.grad(lambda lora: loss_fn({"base": base, "lora": lora}, batch))(lora)
-    updates, opt_state = TX.update(grads, opt_state, lora)
-    return optax.apply_updates(lora, updates), opt_state
-
-  run, lora, opt_state = jax.jit(step), PARAMS["lora"], jax.jit(TX.init)(PARAMS["lora"])
-  for _ in range(3):
-    lora, opt_state = run(lora, opt_state, PARAMS["base"], BATCH)
-  # So large that the products count, and shapes alone.
-  wider = lambda x: jax.ShapeDtypeStruct([256 if n == D else n for n in x.shape], x.dtype)
-  large = jax.tree.map(wider, PARAMS)
-  batch = dict.fromkeys(BATCH, jax.ShapeDtypeStruct((1024, 256), jnp.float32))
-  of_lora = jax.eval_shape(TX.init, large["lora"])
-  return lora, flops(run.lower(large["lora"], of_lora, large["base"], batch)), large, batch
+def alone():
+  """Returns LoRA parameters after three steps that train nothing else, and what such a step takes."""
+  loss = lambda lora, batch: loss_fn({"base": batch["base"], "lora": lora}, batch)
+  step, batch = make(loss, policy="fp32"), BATCH | {"base": PARAMS["base"]}
+  state, _ = train(step, step.init(PARAMS["lora"]), 3, batch)
+  return state.params, flops(step, PARAMS["lora"], batch)
 
 
-def flops(lowered):
-  return lowered.compile().cost_analysis()["flops"]
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_frozen_leaves_decide_nothing_and_cost_no_product(options):
+  step = make(policy="fp32", skip_nonfinite=True, **options)
+  lora, least = alone()
+  assert flops(step, PARAMS, BATCH) <= 1.02 * least
+  state, metrics = train(step, step.init(PARAMS), 3, BATCH)
+  assert metrics["skipped_steps"] == 0
+  assert bits(state.params["base"]) == bits(PARAMS["base"])
+  assert_near(state.params["lora"], lora, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("how", [*FREEZERS, *CHOICES])
-def test_frozen_leaves_decide_nothing_and_cost_no_product(how):
-  step = make(tx=FREEZERS.get(how, TX), policy="fp32", wrt=CHOICES.get(how), skip_nonfinite=True)
-  state = jax.eval_shape(step.init, PARAMS)
-  grads = jax.eval_shape(step.loss_and_gradients, state, BATCH)[1]
-  assert jax.tree.leaves(grads["base"]) == []
-  assert jax.tree.map(lambda g: g.shape, grads["lora"]) == {"a": (D, 4), "b": (4, D)}
-  lora, bare, large, batch = plain()
-  if how in ("regex", "masked after"):
-    assert flops(step.jitted.lower(jax.eval_shape(step.init, large), batch)) <= 1.02 * bare
-  if how in CHOICES:
+def test_what_is_not_chosen_has_neither_gradient_nor_state():
+  for wrt in (
+    "lora",
+    ["lora/a", "lora/b"],
+    {"base": {"w": False, "v": False}, "lora": {"a": True, "b": True}},
+    lambda path, leaf: path.startswith("lora/") and leaf.ndim == 2,
+  ):
+    step = make(wrt=wrt)
+    state = jax.eval_shape(step.init, PARAMS)
+    grads = jax.eval_shape(step.loss_and_gradients, state, BATCH)[1]
+    assert jax.tree.leaves(grads["base"]) == []
+    assert jax.tree.map(lambda g: g.shape, grads["lora"]) == {"a": (D, 4), "b": (4, D)}
     assert all(leaf.shape != (D, D) for leaf in jax.tree.leaves(state.opt_state))
-  if how in ("partition", "by path", "regex"):
-    state = step.init(PARAMS)
-    for _ in range(3):
-      state, metrics = step(state, BATCH)
-    assert metrics["skipped_steps"] == 0
-    assert bits(state.params["base"]) == bits(PARAMS["base"])
-    assert_near(state.params["lora"], lora, rtol=1e-5, atol=1e-7)
 
 
 def test_what_clips_all_gradients_together_reads_the_frozen_ones():
@@ -120,10 +108,10 @@ def test_what_clips_all_gradients_together_reads_the_frozen_ones():
 
 
 @pytest.mark.parametrize(
-  ("devices", "fsdp", "gather"), [(1, 1, "step"), (3, 3, "block"), (8, 4, "step"), (8, 4, "block")]
+  ("axes", "gather"), [({"fsdp": 3}, "block"), ({"data": 2, "fsdp": 4}, "step")], ids=str
 )
-def test_the_same_bits_on_every_mesh(devices, fsdp, gather):
-  step = make(wrt="lora", accumulate=2, mesh=mesh(devices, fsdp), gather=gather)
+def test_the_same_bits_on_every_mesh(axes, gather):
+  step = make(wrt="lora", accumulate=2, mesh=mesh(**axes), gather=gather)
   given = {**PARAMS, "base": {"w": BASE.astype(jnp.bfloat16), "v": GAIN}}
   state = step.init(given)
   assert state.params["base"]["w"].dtype == jnp.bfloat16
@@ -131,9 +119,8 @@ def test_the_same_bits_on_every_mesh(devices, fsdp, gather):
   reduced = [line for line in text.splitlines() if " reduce-scatter(" in line or " all-reduce(" in line]
   assert not any(f"[{D},{D}]" in line.split("reduce")[0] for line in reduced)
   spec = state.params["base"]["v"].sharding.spec
-  assert "fsdp" in spec or fsdp == 1
-  for _ in range(20):
-    state, _ = step(state, BATCH)
+  assert "fsdp" in spec
+  state, _ = train(step, state, 20, BATCH)
   assert bits(state.params["base"]) == bits(given["base"])
   assert state.params["base"]["v"].sharding.spec == spec
 
@@ -152,26 +139,23 @@ def of_net(model, batch):
   return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-@pytest.mark.parametrize("gather", ["step", "block"])
-def test_a_frozen_base_of_a_module_is_divided_and_not_reduced(gather):
-  step = make(of_net, wrt=nnx.LoRAParam, mesh=mesh(8, 8), gather=gather)
+def test_a_frozen_base_of_a_module_is_divided_and_not_reduced():
+  step = make(of_net, wrt=nnx.LoRAParam, mesh=mesh(fsdp=8), gather="block")
   state = step.init(Net(nnx.Rngs(0)))
   base, before = np.asarray(state.params["l1"]["kernel"]), np.asarray(state.model_state["norm"]["mean"])
   text = step.jitted.lower(state, BATCH).compile().as_text()
   assert not any("all-reduce(" in line and f"f32[{D},96]" in line for line in text.splitlines())
   assert state.model_state["norm"]["mean"].sharding.spec == PartitionSpec()
-  losses = []
-  for _ in range(3):
-    assert "fsdp" in state.params["l1"]["kernel"].sharding.spec
-    state, metrics = step(state, BATCH)
-    losses.append(metrics["loss"])
+  state, first = step(state, BATCH)
+  assert "fsdp" in state.params["l1"]["kernel"].sharding.spec
+  state, last = train(step, state, 2, BATCH)
   np.testing.assert_array_equal(state.params["l1"]["kernel"], base)
   assert not np.allclose(state.model_state["norm"]["mean"], before)
-  assert losses[2] < losses[0]
+  assert last["loss"] < first["loss"]
 
 
 def test_a_frozen_base_in_place():
-  step = make(of_net, wrt=nnx.LoRAParam, mesh=mesh(3))
+  step = make(of_net, wrt=nnx.LoRAParam, mesh=mesh(data=3))
   model = Net(nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.LoRAParam)
   base, b = np.asarray(model.l1.kernel[...]), np.asarray(model.l1.lora.lora_b[...])
@@ -196,22 +180,16 @@ def test_few_bytes_and_another_policy():
 
 def test_optax_accumulates_round_a_partition():
   step = make(tx=optax.MultiSteps(PARTITION, 2).gradient_transformation(), policy="fp16")
-  state = step.init(PARAMS)
-  for _ in range(2):
-    state, metrics = step(state, BATCH)
+  state, metrics = train(step, step.init(PARAMS), 2, BATCH)
   assert metrics["skipped_steps"] == 0
   assert bits(state.params["base"]) == bits(PARAMS["base"])
   assert np.asarray(state.params["lora"]["b"]).any()
 
 
-def test_a_step_passes_over_gradients_of_frozen_leaves_and_an_own_loop_does_not():
-  mpjax.loss_scale.check_loss_scaling(mpjax.dynamic_loss_scale(PARTITION), PARAMS)
-  step = make(tx=PARTITION, policy="fp16")
-  _, metrics = step(step.init(PARAMS), BATCH)
-  assert metrics["skipped_steps"] == 0
+def test_an_own_loop_does_not_pass_over_gradients_of_frozen_leaves():
   tx = mpjax.dynamic_loss_scale(PARTITION)
-  _, state = tx.update(jax.grad(loss_fn)(PARAMS, BATCH), tx.init(PARAMS), PARAMS)
-  assert state.skipped_steps == 1
+  update = jax.jit(lambda params: tx.update(jax.grad(loss_fn)(params, BATCH), tx.init(params), params))
+  assert update(PARAMS)[1].skipped_steps == 1
 
 
 def test_an_infinite_parameter_that_nobody_moves_decides_nothing():

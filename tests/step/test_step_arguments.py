@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.step._problems import BATCH, PARAMS, Model, assert_same, loss_fn, nnx_loss
+from tests.step._problems import BATCH, PARAMS, Model, assert_same, loss_fn, mesh, nnx_loss
 
 
 def make(loss=loss_fn, tx=None, policy="fp32", **options):
@@ -34,18 +34,16 @@ def nnx_dropout(model, batch, rng):
   return nnx_loss(model, batch | {"x": batch["x"] * keep})
 
 
-def used_twice(again, mesh=1):
-  step = make(mesh=jax.make_mesh((mesh,), ("data",)) if mesh > 1 else None)
+def used_twice(step, again=lambda step: step):
   state = step.init(PARAMS)
   step(state, BATCH)
-  again(step, state)
+  again(step)(state, BATCH)
 
 
 KEY = jax.random.key(0)
 by_casts = {"base": "bf16", "autocast": False}
-two_scales = lambda: optax.partition(
-  {name: mpjax.dynamic_loss_scale(optax.sgd(0.1)) for name in "ab"}, {"w": "a", "b": "b"}
-)
+SCALED = mpjax.dynamic_loss_scale(optax.sgd(0.1))
+TWO_SCALES = optax.partition({"a": SCALED, "b": SCALED}, {"w": "a", "b": "b"})
 INTEGERS = {"w": np.ones(2, np.float32), "i": np.arange(2)}
 stateful = lambda p, b, model_state: loss_fn(p, b)
 VALUE_ERRORS = [
@@ -57,11 +55,10 @@ VALUE_ERRORS = [
   (lambda: make(policy=by_casts | {"grad_dtype": "bfloat16"}), ["grad_dtype", "autocast: true"]),
   (lambda: make(policy={"base": "bf16", "optimizer_dtype": "float16"}), ["optimizer_dtype"]),
   (lambda: make(policy="fp61"), ["fp61"]),
-  (
-    lambda: make(tx=mpjax.dynamic_loss_scale(optax.sgd(0.1)), policy="fp16").init(PARAMS),
-    ["2 loss scales", "pass tx without its own"],
-  ),
-  (lambda: make(tx=two_scales()).init(PARAMS), ["2 loss scales", "pass tx without its own"]),
+  (lambda: make(tx=SCALED, policy="fp16").init(PARAMS), ["2 loss scales", "pass tx without its own"]),
+  (lambda: make(tx=TWO_SCALES).init(PARAMS), ["2 loss scales", "pass tx without its own"]),
+  (lambda: make(offload="optimizer"), ["pass mesh=", "one device is enough"]),
+  (lambda: make(offload="optimiser", mesh=mesh(data=1)), ["'optimizer', or None"]),
   (lambda: make(lambda p, b: p["w"].sum()).init(INTEGERS), ["'i' is int", "model_state"]),
   (lambda: make(accumulate=0), ["accumulate=0"]),
   (lambda: run(loss_fn, accumulate=3), ["16 rows", "accumulate=3"]),
@@ -80,15 +77,13 @@ VALUE_ERRORS = [
   (lambda: in_place(tx=lambda step: optax.sgd(0.1)), ["step.tx"]),
   (lambda: in_place(loss=nnx_dropout), ["takes 'rng'", "step(model, optimizer, batch, rng=...)"]),
   (lambda: in_place(rng=KEY), ["does not take 'rng'"]),
-  (
-    lambda: used_twice(lambda step, state: step(state, BATCH)),
-    ["this TrainState is deleted", "donate=False"],
-  ),
-  (lambda: used_twice(lambda step, state: step.gradients(state, BATCH)), ["deleted", "the new one"]),
-  (lambda: used_twice(lambda step, state: step(state, BATCH), mesh=8), ["this TrainState is deleted"]),
+  (lambda: used_twice(STEP), ["this TrainState is deleted", "donate=False"]),
+  (lambda: used_twice(STEP, lambda step: step.gradients), ["deleted", "the new one"]),
+  (lambda: used_twice(make(mesh=mesh(data=8))), ["this TrainState is deleted"]),
   (lambda: run(lambda params, batch: None), ["loss of type NoneType"]),
   (lambda: run(lambda params, batch: [loss_fn(params, batch), {}]), ["loss of type list"]),
   (lambda: STEP.init({"w": 1.0}), ["parameter 'w' is a float", "an array"]),
+  (lambda: STEP.init(jax.nn.gelu), ["params is a", "expected a tree of parameters"]),
 ]
 first = lambda: STEP.init(PARAMS)
 TYPE_ERRORS = [
@@ -97,10 +92,7 @@ TYPE_ERRORS = [
   (lambda: STEP(BATCH, first()), ["swapped", "step(state, batch)"]),
   (lambda: STEP.gradients(BATCH, first()), ["swapped", "step(state, batch)"]),
   (lambda: STEP.explain(PARAMS, BATCH), ["expected a TrainState, not a dict"]),
-  (
-    lambda: STEP(Model(nnx.Rngs(0)), BATCH),
-    ["expected a TrainState, not a Model", "step.init(model)", "optimizer"],
-  ),
+  (lambda: STEP(Model(nnx.Rngs(0)), BATCH), ["not a Model", "step.init(model)", "optimizer"]),
   (lambda: STEP(first()), ["1 argument(s)", "step(state, batch)"]),
   (lambda: STEP(first(), BATCH, rng=KEY), ["step.init(..., rng=...)"]),
   (lambda: STEP(first(), optax.sgd(0.1), BATCH), ["3 arguments", "step(state, (x, y))"]),
@@ -118,23 +110,22 @@ def test_misuse_is_named():
       assert all(word in str(error.value) for word in words), (words, error.value)
 
 
-@pytest.mark.parametrize(
-  ("divided", "word"),
-  [({"accumulate": 2}, "accumulate=2"), ({"mesh": 1}, "mesh="), ({"mesh": 2}, "mesh="), ({}, None)],
-)
-def test_leaves_of_different_numbers_of_rows_are_named_where_rows_are_divided(divided, word):
-  mesh = {"mesh": jax.make_mesh((divided["mesh"],), ("data",))} if "mesh" in divided else {}
+def test_leaves_of_different_numbers_of_rows_are_named_where_rows_are_divided():
   loss = lambda p, b: (b["x"] @ p["w"]).mean() + b["more"]["y"].mean() + b["weight"]
-  step = make(loss, donate=False, **{**divided, **mesh})
   batch = {"x": np.ones((4, 4)), "more": {"y": np.ones((2, 1))}, "weight": np.ones(())}
-  state = step.init({"w": np.ones((4, 1), np.float32)})
-  if word is None:  # nothing is divided: the loss may do as it likes
-    step(state, batch)
-    return
-  for act in (step, step.gradients):
-    with pytest.raises(ValueError, match="rows") as error:
-      act(state, batch)
-    assert all(part in str(error.value) for part in ("'x'", " 4", "'more/y'", " 2", word)), error.value
+  whole = make(loss, donate=False)  # nothing is divided: the loss may do as it likes
+  state = whole.init(PARAMS)
+  whole(state, batch)
+  for divided, word in (
+    ({"accumulate": 2}, "accumulate=2"),
+    ({"mesh": mesh(data=1)}, "mesh="),
+    ({"mesh": mesh(data=2)}, "mesh="),
+  ):
+    step = make(loss, donate=False, **divided)
+    for act in (step, step.gradients):
+      with pytest.raises(ValueError, match="rows") as error:
+        act(state, batch)
+      assert all(part in str(error.value) for part in ("'x'", " 4", "'more/y'", " 2", word)), error.value
 
 
 def test_an_error_of_the_loss_is_not_taken_for_a_deleted_state():
@@ -157,8 +148,7 @@ def test_update_in_place_is_the_step_of_three_arguments():
 
 
 def test_a_step_and_a_state_are_shown_in_a_few_words():
-  devices = jax.make_mesh((2, 2), ("data", "fsdp"), devices=jax.devices()[:4])
-  step = mpjax.make_train_step(loss_fn, optax.adam(0.1), "fp16", accumulate=2, mesh=devices)
+  step = make(tx=optax.adam(0.1), policy="fp16", accumulate=2, mesh=mesh(data=2, fsdp=2))
   assert repr(step) == (
     "TrainStep(loss_fn, StepOptions(policy='fp16', accumulate=2, mesh={'data': 2, 'fsdp': 2}))"
   )
@@ -176,17 +166,14 @@ def test_a_step_and_a_state_are_shown_in_a_few_words():
 
 
 def test_other_policies_and_no_mesh_keep_the_other_options():
-  devices = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-  policy = {"base": "bf16", "reduce_dtype": "bfloat16"}
   tx = optax.sgd(0.1)
-  step = mpjax.make_train_step(
-    loss_fn, tx, policy, accumulate=2, recompute="dots", donate=False, mesh=devices
-  )
+  options = {"accumulate": 2, "recompute": "nothing", "donate": False, "mesh": mesh(data=4)}
+  step = make(tx=tx, policy={"base": "bf16", "reduce_dtype": "bfloat16"}, **options)
   other, whole = step.with_policy("fp16"), step.without_mesh()
   for made in (other, whole):
     assert made.fun is loss_fn
     assert made.inner_tx is tx
-    assert (made.accumulate, made.options.recompute, made.options.donate) == (2, "dots", False)
+    assert (made.accumulate, made.options.recompute, made.options.donate) == (2, "nothing", False)
   assert other.layout is step.layout
   assert other.policy == mpjax.get_policy("fp16")
   assert whole.layout is None
