@@ -21,17 +21,11 @@ BAD_X = X.copy()
 BAD_X[0, 0] = np.inf
 SCALED = functools.partial(mpjax.dynamic_loss_scale, init_scale=2.0**10)
 SGD = optax.sgd(0.1)
-GROUPS = {"w": "a", "v": "b"}
 # Name to (optimiser, its scale).
 OPTIMISERS = {
   "bare": (SCALED(SGD), 2.0**10),
   "static": (mpjax.static_loss_scale(SGD, 8.0), 8),
-  "chain": (optax.chain(optax.identity(), SCALED(SGD)), 2.0**10),
-  "MultiSteps": (optax.MultiSteps(SCALED(SGD), 2).gradient_transformation(), 2.0**10),
-  "round MultiSteps": (SCALED(optax.MultiSteps(SGD, 2).gradient_transformation()), 2.0**10),
-  "multi_transform": (optax.multi_transform({"a": SCALED(SGD), "b": SGD}, GROUPS), 2.0**10),
-  "policy": (mpjax.with_loss_scaling(SGD, mpjax.get_policy("fp16")), 2.0**16),
-  "no scale": (mpjax.with_loss_scaling(SGD, mpjax.get_policy("bf16")), 1),
+  "no scale": (SGD, 1),
 }
 
 
@@ -100,9 +94,7 @@ def test_argnums_aux_and_keyword_arguments_are_those_of_jax(scaled):
     close(ours, theirs, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-  "policy", ["fp32", "bf16", "fp16", "bf16_pure", {"base": "fp16", "loss_scaling": 128.0}]
-)
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
 def test_one_loop_with_every_function_serves_every_policy(policy):
   policy = mpjax.get_policy(policy)
   tx = mpjax.with_loss_scaling(SGD, policy)
@@ -140,10 +132,8 @@ def test_a_loss_in_half_precision_comes_out_in_float32():
   close(jax.tree.map(lambda g: g / 2.0**10, grads), exact(PARAMS, X)[1], rtol=0.1, atol=1e-3)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_scan_of_steps_keeps_statistics_of_finite_steps(scaled):
-  tx = SCALED(SGD) if scaled else SGD
-
+def test_a_scan_of_steps_keeps_statistics_of_finite_steps():
+  tx = SCALED(SGD)
   of = lambda params, x: (jnp.mean((x @ params["w"]) ** 2), jnp.mean(x, 0))
 
   def step(carry, x):
@@ -154,12 +144,10 @@ def test_a_scan_of_steps_keeps_statistics_of_finite_steps(scaled):
   run = jax.jit(lambda *carry: jax.lax.scan(step, carry, xs))
   (params, state, _), (stats, losses) = run(PARAMS, tx.init(PARAMS), np.zeros(8, np.float32))
   np.testing.assert_array_equal(np.isfinite(losses[:2]), [True, False])
-  assert np.isfinite(stats[1]).all() == scaled
-  if scaled:
-    assert int(mpjax.get_loss_scale(state).skipped_steps) == 1
-    assert all(np.isfinite(p).all() for p in params.values())
-    np.testing.assert_array_equal(stats[1], stats[0])
-    close(stats[2], np.mean(2 * X, 0))
+  assert int(mpjax.get_loss_scale(state).skipped_steps) == 1
+  assert all(np.isfinite(p).all() for p in params.values())
+  np.testing.assert_array_equal(stats[1], stats[0])
+  close(stats[2], np.mean(2 * X, 0))
 
 
 MESH = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -194,62 +182,29 @@ def test_shards_agree_on_the_step_and_on_what_is_kept(check_vma):
   assert int(mpjax.get_loss_scale(state).skipped_steps) == 1
 
 
-def by_hand(params, x):
-  low = mpjax.cast_floating(params, jnp.bfloat16)
-  return jnp.mean(((jnp.tanh(x.astype(jnp.bfloat16) @ low["w"]) @ low["v"]).astype(jnp.float32) - 1) ** 2)
+# The forms of docs/shard_map.md, and whether varying axes are tracked.
+RIGHT = [("pmean of the loss", True), ("pcast", True), ("pmean of gradients", False)]
 
 
-def over_devices(loss_fn, form, check_vma, tx=SGD):
-  """The step's gradients in one of the forms of docs/shard_map.md; scaled if there is a scale in `tx`."""
-  mean_loss = lambda params, x: jax.lax.pmean(loss_fn(params, x), "d")
+@pytest.mark.parametrize(("form", "check_vma"), RIGHT)
+def test_gradients_over_devices_are_the_mean_over_all_rows_and_cross_in_float32(form, check_vma):
+  autocast = mpjax.autocast(loss_fn, "bf16")
+  mean_loss = lambda params, x: jax.lax.pmean(autocast(params, x), "d")
 
   def run(params, state, x):
-    of = mean_loss if "of the loss" in form else loss_fn
+    of = mean_loss if form == "pmean of the loss" else autocast
     _, grads = mpjax.value_and_grad(of, state)(vary(params) if form == "pcast" else params, x)
     return grads if form == "pmean of the loss" else jax.lax.pmean(grads, "d")
 
   specs = {"in_specs": (P(), P(), P("d")), "out_specs": P(), "check_vma": check_vma}
-  return functools.partial(jax.shard_map(run, mesh=MESH, **specs), PARAMS, tx.init(PARAMS))
-
-
-RIGHT = [("pmean of the loss", True), ("pcast", True), ("pmean of gradients", False)]
-AUTOCAST = mpjax.autocast(loss_fn, "bf16")
-
-
-@pytest.mark.parametrize(("form", "check_vma"), RIGHT)
-def test_gradients_over_devices_are_the_mean_over_all_rows_and_cross_in_a_dtype(form, check_vma):
+  over_devices = jax.jit(jax.shard_map(run, mesh=MESH, **specs))
   for tx, scale in ((SGD, 1), (mpjax.static_loss_scale(SGD, 8.0), 8)):
-    found = jax.jit(over_devices(AUTOCAST, form, check_vma, tx))(ROWS)
-    close(jax.tree.map(lambda g, s=scale: g / s, found), exact(PARAMS, ROWS)[1], rtol=0.05, atol=2e-3)
-  for name, of in {"autocast": AUTOCAST, "by hand": by_hand}.items():
-    text = str(jax.make_jaxpr(over_devices(of, form, check_vma))(ROWS))
+    traced = over_devices.trace(PARAMS, tx.init(PARAMS), ROWS)
     # What is summed over devices, but for scalars.
-    found = set(re.findall(r"(\w+)\[\d[\d,]*\](?:\{[^}]*\})? = psum", text))
-    assert found == {"bf16" if (name, form) == ("by hand", "pmean of the loss") else "f32"}, name
-
-
-def test_what_the_page_on_shard_map_warns_of():
-  # With check_vma a pmean of the gradients comes too late: JAX has summed them.
-  late = jax.jit(over_devices(loss_fn, "pmean of gradients", check_vma=True))(ROWS)
-  close(late, jax.tree.map(lambda g: 8 * g, exact(PARAMS, ROWS)[1]))
-  # Without it a pmean of the loss leaves each device its own gradient; what comes out is the first one's.
-  alone = jax.jit(over_devices(loss_fn, "pmean of the loss", check_vma=False))(ROWS)
-  close(alone, exact(PARAMS, ROWS[:2])[1])
-
-
-def test_an_ensemble_under_vmap_has_a_scale_and_a_skip_for_each_member():
-  tx = SCALED(SGD)
-  params = jax.tree.map(lambda p: np.stack([p, 2 * p]), PARAMS)
-
-  def step(params, x):
-    state = tx.init(params)
-    loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x)
-    _, state = tx.update(grads, state, params)
-    return loss, mpjax.keep_if_finite(state, jnp.ones(2), jnp.zeros(2))
-
-  loss, kept = jax.jit(jax.vmap(step))(params, np.stack([X, BAD_X]))
-  np.testing.assert_array_equal(kept, [[1, 1], [0, 0]])
-  close(loss[0], exact(PARAMS, X)[0])
+    summed = re.findall(r"(\w+)\[\d[\d,]*\](?:\{[^}]*\})? = psum", str(traced.jaxpr))
+    assert set(summed) == {"f32"}
+    found = traced.lower().compile()(PARAMS, tx.init(PARAMS), ROWS)
+    close(jax.tree.map(lambda g, s=scale: g / s, found), exact(PARAMS, ROWS)[1], rtol=0.05, atol=2e-3)
 
 
 class NnxNormed(nnx.Module):
@@ -331,32 +286,26 @@ def of_state(fun, **options):
   return lambda: mpjax.value_and_grad(fun, SCALED(SGD).init(PARAMS), **options)(PARAMS)
 
 
-MISTAKES = [
-  (
-    lambda: mpjax.value_and_grad(loss_fn, SCALED(SGD)),
-    TypeError,
-    "opt_state is an optimiser: pass its state",
+# What the error says, and what is done.
+MISTAKES = {
+  "opt_state is an optimiser: pass its state": lambda: mpjax.value_and_grad(loss_fn, SCALED(SGD)),
+  "TypeError: opt_state is an optimiser": lambda: mpjax.keep_if_finite(SGD, 1, 2),
+  r"fun is a LossScaleState: call mpjax\.value_and_grad\(loss_fn, opt_state\)": (
+    lambda: mpjax.value_and_grad(SCALED(SGD).init(PARAMS), loss_fn)
   ),
-  (lambda: mpjax.keep_if_finite(SGD, 1, 2), TypeError, "opt_state is an optimiser"),
-  (
-    lambda: mpjax.value_and_grad(SCALED(SGD).init(PARAMS), loss_fn),
-    TypeError,
-    r"fun is a LossScaleState: call mpjax\.value_and_grad\(loss_fn, opt_state\)",
+  "loss that is tuple.*has_aux=True": of_state(lambda p: (p["w"].sum(), 1)),
+  r"expected \(loss, aux\)": of_state(lambda p: p["w"].sum(), has_aux=True),
+  "loss that is int32": of_state(lambda p: np.int32(1)),
+  "scalar": of_state(lambda p: p["w"][0]),
+  r"ValueError: .*differ in structure \(at b\)": (
+    lambda: mpjax.keep_if_finite(SCALED(SGD).init(PARAMS), {"a": X, "b": X}, {"a": X})
   ),
-  (of_state(lambda p: (p["w"].sum(), 1)), TypeError, "loss that is tuple.*has_aux=True"),
-  (of_state(lambda p: p["w"].sum(), has_aux=True), TypeError, r"expected \(loss, aux\)"),
-  (of_state(lambda p: np.int32(1)), TypeError, "loss that is int32"),
-  (of_state(lambda p: p["w"][0]), TypeError, "scalar"),
-  (
-    lambda: mpjax.keep_if_finite(SCALED(SGD).init(PARAMS), {"a": X, "b": X}, {"a": X}),
-    ValueError,
-    r"differ in structure \(at b\)",
-  ),
-]
+}
 
 
 def test_a_mistake_is_an_error_that_says_what_to_do():
-  for act, error_type, message in MISTAKES:
-    with pytest.raises(error_type, match=message) as error:
+  for message, act in MISTAKES.items():
+    with pytest.raises((TypeError, ValueError)) as error:
       jax.eval_shape(lambda act=act: (act(), ())[1])
+    assert re.search(message, f"{error.typename}: {error.value}"), message
     assert len(str(error.value)) < 300, message
