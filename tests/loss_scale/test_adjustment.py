@@ -57,7 +57,7 @@ RULES = (
   (5, 4.0, 0.5, 2, 1024.0, 1.0, 2.0**20),
   (3, 2.0, 0.5, 3, 1000.0, 300.0, 5000.0),  # not powers of two
 )
-FIELDS = (
+FIELDS = [
   "growth_interval",
   "growth_factor",
   "backoff_factor",
@@ -65,7 +65,7 @@ FIELDS = (
   "init_scale",
   "min_scale",
   "max_scale",
-)
+]
 
 
 @pytest.mark.parametrize("row", RULES, ids=str)

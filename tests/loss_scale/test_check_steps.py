@@ -34,6 +34,11 @@ def loss_fn(params, batch, of_hidden=lambda hidden: hidden):
   return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
 
 
+noisy = jax.custom_vjp(lambda x: x.sum())
+# Rounding noise round a gradient of zero, which is the same at every scale.
+noisy.defvjp(lambda x: (x.sum(), x), lambda x, g: (jnp.full_like(x, 1e-9),))
+
+
 clipping_loss = functools.partial(loss_fn, of_hidden=clipped)
 
 
@@ -152,6 +157,7 @@ def test_right_losses_pass():
     (lambda w, train: jnp.sum(w**2) if train else 0.0, PARAMS["w"], True),
     (mpjax.autocast(lambda p, b: 1e-6 * loss_fn(p, b), "fp16"), PARAMS, BATCH),  # which underflows
     (mpjax.autocast(nnx_loss, "fp16"), Net(), BATCH),
+    (lambda p: jnp.sum(p["w"]) + noisy(p["v"]), PARAMS),
   ):
     check_loss_scaling(fun, *args)
   with pytest.raises(ValueError, match=r"gradient of (linear|norm)"):

@@ -120,20 +120,6 @@ def test_a_loss_scale_deep_in_other_transforms(name):
   run_both(ADAM, wrapped, {}, scaler=mpjax.get_loss_scale)
 
 
-def test_two_scales_for_two_losses():
-  """A loss scale in each group, as for two networks with losses of their own."""
-  tx = optax.partition({"a": SCALED(SGD, init_scale=8.0), "b": SCALED(SGD)}, {"w": "a", "b": "b"})
-  update, state, grads = jax.jit(tx.update), tx.init(PARAMS), gradients(0)
-  scale = lambda group: float(mpjax.get_loss_scale(state, path=f"'{group}'").scale)
-  scaled = {"w": grads["w"] * 8, "b": grads["b"] * np.float32(2.0**16)}
-  updates, state = update(scaled, state, PARAMS)
-  close(updates, gradients(0, scale=-1))
-  updates, state = update({**scaled, "w": gradients(0, finite=False)["w"]}, state, PARAMS)
-  assert not np.asarray(updates["w"]).any()
-  np.testing.assert_allclose(updates["b"], -grads["b"], rtol=1e-6)
-  assert (scale("a"), scale("b")) == (4.0, 2.0**17)
-
-
 def accumulated(tx, scale):
   """What three steps, the second of which is not finite, add up to, and the last state."""
   update, state, total = jax.jit(tx.update), tx.init(PARAMS), jax.tree.map(np.zeros_like, PARAMS)
