@@ -44,19 +44,16 @@ def values(dtype, scale=1.0):
   return {"w": (scale * normal(8, 16, 1024)).astype(dtype), "b": (scale * normal(2048, seed=1)).astype(dtype)}
 
 
-SUITE = [
+ROWS = [
   ("int8", "rows"),
   ("lean", "rows"),
   ("lean", "columns"),
   ("weights int16", "rows"),
   ("lean, stochastic", "columns"),
 ]
-OTHERS = [(form, by) for form in ALL for by in ("rows", "columns") if (form, by) not in SUITE]
 
 
-@pytest.mark.parametrize(
-  ("form", "by"), [*SUITE, *(pytest.param(*row, marks=pytest.mark.slow) for row in OTHERS)]
-)
+@pytest.mark.parametrize(("form", "by"), ROWS)
 def test_eight_devices_have_the_bits_of_one_and_move_none(form, by):
   wrap, dtype = ALL[form]
   tx = wrap(optax.adamw(0.1))

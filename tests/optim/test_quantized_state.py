@@ -13,12 +13,8 @@ from jax.experimental import checkify
 import mpjax
 from mpjax.dtypes import STATE_DTYPES
 from mpjax.optim import Quantized, is_quantized
-from mpjax.optim._convert import dequantize_state, store_like  # as a step that adopts a state does
-from mpjax.optim._quantized import (
-  dequantize,
-  quantize,
-  scales_of,
-)  # for arrays of any shape and size
+from mpjax.optim._convert import dequantize_state  # as a step that hands its state out does
+from mpjax.optim._quantized import dequantize, quantize, scales_of  # for arrays of any shape and size
 from tests.optim._forms import FORMS, described, normal
 
 F32 = np.float32
@@ -89,11 +85,7 @@ def test_what_is_not_finite_is_in_the_scale_and_nothing_is_lost_at_the_ends(dtyp
 def test_errors_are_small_at_every_exponent_of_the_largest_entry(dtype):
   mantissas = 1 + np.random.default_rng(0).random((254, 1), F32)
   largest = mantissas * F32(2.0) ** np.arange(-126, 128, dtype=F32)[:, None]
-  shares = (
-    np.concatenate([[[1.0]], np.random.default_rng(1).uniform(0.01, 1, (254, 30))], axis=1, dtype=F32)
-    if False
-    else np.random.default_rng(1).uniform(0.01, 1, (254, 31)).astype(F32)
-  )
+  shares = np.random.default_rng(1).uniform(0.01, 1, (254, 31)).astype(F32)
   shares[:, 0] = 1
   for signs in (1, np.resize([1, -1], 31)):
     x = np.float32(largest * shares * signs)
@@ -198,20 +190,6 @@ def test_sums_without_decay_lose_little_of_what_steps_add(dtype):
     assert np.linalg.norm(found - exact) < 0.05 * np.linalg.norm(exact), name
 
 
-@pytest.mark.parametrize("dtype", STATE_DTYPES)
-def test_there_and_back(dtype):
-  params = {"w": normal(64, 128), "b": np.ones(128, F32)}
-  inner = optax.adam(1e-2)
-  _, plain = jax.jit(lambda p: inner.update(p, inner.init(p), p))(params)
-  first = mpjax.quantized_state(inner, dtype).init(params)
-  state = jax.jit(store_like)(first, plain)
-  assert jax.tree.structure(state) == jax.tree.structure(first)
-  back = jax.jit(dequantize_state)(state)
-  assert jax.tree.structure(back) == jax.tree.structure(plain)
-  np.testing.assert_allclose(back[0].mu["w"], plain[0].mu["w"], rtol=0.07, atol=1e-4)
-  np.testing.assert_array_equal(back[0].mu["b"], plain[0].mu["b"])
-
-
 def test_bad_arguments():
   for arguments, message in (
     ({"dtype": "int9"}, "did you mean 'int8'"),
@@ -230,9 +208,6 @@ FREE = contrib.schedule_free_adamw(1e-2)
 # Name to (transform, fields that stay, fields in few bytes).
 CASES = {
   "schedule_free": (FREE, {"z"}, {"nu"}),
-  "mechanize": (contrib.mechanize(ADAM), {"x0"}, {"mu", "nu"}),
-  "prodigy": (contrib.prodigy(), {"params0"}, {"exp_avg", "exp_avg_sq", "grad_sum"}),
-  "sam": (contrib.sam(ADAM, optax.sgd(0.1)), {"cache"}, {"mu", "nu"}),
   "MultiSteps": (multi(ADAM), {"acc_grads"}, {"mu", "nu"}),
   "apply_every": (optax.chain(optax.apply_every(2), ADAM), {"grad_acc"}, {"mu", "nu"}),
   "masked": (optax.masked(multi(ADAM), {"w": True, "b": False}), {"acc_grads"}, {"mu", "nu"}),
@@ -270,13 +245,3 @@ def test_a_first_update_is_that_of_moments_in_float32():
   for dtype, updates in zip(STATE_DTYPES, few, strict=True):
     for name, want in plain.items():
       np.testing.assert_allclose(updates[name], want, rtol=1e-5, err_msg=f"{dtype} {name}")
-
-
-def test_accumulated_gradients_are_the_plain_ones():
-  plain, few = multi(optax.sgd(0.1)), mpjax.quantized_state(multi(optax.sgd(0.1)))
-  update = jax.jit(lambda grads, a, b: (plain.update(grads, a, PARAMS), few.update(grads, b, PARAMS)))
-  a, b = plain.init(PARAMS), few.init(PARAMS)
-  for i in range(4):
-    grads = {"w": normal(64, 64, seed=i), "b": normal(64, seed=9 + i)}
-    (expected, a), (updates, b) = update(grads, a, b)
-    jax.tree.map(np.testing.assert_array_equal, updates, expected)
