@@ -15,12 +15,6 @@ from tests.optim._forms import FORMS, normal, same_bits
 
 pytestmark = pytest.mark.optimised
 
-ALL = FORMS | {
-  "lean, stochastic": (
-    lambda tx: mpjax.master_weights(mpjax.quantized_state(tx, "bfloat16"), "stochastic"),
-    jnp.bfloat16,
-  )
-}
 COLLECTIVE = re.compile(
   r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
@@ -48,14 +42,14 @@ ROWS = [
   ("int8", "rows"),
   ("lean", "rows"),
   ("lean", "columns"),
-  ("weights int16", "rows"),
-  ("lean, stochastic", "columns"),
+  ("bfloat16", "columns"),
+  ("weights stochastic", "columns"),
 ]
 
 
 @pytest.mark.parametrize(("form", "by"), ROWS)
 def test_eight_devices_have_the_bits_of_one_and_move_none(form, by):
-  wrap, dtype = ALL[form]
+  wrap, dtype = FORMS[form]
   tx = wrap(optax.adamw(0.1))
 
   def step(params, state, grads):

@@ -15,7 +15,7 @@ from mpjax.dtypes import STATE_DTYPES
 from mpjax.optim import Quantized, is_quantized
 from mpjax.optim._convert import dequantize_state  # as a step that hands its state out does
 from mpjax.optim._quantized import dequantize, quantize, scales_of  # for arrays of any shape and size
-from tests.optim._forms import FORMS, described, normal
+from tests.optim._forms import described, normal
 
 F32 = np.float32
 SHAPES = [(), (1,), (3,), (257,), (8, 300), (0, 5), (5, 0), (2, 3, 128), (4, 1000)]
@@ -82,19 +82,6 @@ def test_what_is_not_finite_is_in_the_scale_and_nothing_is_lost_at_the_ends(dtyp
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
-def test_errors_are_small_at_every_exponent_of_the_largest_entry(dtype):
-  mantissas = 1 + np.random.default_rng(0).random((254, 1), F32)
-  largest = mantissas * F32(2.0) ** np.arange(-126, 128, dtype=F32)[:, None]
-  shares = np.random.default_rng(1).uniform(0.01, 1, (254, 31)).astype(F32)
-  shares[:, 0] = 1
-  for signs in (1, np.resize([1, -1], 31)):
-    x = np.float32(largest * shares * signs)
-    [(_, back, again)] = there_and_back([x], dtype)
-    np.testing.assert_allclose(back, x, rtol=2**-4, atol=2.0**-126)  # subnormal numbers are 0
-    np.testing.assert_array_equal(dequantize(again), back)
-
-
-@pytest.mark.parametrize("dtype", STATE_DTYPES)
 def test_under_strict_promotion_and_checks(dtype):
   tx = mpjax.quantized_state(optax.sgd(0.1, momentum=0.9), dtype, min_size=0)
   params = {"w": np.ones((8, 300), F32), "s": np.ones((), F32)}
@@ -107,11 +94,8 @@ def test_under_strict_promotion_and_checks(dtype):
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
 def test_any_tree_of_any_dtypes_keeps_the_dtypes_of_its_state(dtype):
-  half, shapes = (
-    [(np.ones((64, 300), np.float16),)],
-    {f"{i}": np.ones(shape, F32) for i, shape in enumerate(SHAPES)},
-  )
-  params = {"bf16": {"w": np.ones((2, 3, 40), jnp.bfloat16)}, "f16": half, "f32": shapes, "none": None}
+  arrays = np.ones((2, 3, 40), jnp.bfloat16), np.ones((64, 300), np.float16), *map(np.ones, SHAPES)
+  params = {"list": [(arrays[0],)], "none": None} | {f"{i}": array for i, array in enumerate(arrays)}
   for min_size in (0, 10):
     tx = mpjax.quantized_state(optax.inject_hyperparams(optax.adamw)(1e-2), dtype, min_size=min_size)
     state = jax.eval_shape(tx.init, params)
@@ -171,8 +155,7 @@ def test_the_second_moment_follows_large_and_tiny_gradients(dtype):
 SUMS = {"adagrad": optax.adagrad(1e-2), "madgrad": contrib.madgrad(1e-2), "cocob": contrib.cocob()}
 
 
-@pytest.mark.parametrize("dtype", BYTES)
-def test_sums_without_decay_lose_little_of_what_steps_add(dtype):
+def test_sums_without_decay_lose_little_of_what_steps_add():
   sizes, draws = 1e-2 * np.exp(normal(32, 128)), normal(300, 32, 128, seed=1)
 
   def way(tx):
@@ -183,9 +166,8 @@ def test_sums_without_decay_lose_little_of_what_steps_add(dtype):
     first = jnp.zeros(sizes.shape)
     return jax.lax.scan(step, (first, tx.init(first)), draws)[0][0]
 
-  plain, few = jax.jit(
-    lambda: [[way(wrap(tx)) for tx in SUMS.values()] for wrap in (lambda tx: tx, FORMS[dtype][0])]
-  )()
+  wraps = (lambda tx: tx, mpjax.quantized_state)
+  plain, few = jax.jit(lambda: [[way(wrap(tx)) for tx in SUMS.values()] for wrap in wraps])()
   for name, exact, found in zip(SUMS, plain, few, strict=True):
     assert np.linalg.norm(found - exact) < 0.05 * np.linalg.norm(exact), name
 

@@ -106,16 +106,6 @@ def test_it_is_float32_beside_moments_in_8_bits_and_lies_where_parameters_lie():
   assert (found.spec, found.memory_kind) == (at.arrays["w"].spec, "pinned_host")
 
 
-def test_a_step_with_delayed_scaling_keeps_the_structure_of_its_state():
-  policy = {"base": "bf16_lean", "fp8": {"recipe": "delayed", "emulate": True, "min_dim": 16}}
-  step = mpjax.make_train_step(loss_fn, average_weights(ADAM), policy, accumulate=2)
-  state = jax.eval_shape(lambda: step.init(PARAMS, batch=BATCH))
-  new, _ = jax.eval_shape(step.jitted, state, BATCH)
-  describe = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
-  assert state.fp8_state
-  assert describe(new) == describe(state)
-
-
 def test_only_trained_floating_parameters_have_an_average():
   step = mpjax.make_train_step(loss_fn, average_weights(ADAM), "bf16_lean", wrt="w")
   state = jax.eval_shape(step.init, PARAMS)
