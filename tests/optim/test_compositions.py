@@ -64,45 +64,20 @@ def test_a_scan_of_steps_trains_as_in_float32(form):
     assert all(x.codes.shape == (64, 80) for x in stored)
 
 
-def with_nan(grads):
-  """Gradients with one entry that is not finite."""
-  bad = jax.tree.map(np.copy, grads)
-  bad["w"][3, 70] = np.nan
-  return bad
-
-
-def skipped(tx, grads):
-  """The states before and after a step with a NaN, which must not change a parameter, after two good ones."""
-  update, params, state = jax.jit(tx.update), start(grads["w"].dtype), tx.init(start(grads["w"].dtype))
-  for _ in range(2):
-    updates, state = update(grads, state, params)
-    params = optax.apply_updates(params, updates)
-  updates, after = update(with_nan(grads), state, params)
-  same_bits(optax.apply_updates(params, updates), params)
-  return state, after
-
-
-def target(form):
-  """What wraps an optimiser in this form, and the target as gradients in the dtype of its parameters."""
-  wrap, dtype = FORMS[form]
-  return wrap, jax.tree.map(lambda t: t.astype(dtype), TARGET)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_skipped_step_changes_no_bit(form):
-  wrap, grads = target(form)
-  state, after = skipped(mpjax.dynamic_loss_scale(wrap(optax.adamw(0.1))), grads)
-  assert not after.grads_finite
-  same_bits(after.inner_state, state.inner_state)
-
-
 @pytest.mark.parametrize("form", ["weights int8", "lean"])
 def test_a_skip_of_a_guard_inside_changes_no_weight_and_no_code(form):
-  wrap, grads = target(form)
-  state, after = skipped(wrap(mpjax.static_loss_scale(optax.adamw(0.1), 1.0)), grads)
-  assert not mpjax.get_loss_scale(after).grads_finite
+  wrap, dtype = FORMS[form]
+  tx = wrap(mpjax.static_loss_scale(optax.adamw(0.1), 1.0))
+  good = jax.tree.map(lambda t: t.astype(dtype), TARGET)
+  bad = {**good, "b": good["b"] * dtype(np.nan)}
+  update, params, state = jax.jit(tx.update), start(dtype), tx.init(start(dtype))
+  for _ in range(2):
+    updates, state = update(good, state, params)
+    params = optax.apply_updates(params, updates)
+  updates, after = update(bad, state, params)
+  same_bits((optax.apply_updates(params, updates), after.correction), (params, state.correction))
   same_bits(mpjax.get_loss_scale(after).inner_state, mpjax.get_loss_scale(state).inner_state)
-  same_bits(after.correction, state.correction)
+  assert not mpjax.get_loss_scale(after).grads_finite
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -117,9 +92,8 @@ def test_multi_steps_outside_keeps_every_type(form):
   assert {x.dtype for x in jax.tree.leaves(after.acc_grads)} == {np.dtype("float32")}
 
 
-@pytest.mark.parametrize(("form", "stored"), [("weights int16", "int16"), ("lean", "int8")])
-def test_in_an_nnx_optimizer(form, stored):
-  wrap, dtype = FORMS[form]
+def test_in_an_nnx_optimizer():
+  wrap, dtype = FORMS["lean"]
   model = nnx.Linear(64, 80, param_dtype=dtype, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, wrap(optax.adamw(0.1)), wrt=nnx.Param)
   x = normal(32, 64)
@@ -135,7 +109,7 @@ def test_in_an_nnx_optimizer(form, stored):
   values = [float(step(model, optimizer)) for _ in range(20)]
   assert values[-1] < 0.3 * values[0]
   assert shapes() == before
-  assert stored in [dtype for shape, dtype in before if shape == (64, 80)]
+  assert {dtype for shape, dtype in before if shape == (64, 80)} == {np.dtype("int8")}
 
 
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "lean"])

@@ -96,12 +96,3 @@ def test_axes_may_be_explicit(dtype):
   same_bits(states[1], states[0])
   for name, trace in states[1].inner_state[0].trace.items():
     assert trace.codes.sharding.is_equivalent_to(place[name], np.ndim(params[name]))
-
-
-def test_the_first_state_is_divided_as_the_parameters():
-  tx = mpjax.quantized_state(optax.adamw(0.1))
-  params = divided(values(jnp.float32), "columns")
-  _, state = jax.jit(tx.update)(params, tx.init(params), params)
-  codes = state.inner_state[0].nu["w"].codes
-  assert codes.dtype == jnp.int8
-  assert codes.sharding.is_equivalent_to(params["w"].sharding, 3)
