@@ -20,7 +20,7 @@ PLATEAU = SCALED(optax.chain(SGD, optax.contrib.reduce_on_plateau()))
 RIGHT = {
   "clip inside": (SCALED(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))), PARAMS, {}),
   "MultiSteps inside": (SCALED(optax.MultiSteps(ADAM, 2).gradient_transformation()), PARAMS, {}),
-  "frozen": (SCALED(optax.partition({"a": ADAM, "b": optax.set_to_zero()}, LABELS)), PARAMS, {}),
+  "frozen": (optax.partition({"a": SCALED(ADAM), "b": optax.set_to_zero()}, LABELS), PARAMS, {}),
   "noise": (SCALED(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(1)), SGD)), PARAMS, {}),
   "a scale in each group": (optax.partition({"a": SCALED(ADAM), "b": SCALED(SGD)}, LABELS), PARAMS, {}),
   "stateless outside": (optax.chain(SCALED(optax.scale_by_adam()), optax.scale(-0.1)), PARAMS, {}),

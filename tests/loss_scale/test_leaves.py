@@ -205,7 +205,7 @@ def test_a_step_is_skipped_if_its_unscaled_gradients_are_not_finite():
 
 
 def test_what_a_step_would_make_not_finite_is_not_made_and_is_no_fault_of_the_scale():
-  tx = mpjax.dynamic_loss_scale(optax.sgd(1.0), init_scale=1.0)
+  tx = mpjax.dynamic_loss_scale(optax.sgd(1.0), init_scale=2.0)
   step = jax.jit(lambda params, grads, state, finite: tx.update(grads, state, params, state_finite=finite))
   for params, grads, finite, taken in (
     ([1.0, -np.inf], [1.0, 0.0], True, True),  # as in a mask
@@ -214,6 +214,6 @@ def test_what_a_step_would_make_not_finite_is_not_made_and_is_no_fault_of_the_sc
   ):
     before = tx.init(F32(params))._replace(good_steps=jnp.int32(5))
     updates, state = step(F32(params), F32(grads), before, finite)
-    assert (bool(state.grads_finite), bool(state.updates_finite), float(state.scale)) == (True, taken, 1)
+    assert (bool(state.grads_finite), bool(state.updates_finite), float(state.scale)) == (True, taken, 2)
     assert (int(state.good_steps), int(state.skipped_steps)) == (5 + taken, not taken)
     assert np.asarray(updates).any() == taken
