@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import mpjax
 from mpjax.loss_scale import check_loss_scaling
@@ -32,6 +32,11 @@ clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 def loss_fn(params, batch, of_hidden=lambda hidden: hidden):
   hidden = of_hidden(jnp.tanh(batch["x"] @ params["w"]))
   return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
+
+
+noisy = jax.custom_vjp(lambda x: x.sum())
+# Rounding noise round a gradient of zero, which is the same at every scale.
+noisy.defvjp(lambda x: (x.sum(), x), lambda x, g: (jnp.full_like(x, 1e-9),))
 
 
 clipping_loss = functools.partial(loss_fn, of_hidden=clipped)
@@ -58,22 +63,16 @@ def unscaled(fun, _):
   return jax.value_and_grad(fun)
 
 
-OPTIMISERS = {
-  "sgd": optax.sgd(0.1),
-  "adam": optax.adam(1e-3),
-  "a chain": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
-}
 BYPASSED = r"do not belong to the scaled loss.*mpjax\.value_and_grad\(loss_fn, opt_state\)\(params, batch\)"
 
 
-@pytest.mark.parametrize("name", OPTIMISERS)
-def test_a_right_step_passes_and_one_of_the_plain_loss_is_told_the_line_to_write(name):
-  tx = mpjax.with_loss_scaling(OPTIMISERS[name], "fp16")
+@pytest.mark.parametrize("right", [by_scale_loss, mpjax.value_and_grad])
+def test_a_right_step_passes_and_one_of_the_plain_loss_is_told_the_line_to_write(right):
+  tx = mpjax.with_loss_scaling(optax.adam(1e-3), "fp16")
   params, state = jax.tree.map(jnp.asarray, (PARAMS, tx.init(PARAMS)))
   with pytest.raises(ValueError, match=BYPASSED):
     check_loss_scaling(own_step(tx, unscaled), params, state, BATCH)
   before = jax.tree.map(np.array, (params, state))
-  right = by_scale_loss if name == "sgd" else mpjax.value_and_grad
   check_loss_scaling(own_step(tx, right, donate_argnums=(0, 1)), params, state, batch=BATCH)
   # Arguments are neither changed nor donated.
   jax.tree.map(np.testing.assert_array_equal, (params, state), before)
@@ -84,35 +83,6 @@ def test_a_clip_outside_the_scale_is_found_in_a_made_step_too():
   made = mpjax.make_train_step(loss_fn, tx, "bf16")
   with pytest.raises(ValueError, match="depends on the loss scale: a transform outside"):
     check_loss_scaling(made, made.init(PARAMS), BATCH)
-
-
-def test_the_parameters_of_a_step_without_the_scale_stand_still():
-  tx = mpjax.with_loss_scaling(optax.sgd(0.1), "fp16")
-  losses = []
-  for differentiate in (unscaled, mpjax.value_and_grad):
-    step, params, state = own_step(tx, differentiate), PARAMS, tx.init(PARAMS)
-    for _ in range(100):
-      params, state, loss = step(params, state, BATCH)
-    losses.append(float(loss))
-  first = np.mean((np.tanh(BATCH["x"] @ PARAMS["w"]) @ PARAMS["v"] - BATCH["y"]) ** 2)
-  assert losses[0] == pytest.approx(first, rel=1e-3)
-  assert losses[1] < 0.9 * first
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_a_flax_train_state(right):
-  tx = mpjax.with_loss_scaling(optax.adam(1e-3), "fp16")
-  state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-  run = mpjax.autocast(loss_fn, "fp16")
-
-  @jax.jit
-  def step(state, batch):
-    of = mpjax.value_and_grad(run, state.opt_state) if right else jax.value_and_grad(run)
-    loss, grads = of(state.params, batch)
-    return state.apply_gradients(grads=grads), loss
-
-  with contextlib.nullcontext() if right else pytest.raises(ValueError, match=BYPASSED):
-    check_loss_scaling(step, state, BATCH)
 
 
 class Net(nnx.Module):
@@ -153,13 +123,12 @@ def test_an_nnx_optimizer_that_changes_in_place(right):
   assert float(mpjax.get_loss_scale(optimizer).scale) == 2.0**16
 
 
-@pytest.mark.parametrize("policy", ["fp16", {"base": "fp16", "loss_scaling": 128}], ids=str)
-def test_a_step_that_make_train_step_made(policy):
-  step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), policy)
+def test_a_step_that_make_train_step_made():
+  step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "fp16")
   state = step.init(PARAMS)
   check_loss_scaling(step, state, BATCH)
   step(state, BATCH)  # which was not donated
-  clipping = mpjax.make_train_step(clipping_loss, optax.adam(1e-3), policy)
+  clipping = mpjax.make_train_step(clipping_loss, optax.adam(1e-3), "fp16")
   with pytest.raises(ValueError, match=r"gradient of w depends on the loss scale: unscaled, its norm is"):
     check_loss_scaling(clipping, clipping.init(PARAMS), BATCH)
 
@@ -188,6 +157,7 @@ def test_right_losses_pass():
     (lambda w, train: jnp.sum(w**2) if train else 0.0, PARAMS["w"], True),
     (mpjax.autocast(lambda p, b: 1e-6 * loss_fn(p, b), "fp16"), PARAMS, BATCH),  # which underflows
     (mpjax.autocast(nnx_loss, "fp16"), Net(), BATCH),
+    (lambda p: jnp.sum(p["w"]) + noisy(p["v"]), PARAMS),
   ):
     check_loss_scaling(fun, *args)
   with pytest.raises(ValueError, match=r"gradient of (linear|norm)"):
@@ -196,35 +166,21 @@ def test_right_losses_pass():
 
 SGD = optax.sgd(0.1)
 MADE = mpjax.make_train_step(loss_fn, SGD, "bf16")
-# Arguments, the error and its text.
-MISTAKES = [
-  (
-    lambda: (lambda m, o, b: None, Net(), nnx.Optimizer(Net(), SGD, wrt=nnx.Param), BATCH),
-    ValueError,
-    "no loss scale",
-  ),
-  (
-    lambda: (lambda p, s, b: (p, s), PARAMS, SGD.init(PARAMS), BATCH),
-    ValueError,
-    "returned a tuple; expected a floating scalar.*none of its arguments holds a loss scale",
-  ),
-  (lambda: (MADE, MADE.init(PARAMS), BATCH), ValueError, "no loss scale"),
-  (
-    lambda: (lambda p, s, b: p, PARAMS, mpjax.dynamic_loss_scale(SGD).init(PARAMS), BATCH),
-    ValueError,
-    "updates no loss scale",
-  ),
-  (
-    lambda: (lambda p: jnp.sum(jnp.sqrt(p["v"] - 1)), PARAMS),
-    ValueError,
-    r"not finite at any loss scale.*find_nonfinite",
-  ),
-  (lambda: (loss_fn,), TypeError, r"check_loss_scaling\(step, state, batch\)"),
-  (lambda: (PARAMS, loss_fn), TypeError, r"of a dict"),
-]
+SCALED_STATE = mpjax.dynamic_loss_scale(SGD).init(PARAMS)
+# What the error says, and the arguments.
+MISTAKES = {
+  "ValueError: no loss scale": (MADE, MADE.init(PARAMS), BATCH),
+  "no loss scale": (lambda m, o, b: None, Net(), nnx.Optimizer(Net(), SGD, wrt=nnx.Param), BATCH),
+  "returned a tuple.*none of its arguments holds": (lambda p, s: (p, s), PARAMS, SGD.init(PARAMS)),
+  "updates no loss scale": (lambda p, s: p, PARAMS, SCALED_STATE),
+  "not finite at any loss scale.*find_nonfinite": (lambda p: jnp.sum(jnp.sqrt(p["v"] - 1)), PARAMS),
+  r"TypeError: .*check_loss_scaling\(step, state, batch\)": (loss_fn,),
+  "TypeError: .*of a dict": (PARAMS, loss_fn),
+}
 
 
 def test_a_mistake_is_an_error_that_says_what_to_do():
-  for args, error, message in MISTAKES:
-    with pytest.raises(error, match=message):
-      check_loss_scaling(*args())
+  for message, args in MISTAKES.items():
+    with pytest.raises((TypeError, ValueError)) as error:
+      check_loss_scaling(*args)
+    assert re.search(message, f"{error.typename}: {error.value}"), message

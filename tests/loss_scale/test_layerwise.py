@@ -208,6 +208,16 @@ def test_the_gradient_of_a_gradient_is_an_ordinary_one():
   assert worst(run(scaled_loss, HALF), run(plain_loss, jnp.float32)) < 0.02
 
 
+def test_no_mode_of_jax_that_finds_mistakes_finds_one():
+  strict = functools.partial(jax.numpy_dtype_promotion, "strict")
+  for mode in (jax.checking_leaks, strict, functools.partial(jax.enable_x64, True)):
+    with mode():
+      found = jax.eval_shape(lambda layers: jax.grad(scaled_loss)(layers, X, HALF), LAYERS)
+    assert {(g.shape, g.dtype) for g in found.values()} == {(g.shape, g.dtype) for g in LAYERS.values()}
+  with jax.debug_nans(True):
+    assert mpjax.all_finite(compiled(scaled_loss, HALF)())
+
+
 def test_every_example_of_a_vmap_has_its_own_scales():
   x = np.concatenate([X[:2] * np.float32([[1.0], [2.0**-3]]), X[2:]])
   one = lambda x, y: jax.grad(scaled_loss)(LAYERS, x[None], HALF, target=y)

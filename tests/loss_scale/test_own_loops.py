@@ -3,7 +3,6 @@
 import functools
 import re
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,26 +20,10 @@ BAD_X = X.copy()
 BAD_X[0, 0] = np.inf
 SCALED = functools.partial(mpjax.dynamic_loss_scale, init_scale=2.0**10)
 SGD = optax.sgd(0.1)
-GROUPS = {"w": "a", "v": "b"}
-# Name to (optimiser, its scale).
-OPTIMISERS = {
-  "bare": (SCALED(SGD), 2.0**10),
-  "static": (mpjax.static_loss_scale(SGD, 8.0), 8),
-  "chain": (optax.chain(optax.identity(), SCALED(SGD)), 2.0**10),
-  "MultiSteps": (optax.MultiSteps(SCALED(SGD), 2).gradient_transformation(), 2.0**10),
-  "round MultiSteps": (SCALED(optax.MultiSteps(SGD, 2).gradient_transformation()), 2.0**10),
-  "multi_transform": (optax.multi_transform({"a": SCALED(SGD), "b": SGD}, GROUPS), 2.0**10),
-  "policy": (mpjax.with_loss_scaling(SGD, mpjax.get_policy("fp16")), 2.0**16),
-  "no scale": (mpjax.with_loss_scaling(SGD, mpjax.get_policy("bf16")), 1),
-}
 
 
 def loss_fn(params, x):
   return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - 1) ** 2)
-
-
-def with_mean(params, x):
-  return loss_fn(params, x), jnp.mean(x, 0)
 
 
 def exact(params, x):
@@ -54,27 +37,6 @@ def exact(params, x):
 
 def close(tree, expected, rtol=1e-5, atol=1e-6):
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol), tree, expected)
-
-
-def stepped(tx, of=with_mean):
-  """A step of one's own: (parameters, state, statistics, batch) -> the first three anew, and the loss."""
-
-  def step(params, state, stats, x):
-    (loss, new), grads = mpjax.value_and_grad(of, state, has_aux=True)(params, x)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, mpjax.keep_if_finite(state, new, stats), loss
-
-  return step
-
-
-def test_the_value_is_the_loss_and_the_gradients_are_scaled():
-  states = {name: tx.init(PARAMS) for name, (tx, _) in OPTIMISERS.items()}
-  of = lambda params, states, x: {n: mpjax.value_and_grad(loss_fn, s)(params, x) for n, s in states.items()}
-  expected, plain = exact(PARAMS, X)
-  for name, (loss, grads) in jax.jit(of)(PARAMS, states, X).items():
-    close(loss, expected)
-    close(jax.tree.map(lambda g, scale=OPTIMISERS[name][1]: g / scale, grads), plain)
-    assert loss.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -100,9 +62,7 @@ def test_argnums_aux_and_keyword_arguments_are_those_of_jax(scaled):
     close(ours, theirs, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-  "policy", ["fp32", "bf16", "fp16", "bf16_pure", {"base": "fp16", "loss_scaling": 128.0}]
-)
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
 def test_one_loop_with_every_function_serves_every_policy(policy):
   policy = mpjax.get_policy(policy)
   tx = mpjax.with_loss_scaling(SGD, policy)
@@ -111,8 +71,7 @@ def test_one_loop_with_every_function_serves_every_policy(policy):
   @jax.jit
   def step(params, state, x):
     loss, grads = mpjax.value_and_grad(run, state)(params, x)
-    by_scale_loss = jax.grad(lambda p: mpjax.scale_loss(run(p, x), state))(params)
-    norm = mpjax.loss_scale.gradient_norm(by_scale_loss, state)
+    norm = mpjax.loss_scale.gradient_norm(grads, state)
     updates, state = tx.update(grads, state, params)
     metrics = mpjax.loss_scale.loss_scale_metrics(state)
     kept = mpjax.keep_if_finite(state, {"count": jnp.ones(())}, {"count": jnp.zeros(())})
@@ -140,26 +99,25 @@ def test_a_loss_in_half_precision_comes_out_in_float32():
   close(jax.tree.map(lambda g: g / 2.0**10, grads), exact(PARAMS, X)[1], rtol=0.1, atol=1e-3)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_scan_of_steps_keeps_statistics_of_finite_steps(scaled):
-  tx = SCALED(SGD) if scaled else SGD
-
+def test_a_scan_of_steps_keeps_statistics_of_finite_steps():
+  tx = SCALED(SGD)
   of = lambda params, x: (jnp.mean((x @ params["w"]) ** 2), jnp.mean(x, 0))
 
   def step(carry, x):
-    *carry, loss = stepped(tx, of)(*carry, x)
-    return tuple(carry), (carry[2], loss)
+    params, state, stats = carry
+    (loss, new), grads = mpjax.value_and_grad(of, state, has_aux=True)(params, x)
+    updates, state = tx.update(grads, state, params)
+    stats = mpjax.keep_if_finite(state, new, stats)
+    return (optax.apply_updates(params, updates), state, stats), (stats, loss)
 
   xs = np.stack([X, BAD_X, 2 * X])
   run = jax.jit(lambda *carry: jax.lax.scan(step, carry, xs))
   (params, state, _), (stats, losses) = run(PARAMS, tx.init(PARAMS), np.zeros(8, np.float32))
   np.testing.assert_array_equal(np.isfinite(losses[:2]), [True, False])
-  assert np.isfinite(stats[1]).all() == scaled
-  if scaled:
-    assert int(mpjax.get_loss_scale(state).skipped_steps) == 1
-    assert all(np.isfinite(p).all() for p in params.values())
-    np.testing.assert_array_equal(stats[1], stats[0])
-    close(stats[2], np.mean(2 * X, 0))
+  assert int(mpjax.get_loss_scale(state).skipped_steps) == 1
+  assert all(np.isfinite(p).all() for p in params.values())
+  np.testing.assert_array_equal(stats[1], stats[0])
+  close(stats[2], np.mean(2 * X, 0))
 
 
 MESH = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -168,88 +126,29 @@ ROWS = np.float32(RNG.normal(size=(16, 8)))
 vary = lambda tree: jax.tree.map(lambda p: jax.lax.pcast(p, "d", to="varying"), tree)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shards_agree_on_the_step_and_on_what_is_kept(check_vma):
-  tx = SCALED(SGD, axis_name="d")
-
-  def step(params, state, stats, x):
-    # With varying axes tracked, gradients of what varies are each shard's own.
-    local = vary(params) if check_vma else params
-    (loss, new), grads = mpjax.value_and_grad(with_mean, state, has_aux=True)(local, x)
-    grads, loss, new = jax.lax.pmean((grads, loss, new), "d")
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, mpjax.keep_if_finite(state, new, stats), loss
-
-  specs = {"in_specs": (P(), P(), P(), P("d")), "out_specs": P(), "check_vma": check_vma}
-  run = jax.jit(jax.shard_map(step, mesh=MESH, **specs))
-  first = (PARAMS, tx.init(PARAMS), np.zeros(8, np.float32))
-  params, _, stats, loss = run(*first, ROWS)
-  expected, grads = exact(PARAMS, ROWS)
-  plain = jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads)
-  close((loss, stats, params), (expected, np.mean(ROWS, 0), plain))
-  bad = ROWS.copy()
-  bad[10, 0] = np.inf
-  params, state, stats, _ = run(*first, bad)
-  close((params, stats), (PARAMS, np.zeros(8)))
-  assert int(mpjax.get_loss_scale(state).skipped_steps) == 1
+# The forms of docs/shard_map.md, and whether varying axes are tracked.
+RIGHT = [("pmean of the loss", True), ("pcast", True), ("pmean of gradients", False)]
 
 
-def by_hand(params, x):
-  low = mpjax.cast_floating(params, jnp.bfloat16)
-  return jnp.mean(((jnp.tanh(x.astype(jnp.bfloat16) @ low["w"]) @ low["v"]).astype(jnp.float32) - 1) ** 2)
-
-
-def over_devices(loss_fn, form, check_vma, tx=SGD):
-  """The step's gradients in one of the forms of docs/shard_map.md; scaled if there is a scale in `tx`."""
-  mean_loss = lambda params, x: jax.lax.pmean(loss_fn(params, x), "d")
+@pytest.mark.parametrize(("form", "check_vma"), RIGHT)
+def test_gradients_over_devices_are_the_mean_over_all_rows_and_cross_in_float32(form, check_vma):
+  autocast = mpjax.autocast(loss_fn, "bf16")
+  mean_loss = lambda params, x: jax.lax.pmean(autocast(params, x), "d")
 
   def run(params, state, x):
-    of = mean_loss if "of the loss" in form else loss_fn
+    of = mean_loss if form == "pmean of the loss" else autocast
     _, grads = mpjax.value_and_grad(of, state)(vary(params) if form == "pcast" else params, x)
     return grads if form == "pmean of the loss" else jax.lax.pmean(grads, "d")
 
   specs = {"in_specs": (P(), P(), P("d")), "out_specs": P(), "check_vma": check_vma}
-  return functools.partial(jax.shard_map(run, mesh=MESH, **specs), PARAMS, tx.init(PARAMS))
-
-
-RIGHT = [("pmean of the loss", True), ("pcast", True), ("pmean of gradients", False)]
-AUTOCAST = mpjax.autocast(loss_fn, "bf16")
-
-
-@pytest.mark.parametrize(("form", "check_vma"), RIGHT)
-def test_gradients_over_devices_are_the_mean_over_all_rows_and_cross_in_a_dtype(form, check_vma):
+  over_devices = jax.jit(jax.shard_map(run, mesh=MESH, **specs))
   for tx, scale in ((SGD, 1), (mpjax.static_loss_scale(SGD, 8.0), 8)):
-    found = jax.jit(over_devices(AUTOCAST, form, check_vma, tx))(ROWS)
-    close(jax.tree.map(lambda g, s=scale: g / s, found), exact(PARAMS, ROWS)[1], rtol=0.05, atol=2e-3)
-  for name, of in {"autocast": AUTOCAST, "by hand": by_hand}.items():
-    text = str(jax.make_jaxpr(over_devices(of, form, check_vma))(ROWS))
+    traced = over_devices.trace(PARAMS, tx.init(PARAMS), ROWS)
     # What is summed over devices, but for scalars.
-    found = set(re.findall(r"(\w+)\[\d[\d,]*\](?:\{[^}]*\})? = psum", text))
-    assert found == {"bf16" if (name, form) == ("by hand", "pmean of the loss") else "f32"}, name
-
-
-def test_what_the_page_on_shard_map_warns_of():
-  # With check_vma a pmean of the gradients comes too late: JAX has summed them.
-  late = jax.jit(over_devices(loss_fn, "pmean of gradients", check_vma=True))(ROWS)
-  close(late, jax.tree.map(lambda g: 8 * g, exact(PARAMS, ROWS)[1]))
-  # Without it a pmean of the loss leaves each device its own gradient; what comes out is the first one's.
-  alone = jax.jit(over_devices(loss_fn, "pmean of the loss", check_vma=False))(ROWS)
-  close(alone, exact(PARAMS, ROWS[:2])[1])
-
-
-def test_an_ensemble_under_vmap_has_a_scale_and_a_skip_for_each_member():
-  tx = SCALED(SGD)
-  params = jax.tree.map(lambda p: np.stack([p, 2 * p]), PARAMS)
-
-  def step(params, x):
-    state = tx.init(params)
-    loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x)
-    _, state = tx.update(grads, state, params)
-    return loss, mpjax.keep_if_finite(state, jnp.ones(2), jnp.zeros(2))
-
-  loss, kept = jax.jit(jax.vmap(step))(params, np.stack([X, BAD_X]))
-  np.testing.assert_array_equal(kept, [[1, 1], [0, 0]])
-  close(loss[0], exact(PARAMS, X)[0])
+    summed = re.findall(r"(\w+)\[\d[\d,]*\](?:\{[^}]*\})? = psum", str(traced.jaxpr))
+    assert set(summed) == {"f32"}
+    found = traced.lower().compile()(PARAMS, tx.init(PARAMS), ROWS)
+    close(jax.tree.map(lambda g, s=scale: g / s, found), exact(PARAMS, ROWS)[1], rtol=0.05, atol=2e-3)
 
 
 class NnxNormed(nnx.Module):
@@ -265,10 +164,9 @@ class NnxNormed(nnx.Module):
     return self.dropout(self.norm(self.linear(x)))
 
 
-@pytest.mark.parametrize("policy", ["fp32", "fp16"])
-def test_an_nnx_module_and_its_optimizer(policy):
+def test_an_nnx_module_and_its_optimizer():
   model, twin = NnxNormed(), NnxNormed()
-  optimizer = nnx.Optimizer(model, mpjax.with_loss_scaling(SGD, policy), wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, mpjax.dynamic_loss_scale(SGD), wrt=nnx.Param)
   of = lambda model, x: jnp.mean((model(x) - 1) ** 2)
   before = np.asarray(model.linear.kernel[...])
   expected, plain = nnx.jit(nnx.value_and_grad(of))(twin, X)
@@ -286,24 +184,11 @@ def test_an_nnx_module_and_its_optimizer(policy):
   close(model.norm.mean[...], twin.norm.mean[...])
   kept = np.asarray(model.linear.kernel[...])
   step(model, optimizer, BAD_X)
-  assert np.array_equal(model.linear.kernel[...], kept) == (policy == "fp16")
-  assert np.isfinite(model.norm.mean[...]).all() == (policy == "fp16")
-  statistics = nnx.state(model, nnx.BatchStat)
-  if policy == "fp16":
-    with pytest.raises(ValueError, match=r"same Variables.*nnx\.as_pure"):
-      mpjax.keep_if_finite(optimizer, nnx.state(model, nnx.BatchStat), statistics)
-
-
-def test_an_equinox_module_is_differentiated_as_a_tree():
-  model = eqx.nn.MLP(8, 1, 8, 1, key=jax.random.key(0))
-  params, static = eqx.partition(model, eqx.is_inexact_array)
-  of = lambda params, x: jnp.mean(jax.vmap(eqx.combine(params, static))(x) ** 2)
-  state = jax.jit(SCALED(SGD).init)(params)
-  both = lambda params, x: (mpjax.value_and_grad(of, state)(params, x), jax.value_and_grad(of)(params, x))
-  (loss, grads), (expected, plain) = jax.jit(both)(params, X)
-  close(loss, expected)
-  close(jax.tree.map(lambda g: g / 2.0**10, grads), plain)
-  assert mpjax.keep_if_finite(state, model, model).activation is model.activation
+  np.testing.assert_array_equal(model.linear.kernel[...], kept)
+  assert np.isfinite(model.norm.mean[...]).all()
+  assert mpjax.get_loss_scale(optimizer).scale == 2.0**15
+  with pytest.raises(ValueError, match=r"same Variables.*nnx\.as_pure"):
+    mpjax.keep_if_finite(optimizer, *[nnx.state(model, nnx.BatchStat)] * 2)
 
 
 def test_what_is_kept_has_the_dtypes_of_the_old():
@@ -313,6 +198,7 @@ def test_what_is_kept_has_the_dtypes_of_the_old():
     "count": count,
     "none": None,
     "np": single,
+    "fun": jnp.tanh,
   }
   new = tree(np.ones(2, jnp.bfloat16), 1, 2, np.ones(2))
   old = tree(np.zeros(2, np.float32), 0, 1, np.zeros(2, np.float32))
@@ -321,7 +207,7 @@ def test_what_is_kept_has_the_dtypes_of_the_old():
   rows.append((state._replace(updates_finite=np.asarray(False)), 0))
   for state, value in rows:
     kept = mpjax.keep_if_finite(state, new, old)
-    assert (kept["half"].dtype, kept["none"]) == (np.float32, None)
+    assert (kept["half"].dtype, kept["none"], kept["fun"]) == (np.float32, None, jnp.tanh)
     assert (np.asarray(kept["half"]) == value).all()
     assert (np.asarray(kept["np"]) == value).all()
     assert (int(kept["count"]), jax.random.key_data(kept["key"])[1]) == (1 + value, value)
@@ -331,32 +217,26 @@ def of_state(fun, **options):
   return lambda: mpjax.value_and_grad(fun, SCALED(SGD).init(PARAMS), **options)(PARAMS)
 
 
-MISTAKES = [
-  (
-    lambda: mpjax.value_and_grad(loss_fn, SCALED(SGD)),
-    TypeError,
-    "opt_state is an optimiser: pass its state",
+# What the error says, and what is done.
+MISTAKES = {
+  "opt_state is an optimiser: pass its state": lambda: mpjax.value_and_grad(loss_fn, SCALED(SGD)),
+  "TypeError: opt_state is an optimiser": lambda: mpjax.keep_if_finite(SGD, 1, 2),
+  r"fun is a LossScaleState: call mpjax\.value_and_grad\(loss_fn, opt_state\)": (
+    lambda: mpjax.value_and_grad(SCALED(SGD).init(PARAMS), loss_fn)
   ),
-  (lambda: mpjax.keep_if_finite(SGD, 1, 2), TypeError, "opt_state is an optimiser"),
-  (
-    lambda: mpjax.value_and_grad(SCALED(SGD).init(PARAMS), loss_fn),
-    TypeError,
-    r"fun is a LossScaleState: call mpjax\.value_and_grad\(loss_fn, opt_state\)",
+  "loss that is tuple.*has_aux=True": of_state(lambda p: (p["w"].sum(), 1)),
+  r"expected \(loss, aux\)": of_state(lambda p: p["w"].sum(), has_aux=True),
+  "loss that is int32": of_state(lambda p: np.int32(1)),
+  "scalar": of_state(lambda p: p["w"][0]),
+  r"ValueError: .*differ in structure \(at b\)": (
+    lambda: mpjax.keep_if_finite(SCALED(SGD).init(PARAMS), {"a": X, "b": X}, {"a": X})
   ),
-  (of_state(lambda p: (p["w"].sum(), 1)), TypeError, "loss that is tuple.*has_aux=True"),
-  (of_state(lambda p: p["w"].sum(), has_aux=True), TypeError, r"expected \(loss, aux\)"),
-  (of_state(lambda p: np.int32(1)), TypeError, "loss that is int32"),
-  (of_state(lambda p: p["w"][0]), TypeError, "scalar"),
-  (
-    lambda: mpjax.keep_if_finite(SCALED(SGD).init(PARAMS), {"a": X, "b": X}, {"a": X}),
-    ValueError,
-    r"differ in structure \(at b\)",
-  ),
-]
+}
 
 
 def test_a_mistake_is_an_error_that_says_what_to_do():
-  for act, error_type, message in MISTAKES:
-    with pytest.raises(error_type, match=message) as error:
+  for message, act in MISTAKES.items():
+    with pytest.raises((TypeError, ValueError)) as error:
       jax.eval_shape(lambda act=act: (act(), ())[1])
+    assert re.search(message, f"{error.typename}: {error.value}"), message
     assert len(str(error.value)) < 300, message

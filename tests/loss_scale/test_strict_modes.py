@@ -16,10 +16,7 @@ TRACED = {
 }
 # Without weak integer powers, which `optax.adam` has, and which strict promotion refuses in optax itself.
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
-TRANSFORMS = {
-  "dynamic": mpjax.dynamic_loss_scale(INNER, init_scale=64.0, hysteresis=2),
-  "none": INNER,
-}
+TX = mpjax.dynamic_loss_scale(INNER, init_scale=64.0, hysteresis=2)
 SHAPE = (16, 16)
 RNG = np.random.default_rng(0)
 PARAMS = {name: np.float32(RNG.normal(size=SHAPE) / 4) for name in ("w", "v")}
@@ -37,93 +34,38 @@ def with_stats(params, x):
   return loss_fn(low, x.astype(jnp.float16)), new
 
 
-def step_of(tx):
-  def step(params, state, stats, x):
-    (loss, new), grads = mpjax.value_and_grad(with_stats, state, has_aux=True)(params, x)
-    by_hand = jax.grad(lambda p: mpjax.scale_loss(with_stats(p, x)[0], state))(params)
-    updates, state = tx.update(jax.tree.map(lambda a, b: (a + b) / 2, grads, by_hand), state, params)
-    return mpjax.apply_updates(params, updates), state, mpjax.keep_if_finite(state, new, stats), loss
-
-  return step
+def step(params, state, stats, x):
+  (loss, new), grads = mpjax.value_and_grad(with_stats, state, has_aux=True)(params, x)
+  by_hand = jax.grad(lambda p: mpjax.scale_loss(with_stats(p, x)[0], state))(params)
+  updates, state = TX.update(jax.tree.map(lambda a, b: (a + b) / 2, grads, by_hand), state, params)
+  return mpjax.apply_updates(params, updates), state, mpjax.keep_if_finite(state, new, stats), loss
 
 
 def described(tree):
   return jax.tree.map(lambda x: (np.shape(x), jnp.result_type(x)), tree)
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_two_lines_round_an_optimiser(name):
-  tx = TRANSFORMS[name]
-  step = step_of(tx)
+def test_two_lines_round_an_optimiser():
   for mode, enter in TRACED.items():
     with enter():
-      first = (PARAMS, jax.eval_shape(tx.init, PARAMS), STATS)
+      first = (PARAMS, jax.eval_shape(TX.init, PARAMS), STATS)
       *new, loss = jax.eval_shape(step, *first, ONES)
     assert described(tuple(new)) == described(first), mode
-    assert name == "none" or loss.dtype == np.float32, mode
+    assert loss.dtype == np.float32, mode
   with jax.debug_nans(True):
-    carry = (PARAMS, tx.init(PARAMS), STATS)
+    carry = (PARAMS, TX.init(PARAMS), STATS)
     run = jax.jit(step)
     for _ in range(2):
       *carry, loss = run(*carry, ONES)
-  assert not mpjax.loss_scale.loss_scale_metrics(carry[1]).get("skipped_steps", 0)
+  assert mpjax.get_loss_scale(carry[1]).skipped_steps == 0
   assert loss < loss_fn(PARAMS, ONES)
   assert int(carry[2]["count"]) == 1
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_an_update_outside_jit(name):
-  tx = TRANSFORMS[name]
-  modes = {**TRACED, "disable_jit": jax.disable_jit, "debug_nans": lambda: jax.debug_nans(True)}
-  grads = jax.tree.map(lambda p: 64 * p, PARAMS)
-  for mode, enter in modes.items():
-    with enter():
-      state = tx.init(PARAMS)
-      updates, new = tx.update(grads, state, PARAMS)
-    assert not mpjax.loss_scale.loss_scale_metrics(new).get("skipped_steps", 0), mode
-    assert described(new) == described(state), mode
-    assert np.asarray(updates["w"]).any(), mode
-
-
-def test_a_static_scale_keeps_its_types():
-  tx = mpjax.static_loss_scale(INNER, 8.0)
-  for mode, enter in TRACED.items():
-    with enter():
-      state = jax.eval_shape(tx.init, PARAMS)
-      updates, new = jax.eval_shape(tx.update, PARAMS, state, PARAMS)
-    assert described(new) == described(state), mode
-    assert described(updates) == described(PARAMS), mode
-
-
-def layerwise_gradients(layers, x):
-  scaling = mpjax.loss_scale.layerwise_loss_scale()
-
-  def loss_of(layers):
-    h = scaling.start(x, jnp.float16)
-    for p in layers:
-      skip, h = scaling.fork(h)
-      h = scaling.layer(lambda p, x: x @ p["w"] + p["v"], p, h, kernel=lambda p: p["w"])
-      h = scaling.apply(jnp.add, skip, scaling.apply(jnp.tanh, h))
-    return jnp.mean(scaling.finish(h) ** 2)
-
-  return jax.grad(loss_of)(layers)
-
-
-def test_layerwise():
-  for enter in TRACED.values():
-    with enter():
-      assert described(jax.eval_shape(layerwise_gradients, [PARAMS], ONES)) == described([PARAMS])
-  with jax.debug_nans(True):
-    grads = jax.jit(layerwise_gradients)([PARAMS], ONES)
-  assert all(np.isfinite(g).all() and np.asarray(g).any() for g in jax.tree.leaves(grads))
 
 
 FP8 = {"emulate": True, "min_dim": 16, "first_layer": True, "last_layer": True}
 SCALED = {"init_scale": 64.0}
 POLICIES = {
   "fp16": {"base": "fp16", "loss_scaling": SCALED},
-  "fp16 by casts": {"base": "fp16", "autocast": False, "loss_scaling": SCALED},
-  "bf16": "bf16",
   "fp8": {"base": "fp8", "fp8": {"recipe": "current", **FP8}, "loss_scaling": SCALED},
   "fp8 delayed": {"base": "fp8", "fp8": {"recipe": "delayed", **FP8}},
 }
@@ -152,13 +94,9 @@ def test_training_steps(name):
   assert np.isfinite(metrics["loss"])
 
 
-slow = [pytest.param(name, marks=pytest.mark.slow) for name in list(POLICIES)[1:]]
-
-
-@pytest.mark.parametrize("name", ["fp16", *slow])
-def test_training_steps_without_jit(name):
+def test_a_training_step_without_jit():
   with jax.disable_jit():
-    step = made_step(name)
+    step = made_step("fp16")
     _, metrics = step(step.init(PARAMS, batch=BATCH), BATCH)
-  assert bool(metrics.get("grads_finite", True))
+  assert metrics["grads_finite"]
   assert np.isfinite(metrics["loss"])

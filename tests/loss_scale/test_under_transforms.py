@@ -2,8 +2,6 @@
 
 import functools
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -114,11 +112,9 @@ def test_one_trace_ahead_of_time_compilation_and_no_host_transfer():
   assert len(traces) == 1
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
-def test_a_skip_is_selects_on_every_platform(platform):
+def test_a_skip_is_selects():
   tx = mpjax.with_loss_scaling(optax.adamw(0.1), "dynamic")
-  exported = jax.export.export(jax.jit(tx.update), platforms=[platform])(PARAMS, tx.init(PARAMS), PARAMS)
-  text = exported.mlir_module()
+  text = jax.jit(tx.update).lower(PARAMS, tx.init(PARAMS), PARAMS).as_text()
   assert "stablehlo.case" not in text
   assert "stablehlo.if" not in text
 
@@ -140,63 +136,18 @@ def test_the_state_survives_a_trip_through_numpy_and_is_added_to_a_run_that_had_
   jax.tree.map(close, updates, plain(GRADS, old, PARAMS)[0])
 
 
-def of_own(init, update):
-  """A static loss scale of 1 round a transform of one's own."""
-  return mpjax.static_loss_scale(optax.GradientTransformation(init, update), 1.0)
-
-
-def test_state_that_is_passed_on_swapped_or_kept_twice_is_still_kept():
-  """Whatever an inner transform does with the leaves of its state, a skip leaves them be."""
-
-  def update(grads, state, params=None):
-    a, b, *_ = state
-    same = a + grads
-    return same, (b, a, same, same, 3.0)
-
-  tx = of_own(lambda p: tuple(map(F32, range(5))), update)
-  step = jax.jit(tx.update)
-  first = tx.init(None)
-  _, moved = step(F32(10), first)
-  assert [float(x) for x in moved.inner_state] == [1, 0, 10, 10, 3]
-  for state in (first, moved):
-    _, kept = step(F32(np.nan), state)
-    assert [float(x) for x in kept.inner_state] == [float(x) for x in state.inner_state]
-
-
-def test_an_update_that_looks_at_a_value_is_skipped_all_the_same():
-  def update(grads, count, params=None):
-    count = count + 1  # `bool` of an array: the program of this alone has no value
-    return (grads if count > 0 else -grads), count
-
-  tx = of_own(lambda p: jnp.zeros([], int), update)
-  state = tx.init(None)
-  updates, new_state = jax.vmap(lambda grads: tx.update(grads, state))(np.asarray([2.0, np.nan, 3.0], F32))
-  np.testing.assert_array_equal(updates, [2, 0, 3])
-  np.testing.assert_array_equal(new_state.inner_state, [1, 0, 1])
+def raises(grads, state, params=None):
+  raise NotImplementedError("no update")
 
 
 def test_errors_of_the_wrapped_transform_and_of_its_state_are_raised_as_they_are():
-  calls = []
-
-  def update(grads, state, params=None):
-    calls.append(grads)
-    raise NotImplementedError("no update")
-
-  tx = of_own(lambda p: (), update)
-  with pytest.raises(NotImplementedError, match="no update"):
-    jax.eval_shape(tx.update, F32(1), tx.init(None))
-  assert len(calls) == 1  # it is not taken for an update that cannot be traced, and tried another way
-  tx = of_own(lambda p: (), lambda g, s, p=None: (g, (g,)))
-  with pytest.raises(ValueError, match="changed the structure of its state"):
-    jax.eval_shape(tx.update, F32(1), tx.init(None))
-
-
-def test_collectives_inside_the_wrapped_transform():
-  mean = optax.stateless(lambda grads, params: jax.tree.map(lambda g: jax.lax.pmean(g, "d"), grads))
-  tx = mpjax.dynamic_loss_scale(optax.chain(mean, optax.trace(0.9)), init_scale=2.0, axis_name="d")
-  step = lambda grads: tx.update(grads, tx.init(grads))[0]
-  run = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=ROWS, out_specs=WHOLE, check_vma=False))
-  np.testing.assert_allclose(run(np.arange(8, dtype=F32)), [1.75])
+  for update, error, message in (
+    (raises, NotImplementedError, "no update"),
+    (lambda g, s, p=None: (g, (g,)), ValueError, "changed the structure of its state"),
+  ):
+    tx = mpjax.static_loss_scale(optax.GradientTransformation(lambda p: (), update), 1.0)
+    with pytest.raises(error, match=message):
+      jax.eval_shape(tx.update, F32(1), tx.init(None))
 
 
 def test_updates_can_be_differentiated():
@@ -206,51 +157,9 @@ def test_updates_can_be_differentiated():
   np.testing.assert_allclose(*both(np.asarray([1e-9, -2e-9], F32)), rtol=1e-4)
 
 
-# XLA for CPU joins a product and a sum into one instruction, which rounds once, where its surroundings let it:
-# plain optax differs by that, too. Without that instruction all else has to agree.
-_SCANNED = """
-import jax, jax.numpy as jnp, numpy as np, optax, mpjax
-rng = np.random.default_rng(0)
-array = lambda *shape: np.float32(rng.normal(size=shape))
-params, x, y = {"w": array(16, 32) / 4, "v": array(32, 4) / 4}, array(200, 8, 16), array(200, 8, 4)
-x[[50, 51, 120], 0, 0] = np.inf
-for inner, dtype in (
-  (optax.sgd(0.1), jnp.float32), (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), jnp.float16)
-):
-  tx = mpjax.dynamic_loss_scale(inner, init_scale=256.0, growth_interval=20)
-
-  def step(carry, batch):
-    def loss(params):
-      low = mpjax.cast_floating(params, dtype)
-      out = jnp.tanh(batch[0].astype(dtype) @ low["w"]) @ low["v"]
-      return mpjax.scale_loss(jnp.mean((out.astype(jnp.float32) - batch[1]) ** 2), carry[1])
-
-    updates, state = tx.update(jax.grad(loss)(carry[0]), carry[1], carry[0])
-    return (optax.apply_updates(carry[0], updates), state), state.scale
-
-  carry, jitted = (params, tx.init(params)), jax.jit(step)
-  scanned, scales = jax.jit(lambda carry: jax.lax.scan(step, carry, (x, y)))(carry)
-  for i in range(200):
-    carry, scale = jitted(carry, (x[i], y[i]))
-    assert scale == scales[i], i
-  assert int(carry[1].skipped_steps) == 3
-  assert len(set(np.asarray(scales).tolist())) > 3
-  for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(carry), strict=True):
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-"""
-
-
-@pytest.mark.slow
-def test_200_scanned_steps_are_bitwise_the_jitted_loop(monkeypatch):
-  monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX")
-  run = subprocess.run([sys.executable, "-c", _SCANNED], capture_output=True, text=True, timeout=300)
-  assert run.returncode == 0, run.stderr[-2000:]
-
-
 def test_an_update_that_is_not_finite_on_one_device_is_taken_on_none():
-  tx = mpjax.dynamic_loss_scale(
-    optax.scale_by_rms(eps=0.0, initial_scale=0.0), axis_name="d"
-  )  # 0 times infinity
+  divides = optax.scale_by_rms(eps=0.0, initial_scale=0.0)  # 0 times infinity
+  tx = mpjax.dynamic_loss_scale(divides, axis_name="d")
 
   def step(grads):
     updates, state = tx.update(grads, tx.init(grads))

@@ -17,20 +17,7 @@ from tests.optim._forms import FORMS, described, normal, same_bits
 
 TARGET = {"w": normal(64, 80), "b": np.linspace(-1, 1, 7, dtype=np.float32)}
 NOISE = {"w": 0.3 * normal(60, 64, 80, seed=1), "b": 0.3 * normal(60, 7, seed=2)}
-GROUPS = {"w": "matrices", "b": "others"}
-SCHEDULE = optax.cosine_decay_schedule(0.1, 100)
-INNER = {
-  "adamw": lambda: optax.adamw(SCHEDULE),
-  "lion": lambda: optax.lion(optax.linear_schedule(0.1, 0.0, 60)),
-  "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=32, momentum=0.9),
-  "partition": lambda: optax.partition({"matrices": optax.adam(SCHEDULE), "others": optax.sgd(0.1)}, GROUPS),
-  "clipping": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE)),
-  "muon": lambda: optax.contrib.muon(optax.linear_schedule(0.1, 0.0, 60)),
-  "momentum": lambda: optax.sgd(0.1, momentum=0.9),
-  "masked": lambda: optax.chain(
-    optax.masked(optax.scale_by_adam(), {"w": True, "b": False}), optax.scale_by_learning_rate(SCHEDULE)
-  ),
-}
+ADAMW = optax.adamw(optax.cosine_decay_schedule(0.1, 100))
 
 
 def loss(params):
@@ -42,8 +29,11 @@ def start(dtype):
   return jax.tree.map(lambda t: np.zeros(t.shape, dtype), TARGET)
 
 
-def trained(tx, dtype, steps=60):
-  """Returns parameters, state and loss after steps with noisy gradients in one scan."""
+@functools.cache
+def trained(form):
+  """Returns parameters, state and loss after 60 steps with noisy gradients in one scan."""
+  wrap, dtype = FORMS[form] if form else (lambda tx: tx, jnp.float32)
+  tx = wrap(ADAMW)
 
   def step(carry, noise):
     params, state = carry
@@ -56,93 +46,38 @@ def trained(tx, dtype, steps=60):
     params, state = jax.lax.scan(step, (params, tx.init(params)), noise)[0]
     return params, state, loss(params)
 
-  return run(start(dtype), jax.tree.map(lambda n: n[:steps], NOISE))
+  return run(start(dtype), NOISE)
 
 
-@functools.cache
-def plain_loss(inner):
-  return float(trained(INNER[inner](), jnp.float32)[2])
-
-
-SUITE = [*((form, "adamw") for form in FORMS), ("lean", "lion"), ("lean", "adafactor"), ("lean", "partition")]
-OTHERS = [*(("lean", inner) for inner in list(INNER)[4:]), ("bfloat16", "lion")]
-
-
-@pytest.mark.parametrize(
-  ("form", "inner"), [*SUITE, *(pytest.param(*row, marks=pytest.mark.slow) for row in OTHERS)]
-)
-def test_a_scan_of_steps_trains_as_in_float32(form, inner):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_scan_of_steps_trains_as_in_float32(form):
   wrap, dtype = FORMS[form]
-  tx = wrap(INNER[inner]())
-  params, state, found = trained(tx, dtype)
-  assert described(state) == described(jax.eval_shape(tx.init, params))
+  params, state, found = trained(form)
+  assert described(state) == described(jax.eval_shape(wrap(ADAMW).init, params))
   assert all(p.dtype == dtype for p in jax.tree.leaves(params))
   assert state.steps == getattr(state.inner_state, "steps", 60) == 60
   begin = sum(np.sum(t**2) for t in TARGET.values())
-  # With b2=0.99 a momentum moves by less than a step of its 8-bit code unless its gradient changes much.
-  bound = 0.08 if (form, inner) == ("lean", "lion") else 0.01
-  assert abs(float(found) - plain_loss(inner)) < bound * begin
+  assert abs(found - trained(None)[2]) < 0.01 * begin
   if "weights" not in form:
     stored = [x for x in jax.tree.leaves(state, is_leaf=is_quantized) if isinstance(x, Quantized)]
     assert stored
     assert all(x.codes.shape == (64, 80) for x in stored)
 
 
-def with_bad(grads, value):
-  """Gradients with one entry that is not finite."""
-  bad = jax.tree.map(np.copy, grads)
-  bad["w"][3, 70] = value
-  return bad
-
-
-def steps(tx, grads, bad):
-  """Two steps, and from there one with each of some bad gradients, which must not change a parameter."""
-  update, params, state = jax.jit(tx.update), start(grads["w"].dtype), tx.init(start(grads["w"].dtype))
-  for _ in range(2):
-    updates, state = update(grads, state, params)
-    params = optax.apply_updates(params, updates)
-  for each in bad:
-    updates, after = update(each, state, params)
-    same_bits(optax.apply_updates(params, updates), params)
-    yield after, state
-
-
-def target(form):
-  """What wraps an optimiser in this form, and the target as gradients in the dtype of its parameters."""
-  wrap, dtype = FORMS[form]
-  return wrap, jax.tree.map(lambda t: t.astype(dtype), TARGET)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_skipped_step_changes_no_bit(form):
-  wrap, grads = target(form)
-  bad = [with_bad(grads, value) for value in (np.nan, np.inf, -np.inf)]
-  for after, state in steps(mpjax.dynamic_loss_scale(wrap(optax.adamw(0.1))), grads, bad):
-    assert not after.grads_finite
-    same_bits(after.inner_state, state.inner_state)
-
-
-@pytest.mark.parametrize("form", ["int8", "weights int8", "lean"])
+@pytest.mark.parametrize("form", ["weights int8", "lean"])
 def test_a_skip_of_a_guard_inside_changes_no_weight_and_no_code(form):
-  wrap, grads = target(form)
-  scaled = jax.tree.map(lambda g: (np.float32(g) * 2.0**18).astype(g.dtype), grads)
-  tx = wrap(mpjax.static_loss_scale(optax.adamw(0.1), 2.0**18))
-  [(after, state)] = steps(tx, scaled, [with_bad(scaled, np.nan)])
+  wrap, dtype = FORMS[form]
+  tx = wrap(mpjax.static_loss_scale(optax.adamw(0.1), 1.0))
+  good = jax.tree.map(lambda t: t.astype(dtype), TARGET)
+  bad = {**good, "b": good["b"] * dtype(np.nan)}
+  update, params, state = jax.jit(tx.update), start(dtype), tx.init(start(dtype))
+  for _ in range(2):
+    updates, state = update(good, state, params)
+    params = optax.apply_updates(params, updates)
+  updates, after = update(bad, state, params)
+  same_bits((optax.apply_updates(params, updates), after.correction), (params, state.correction))
   same_bits(mpjax.get_loss_scale(after).inner_state, mpjax.get_loss_scale(state).inner_state)
-  if form != "int8":
-    same_bits(after.correction, state.correction)
-
-
-@pytest.mark.parametrize("form", ["int8", "float8_e4m3fn"])
-def test_gradients_that_are_not_finite_make_no_such_code(form):
-  wrap, grads = target(form)
-  tx = wrap(optax.adamw(0.1))
-  _, state = jax.jit(tx.update)(with_bad(grads, np.nan), tx.init(start(np.float32)), start(np.float32))
-  stored = [x for x in jax.tree.leaves(state, is_leaf=is_quantized) if isinstance(x, Quantized)]
-  assert len(stored) == 2
-  for x in stored:
-    assert np.isfinite(np.float32(x.codes)).all()
-    assert list(np.isfinite(x.scales)[:, 0]) == [i != 3 for i in range(64)]
+  assert not mpjax.get_loss_scale(after).grads_finite
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -157,12 +92,8 @@ def test_multi_steps_outside_keeps_every_type(form):
   assert {x.dtype for x in jax.tree.leaves(after.acc_grads)} == {np.dtype("float32")}
 
 
-NNX = [("int8", jnp.int8), ("bfloat16", jnp.bfloat16), ("weights int16", jnp.int16), ("lean", jnp.int8)]
-
-
-@pytest.mark.parametrize(("form", "stored"), NNX)
-def test_in_an_nnx_optimizer(form, stored):
-  wrap, dtype = FORMS[form]
+def test_in_an_nnx_optimizer():
+  wrap, dtype = FORMS["lean"]
   model = nnx.Linear(64, 80, param_dtype=dtype, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, wrap(optax.adamw(0.1)), wrt=nnx.Param)
   x = normal(32, 64)
@@ -178,9 +109,7 @@ def test_in_an_nnx_optimizer(form, stored):
   values = [float(step(model, optimizer)) for _ in range(20)]
   assert values[-1] < 0.3 * values[0]
   assert shapes() == before
-  dtypes = {dtype for shape, dtype in before if shape == (64, 80)}
-  assert dtypes - {np.dtype("float32")} == {jnp.dtype(stored)}
-  assert form == "weights int16" or len(dtypes) == 1
+  assert {dtype for shape, dtype in before if shape == (64, 80)} == {np.dtype("int8")}
 
 
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "lean"])
@@ -192,17 +121,3 @@ def test_in_a_train_state_that_flax_serializes(form):
   restored = flax.serialization.from_bytes(make(), flax.serialization.to_bytes(state))
   same_bits((restored.params, restored.opt_state), (state.params, state.opt_state))
   same_bits(step(restored).opt_state, step(state).opt_state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["bfloat16", "lean", "float8_e4m3fn"])
-def test_orbax_brings_every_bit_back(form, tmp_path):
-  ocp = pytest.importorskip("orbax.checkpoint")
-  wrap, dtype = FORMS[form]
-  saved = dict(zip(("params", "opt_state"), trained(wrap(optax.adamw(0.1)), dtype, steps=3), strict=False))
-  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  with ocp.CheckpointManager(tmp_path) as manager:
-    manager.save(0, args=ocp.args.StandardSave(saved))
-    manager.wait_until_finished()
-    template = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=device), saved)
-    same_bits(manager.restore(0, args=ocp.args.StandardRestore(template)), saved)

@@ -79,21 +79,6 @@ def test_parameters_are_those_of_float32_masters(correction, apply):
   jax.tree.map(np.testing.assert_array_equal, found, (masters, reference_state))
 
 
-def test_small_updates_are_not_lost():
-  for correction in ("int16", "int8", "stochastic"):
-    tx = mpjax.master_weights(optax.sgd(1.0), correction)
-    params = {"w": np.ones((64,), jnp.bfloat16)}
-    grads = {"w": np.full((64,), -(2.0**-10), F32)}
-
-    def step(carry, _, tx=tx, grads=grads):
-      params, state = carry
-      updates, state = tx.update(grads, state, params)
-      return (optax.apply_updates(params, updates), state), None
-
-    run = jax.jit(lambda carry, step=step: jax.lax.scan(step, carry, None, 1024)[0][0]["w"])
-    assert abs(np.mean(F32(run((params, tx.init(params))))) - 2) < 0.02, correction
-
-
 def decayed(correction, seed=0, steps=1000):
   """Master weights, of both signs and several binades, whose only updates are weight decay of 1e-5."""
   tx = mpjax.master_weights(
@@ -111,22 +96,19 @@ def decayed(correction, seed=0, steps=1000):
   return params["w"].astype(F32), *run((params, tx.init(params)))
 
 
-def test_updates_below_half_a_step_of_eight_bits_are_kept_on_average():
-  first, params, state = decayed("int8")
-  masters = np.asarray(join(params, state.correction)["w"])
+@pytest.mark.parametrize(("correction", "deviation"), [("int8", 1e-5), ("stochastic", 2e-4)])
+def test_updates_that_the_format_does_not_hold_are_kept_on_average(correction, deviation):
+  first, params, state = decayed(correction)
+  masters = np.asarray(
+    params["w"] if correction == "stochastic" else join(params, state.correction)["w"], F32
+  )
   want = first.astype(np.float64) * (1 - 1e-5) ** 1000
-  bound = 3e-5 * np.abs(first[:, 0])  # three deviations of the mean of a row; all that decays is 1e-2
+  bound = 3 * deviation * np.abs(first[:, 0])  # of the mean of a row; all that decays is 1e-2
   assert (np.abs(masters.mean(1) - want[:, 0]) < bound).all()
-  assert 1e-5 < np.std(masters[0] / want[0]) < 2e-3  # not all at once
-  same_bits(decayed("int8")[1:], (params, state))
-  assert (np.asarray(decayed("int8", seed=1)[2].correction["w"]) != state.correction["w"]).any()
-
-
-def test_what_eight_bits_have_exactly_stays_without_an_update():
-  tx = mpjax.master_weights(optax.sgd(0.0), "int8")
-  params, state = start({"w": normal(256, 256)}, tx, "int8")
-  updates, after = jax.jit(tx.update)({"w": np.ones((256, 256), F32)}, state, params)
-  same_bits((optax.apply_updates(params, updates), after.correction), (params, state.correction))
+  assert deviation < np.std(masters[0] / want[0]) < 200 * deviation  # not all at once
+  same_bits(decayed(correction)[1:], (params, state))
+  again = decayed(correction, seed=1)[1:]
+  assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (again, (params, state))), strict=True))
 
 
 def test_bad_arguments():

@@ -13,13 +13,9 @@ from jax.experimental import checkify
 import mpjax
 from mpjax.dtypes import STATE_DTYPES
 from mpjax.optim import Quantized, is_quantized
-from mpjax.optim._convert import dequantize_state, store_like  # as a step that adopts a state does
-from mpjax.optim._quantized import (
-  dequantize,
-  quantize,
-  scales_of,
-)  # for arrays of any shape and size
-from tests.optim._forms import FORMS, described, normal
+from mpjax.optim._convert import dequantize_state  # as a step that hands its state out does
+from mpjax.optim._quantized import dequantize, quantize, scales_of  # for arrays of any shape and size
+from tests.optim._forms import described, normal
 
 F32 = np.float32
 SHAPES = [(), (1,), (3,), (257,), (8, 300), (0, 5), (5, 0), (2, 3, 128), (4, 1000)]
@@ -86,23 +82,6 @@ def test_what_is_not_finite_is_in_the_scale_and_nothing_is_lost_at_the_ends(dtyp
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
-def test_errors_are_small_at_every_exponent_of_the_largest_entry(dtype):
-  mantissas = 1 + np.random.default_rng(0).random((254, 1), F32)
-  largest = mantissas * F32(2.0) ** np.arange(-126, 128, dtype=F32)[:, None]
-  shares = (
-    np.concatenate([[[1.0]], np.random.default_rng(1).uniform(0.01, 1, (254, 30))], axis=1, dtype=F32)
-    if False
-    else np.random.default_rng(1).uniform(0.01, 1, (254, 31)).astype(F32)
-  )
-  shares[:, 0] = 1
-  for signs in (1, np.resize([1, -1], 31)):
-    x = np.float32(largest * shares * signs)
-    [(_, back, again)] = there_and_back([x], dtype)
-    np.testing.assert_allclose(back, x, rtol=2**-4, atol=2.0**-126)  # subnormal numbers are 0
-    np.testing.assert_array_equal(dequantize(again), back)
-
-
-@pytest.mark.parametrize("dtype", STATE_DTYPES)
 def test_under_strict_promotion_and_checks(dtype):
   tx = mpjax.quantized_state(optax.sgd(0.1, momentum=0.9), dtype, min_size=0)
   params = {"w": np.ones((8, 300), F32), "s": np.ones((), F32)}
@@ -115,11 +94,8 @@ def test_under_strict_promotion_and_checks(dtype):
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
 def test_any_tree_of_any_dtypes_keeps_the_dtypes_of_its_state(dtype):
-  half, shapes = (
-    [(np.ones((64, 300), np.float16),)],
-    {f"{i}": np.ones(shape, F32) for i, shape in enumerate(SHAPES)},
-  )
-  params = {"bf16": {"w": np.ones((2, 3, 40), jnp.bfloat16)}, "f16": half, "f32": shapes, "none": None}
+  arrays = np.ones((2, 3, 40), jnp.bfloat16), np.ones((64, 300), np.float16), *map(np.ones, SHAPES)
+  params = {"list": [(arrays[0],)], "none": None} | {f"{i}": array for i, array in enumerate(arrays)}
   for min_size in (0, 10):
     tx = mpjax.quantized_state(optax.inject_hyperparams(optax.adamw)(1e-2), dtype, min_size=min_size)
     state = jax.eval_shape(tx.init, params)
@@ -179,8 +155,7 @@ def test_the_second_moment_follows_large_and_tiny_gradients(dtype):
 SUMS = {"adagrad": optax.adagrad(1e-2), "madgrad": contrib.madgrad(1e-2), "cocob": contrib.cocob()}
 
 
-@pytest.mark.parametrize("dtype", BYTES)
-def test_sums_without_decay_lose_little_of_what_steps_add(dtype):
+def test_sums_without_decay_lose_little_of_what_steps_add():
   sizes, draws = 1e-2 * np.exp(normal(32, 128)), normal(300, 32, 128, seed=1)
 
   def way(tx):
@@ -191,25 +166,10 @@ def test_sums_without_decay_lose_little_of_what_steps_add(dtype):
     first = jnp.zeros(sizes.shape)
     return jax.lax.scan(step, (first, tx.init(first)), draws)[0][0]
 
-  plain, few = jax.jit(
-    lambda: [[way(wrap(tx)) for tx in SUMS.values()] for wrap in (lambda tx: tx, FORMS[dtype][0])]
-  )()
+  wraps = (lambda tx: tx, mpjax.quantized_state)
+  plain, few = jax.jit(lambda: [[way(wrap(tx)) for tx in SUMS.values()] for wrap in wraps])()
   for name, exact, found in zip(SUMS, plain, few, strict=True):
     assert np.linalg.norm(found - exact) < 0.05 * np.linalg.norm(exact), name
-
-
-@pytest.mark.parametrize("dtype", STATE_DTYPES)
-def test_there_and_back(dtype):
-  params = {"w": normal(64, 128), "b": np.ones(128, F32)}
-  inner = optax.adam(1e-2)
-  _, plain = jax.jit(lambda p: inner.update(p, inner.init(p), p))(params)
-  first = mpjax.quantized_state(inner, dtype).init(params)
-  state = jax.jit(store_like)(first, plain)
-  assert jax.tree.structure(state) == jax.tree.structure(first)
-  back = jax.jit(dequantize_state)(state)
-  assert jax.tree.structure(back) == jax.tree.structure(plain)
-  np.testing.assert_allclose(back[0].mu["w"], plain[0].mu["w"], rtol=0.07, atol=1e-4)
-  np.testing.assert_array_equal(back[0].mu["b"], plain[0].mu["b"])
 
 
 def test_bad_arguments():
@@ -227,14 +187,8 @@ PARAMS = {"w": normal(64, 64), "b": np.zeros(64, np.float32)}
 ADAM = optax.adam(1e-2)
 multi = lambda inner: optax.MultiSteps(inner, 2).gradient_transformation()
 FREE = contrib.schedule_free_adamw(1e-2)
-# Name to (transform, fields that stay, fields in few bytes).
+# One transform inside another, to fields that stay and fields in few bytes; the single ones are in tests/step.
 CASES = {
-  "schedule_free": (FREE, {"z"}, {"nu"}),
-  "mechanize": (contrib.mechanize(ADAM), {"x0"}, {"mu", "nu"}),
-  "prodigy": (contrib.prodigy(), {"params0"}, {"exp_avg", "exp_avg_sq", "grad_sum"}),
-  "sam": (contrib.sam(ADAM, optax.sgd(0.1)), {"cache"}, {"mu", "nu"}),
-  "MultiSteps": (multi(ADAM), {"acc_grads"}, {"mu", "nu"}),
-  "apply_every": (optax.chain(optax.apply_every(2), ADAM), {"grad_acc"}, {"mu", "nu"}),
   "masked": (optax.masked(multi(ADAM), {"w": True, "b": False}), {"acc_grads"}, {"mu", "nu"}),
   "both": (multi(FREE), {"acc_grads", "z"}, {"nu"}),
   "hyperparams": (
@@ -256,12 +210,11 @@ def kept(state):
 
 def test_what_is_no_moment_stays_as_it_is():
   for name, (inner, exact, moments) in CASES.items():
-    for dtype in ("int8", "bfloat16"):
-      tx = mpjax.quantized_state(inner, dtype)
-      state = jax.eval_shape(tx.init, PARAMS)
-      after = jax.eval_shape(tx.update, PARAMS, state, PARAMS)[1] if "jitted" not in name else state
-      for each in (state, after):
-        assert kept(each.inner_state) == (moments, exact), (name, dtype)
+    tx = mpjax.quantized_state(inner)
+    state = jax.eval_shape(tx.init, PARAMS)
+    after = jax.eval_shape(tx.update, PARAMS, state, PARAMS)[1] if "jitted" not in name else state
+    for each in (state, after):
+      assert kept(each.inner_state) == (moments, exact), name
 
 
 def test_a_first_update_is_that_of_moments_in_float32():
@@ -270,13 +223,3 @@ def test_a_first_update_is_that_of_moments_in_float32():
   for dtype, updates in zip(STATE_DTYPES, few, strict=True):
     for name, want in plain.items():
       np.testing.assert_allclose(updates[name], want, rtol=1e-5, err_msg=f"{dtype} {name}")
-
-
-def test_accumulated_gradients_are_the_plain_ones():
-  plain, few = multi(optax.sgd(0.1)), mpjax.quantized_state(multi(optax.sgd(0.1)))
-  update = jax.jit(lambda grads, a, b: (plain.update(grads, a, PARAMS), few.update(grads, b, PARAMS)))
-  a, b = plain.init(PARAMS), few.init(PARAMS)
-  for i in range(4):
-    grads = {"w": normal(64, 64, seed=i), "b": normal(64, seed=9 + i)}
-    (expected, a), (updates, b) = update(grads, a, b)
-    jax.tree.map(np.testing.assert_array_equal, updates, expected)

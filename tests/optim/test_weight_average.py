@@ -68,32 +68,10 @@ def test_a_loop_of_bfloat16_parameters_averages_what_they_stand_for():
     return optax.apply_updates(params, updates), state
 
   trees = [join(params, state.correction)]
-  narrow = params
-  for t in range(200):
+  for _ in range(50):
     params, state = update(params, state)
     trees.append(join(params, state.correction))
-    keep = min(0.999, (1 + t) / (10 + t))
-    narrow = jax.tree.map(lambda a, p, keep=keep: a + (p - a) * jnp.bfloat16(1 - keep), narrow, params)
-  average = evaluation_weights(params, state)
-  expected = averaged(trees, 0.999)
-  assert_near(average, expected)
-  # An average in bfloat16, and of bfloat16 weights, is left behind.
-  way = np.linalg.norm(trees[-1]["w"] - expected["w"])
-  assert np.linalg.norm(np.asarray(narrow["w"], F32) - expected["w"]) > 0.1 * way
-
-
-def test_a_decay_of_0_999_stands_still_in_bfloat16():
-  """The average of weights that grew by a hundredth, after the warm-up."""
-  tx = average_weights(optax.sgd(1.0), 0.999)
-  params = {"w": jnp.ones(8, jnp.bfloat16)}
-  state = tx.init(params)._replace(updates=jnp.asarray(10**6))
-  average = params["w"]
-  new = jnp.full(8, 1.0078125, jnp.bfloat16)
-  for _ in range(3):
-    _, state = tx.update({"w": params["w"] - new}, state, params)
-    average = optax.incremental_update(new, average, 0.001)
-  assert (average == params["w"]).all()
-  np.testing.assert_allclose(state.average["w"], 1 + 0.0078125 * (1 - 0.999**3), rtol=1e-7)
+  assert_near(evaluation_weights(params, state), averaged(trees, 0.999))
 
 
 def test_a_skipped_step_and_a_micro_batch_leave_the_average_as_it_was():
@@ -126,16 +104,6 @@ def test_it_is_float32_beside_moments_in_8_bits_and_lies_where_parameters_lie():
   at = step.layout.shardings(jax.eval_shape(step.init, PARAMS))
   found = average_of(at.opt_state)["w"]
   assert (found.spec, found.memory_kind) == (at.arrays["w"].spec, "pinned_host")
-
-
-def test_a_step_with_delayed_scaling_keeps_the_structure_of_its_state():
-  policy = {"base": "bf16_lean", "fp8": {"recipe": "delayed", "emulate": True, "min_dim": 16}}
-  step = mpjax.make_train_step(loss_fn, average_weights(ADAM), policy, accumulate=2)
-  state = jax.eval_shape(lambda: step.init(PARAMS, batch=BATCH))
-  new, _ = jax.eval_shape(step.jitted, state, BATCH)
-  describe = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
-  assert state.fp8_state
-  assert describe(new) == describe(state)
 
 
 def test_only_trained_floating_parameters_have_an_average():

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -21,49 +19,43 @@ from mpjax.policy import Override
 NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
-def triple(policy):
-  return tuple(np.dtype(d).name for d in (policy.param_dtype, policy.compute_dtype, policy.output_dtype))
-
-
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 
 
+# Specs of one policy, its dtypes, and whether it scales the loss.
+MEANINGS = [
+  (("fp32", "32-true", np.float32), (F32, F32, F32), False),
+  (("tf32",), (F32, F32, F32), False),
+  (("full",), (F32, F32, F32), False),
+  (("bf16", "mixed_bfloat16", "bf16-mixed"), (F32, BF16, F32), False),
+  (("fp8",), (F32, BF16, F32), False),
+  (("params=float32,compute=bfloat16,output=float32", "c=bf16,o=f32"), (F32, BF16, F32), False),
+  (("fp16", "mixed_float16", "16-mixed"), (F32, F16, F32), True),
+  (({"base": "bf16", "loss_scaling": "dynamic"},), (F32, BF16, F32), True),
+  (("p=f32,c=f16,o=full", jmp.Policy(jnp.float32, jnp.float16, jnp.float32)), (F32, F16, F32), False),
+  (({"base": "fp16", "loss_scaling": None}, "base=fp16,loss_scaling=none"), (F32, F16, F32), False),
+  (("bf16_pure", "bf16-true"), (BF16, BF16, F32), False),
+  (("bf16_lean",), (BF16, BF16, F32), False),
+  (("float16", "16-true", jnp.float16, "params=float16,compute=float16,output=float16"), (F16,) * 3, False),
+  (("p=f16",), (F16, F16, F16), False),
+  (("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")), (BF16, BF16, BF16), False),
+  (("c=bf16", " p = f32 , c = bf16 ", {"compute_dtype": "bfloat16"}), (F32, BF16, BF16), False),
+  (("o=f16",), (F32, F32, F16), False),
+  (({"base": "fp16", "output": "bfloat16"},), (F32, F16, BF16), True),
+]
+
+
 def test_what_a_spec_means():
-  fp16_without = ({"base": "fp16", "loss_scaling": None}, {"base": "fp16", "loss_scaling": "none"})
-  bf16 = "params=float32,compute=bfloat16,output=float32"
-  for specs, expected, scaled in (
-    (("fp32", "tf32", "full", "32-true", np.float32), (F32, F32, F32), False),
-    (("bf16", "fp8", "mixed_bfloat16", "bf16-mixed", bf16), (F32, BF16, F32), False),
-    (("fp16", "mixed_float16", "16-mixed"), (F32, F16, F32), True),
-    (({"base": "bf16", "loss_scaling": "dynamic"},), (F32, BF16, F32), True),
-    (
-      ("p=f32,c=f16,o=full", *fp16_without, jmp.Policy(jnp.float32, jnp.float16, jnp.float32)),
-      (F32, F16, F32),
-      False,
-    ),
-    (("bf16_pure", "bf16_lean", "bf16-true"), (BF16, BF16, F32), False),
-    (("float16", "16-true", "p=f16", jnp.float16), (F16, F16, F16), False),
-    ((jnp.bfloat16, jnp.dtype("bfloat16")), (BF16, BF16, BF16), False),
-    (("c=bf16", " p = f32 , c = bf16 ", {"compute_dtype": "bfloat16"}), (F32, BF16, BF16), False),
-    (("o=f16",), (F32, F32, F16), False),
-    (({"base": "fp16", "output": "bfloat16"},), (F32, F16, BF16), True),
-  ):
+  for specs, dtypes, scaled in MEANINGS:
+    first = mpjax.get_policy(specs[0])
+    found = (first.param_dtype, first.compute_dtype, first.output_dtype)
+    assert tuple(np.dtype(d).name for d in found) == dtypes, specs
+    assert (first.loss_scaling is not None) == scaled, specs
     for spec in specs:
       policy = mpjax.get_policy(spec)
-      assert triple(policy) == expected, spec
-      assert (policy.loss_scaling is not None) == scaled, spec
+      assert policy == mpjax.get_policy({"base": spec}) == first, spec
       assert isinstance(policy, jmp.Policy), spec
       assert mpjax.get_policy(policy) is policy, spec
-  for ours, theirs in (
-    ("bf16", ("mixed_bfloat16", "bf16-mixed")),
-    ("fp16", ("mixed_float16", "16-mixed")),
-    ("bf16_pure", ("bf16-true",)),
-    ("fp32", ("32-true", np.float32)),
-    ("params=float16,compute=float16,output=float16", ("16-true", "float16", jnp.float16)),
-    ("bfloat16", (jnp.bfloat16, jnp.dtype("bfloat16"))),
-  ):
-    for spec in theirs:
-      assert mpjax.get_policy(spec) == mpjax.get_policy({"base": spec}) == mpjax.get_policy(ours), spec
 
 
 def test_every_preset_is_documented():
@@ -108,7 +100,6 @@ def test_auto_and_half_follow_the_backend(monkeypatch):
 WRONG = [
   ("float8", ["float8", "did you mean 'fp8'"]),
   ("fp61", ["fp61", "fp16", "auto", "did you mean 'fp16'"]),
-  ("compute_float16", ["Unknown dtype", "compute_float16"]),
   ("compte=f16", ["'compte'", "compute", "did you mean 'compute'"]),
   ("c=f16,compute=f32", ["compute", "repeats"]),
   ("c=f16,c=f32", ["'c'", "twice"]),
@@ -126,15 +117,11 @@ WRONG = [
   ({"base": "fp16", "loss_scaling": {"init": 4}}, ["'init'", "init_scale"]),
   ({"base": "fp16", "loss_scaling": {"kind": "adaptive"}}, ["adaptive", "dynamic"]),
   ({"overrides": {"(": "fp32"}}, ["'('", "regular expression"]),
-  ({"overrides": {"head": "fp23"}}, ["fp23"]),
   ({"overrides": ["head"]}, ["overrides", "head", "mapping"]),
   (None, ["None"]),
-  (["fp16"], ["list"]),
   ({"base": "bf16", "master_weights": "int16"}, ["param_dtype is float32: those are master weights"]),
   ({"param_dtype": "float16", "master_weights": "int8"}, ["for parameters in bfloat16"]),
-  ({"base": "bf16_pure", "master_weights": "int9"}, ["did you mean 'int8'"]),
   ({"base": "bf16", "optimizer_dtype": "int4"}, ["optimizer_dtype: int4", "float64, int8, float8_e4m3fn"]),
-  ({"base": "bf16", "param_dtype": "int8"}, ["param_dtype"]),
 ]
 
 
@@ -161,37 +148,19 @@ PATTERNS = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=4).map("".j
 build, one, some = st.builds, st.one_of, lambda *values: st.sampled_from(values)
 SCALINGS = one(
   st.none(),
-  build(
-    mpjax.LossScaling,
-    init_scale=st.integers(1, 2**20),
-    growth_interval=st.integers(1, 5000),
-    hysteresis=st.integers(1, 4),
-    backoff_factor=st.floats(0.1, 0.9),
-  ),
+  build(mpjax.LossScaling, init_scale=st.integers(1, 2**20), backoff_factor=st.floats(0.1, 0.9)),
   build(mpjax.LossScaling, kind=st.just("static"), init_scale=st.floats(1e-3, 1e6)),
-  build(mpjax.LossScaling.preset, some("grad_scaler", "megatron", "deepspeed")),
+  build(mpjax.LossScaling.preset, st.just("megatron")),
 )
 RECIPES = one(
   st.none(),
   build(
     Recipe,
-    recipe=st.just("current"),
+    recipe=some("current", "delayed"),
     margin=st.integers(0, 4),
     emulate=st.booleans(),
-    pow2_scales=st.booleans(),
-    min_dim=st.integers(1, 256),
-    include=st.lists(PATTERNS, max_size=2).map(tuple),
     exclude=st.lists(PATTERNS, max_size=2).map(tuple),
-    saved_activations=some("compute", "fp8"),
   ),
-  build(
-    Recipe,
-    recipe=st.just("delayed"),
-    amax_history_len=st.integers(1, 2048),
-    amax_compute=some("max", "most_recent"),
-    forward_dtype=some("e4m3fn", "float8_e4m3fn"),
-  ),
-  build(Recipe, recipe=st.just("mx"), gradient_dtype=some("e4m3fn", "e5m2")),
 )
 OVERRIDES = one(
   some("fp32", "bf16", "float16", "fp8", {"base": "fp8", "compute": "float16"}, {"fp8": None}),
@@ -262,6 +231,8 @@ def test_policies_differ_if_any_field_does_that_changes_a_program_or_a_run():
   renamed = dataclasses.replace(base, name="mine", reason="because")
   assert renamed == base
   assert hash(renamed) == hash(base)
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    base.compute_dtype = jnp.float32
 
 
 def test_no_policy_equals_one_of_jmp():
@@ -296,7 +267,6 @@ def test_labels_are_short_and_name_what_was_changed():
     ("auto", "gpu", "auto", "auto (fp16)"),
     ("auto", "tpu", "auto", "auto (bf16)"),
     ("bf16", None, "bf16", "bf16"),
-    ({"base": "fp16"}, None, "fp16", "fp16"),
     (mpjax.get_policy("fp8").to_dict(), None, "fp8", "fp8"),
     ("c=bf16", None, "c=bf16", "c=bf16"),
     ({"base": "fp16", "overrides": {".*/down": "fp32"}}, None, "fp16,overrides=...", f"fp16,{overrides}"),
@@ -333,28 +303,3 @@ def test_a_mapping_that_changes_nothing_keeps_name_and_reason():
     assert mpjax.get_policy({"base": base, "fp8": None}) == mpjax.get_policy("bf16"), base
   pure = mpjax.get_policy("bf16_pure")
   assert mpjax.get_policy({"base": pure, "master_weights": "none"}) == pure
-
-
-def test_presets_are_read_once_and_policies_are_frozen(monkeypatch):
-  mpjax.get_policy("fp16")
-  monkeypatch.setattr(yaml, "safe_load", None)
-  assert mpjax.get_policy("fp16").loss_scaling == mpjax.LossScaling()
-  with pytest.raises(dataclasses.FrozenInstanceError):
-    mpjax.get_policy("bf16").compute_dtype = jnp.float32
-
-
-@pytest.mark.slow
-def test_import_needs_nothing_of_a_training_run_and_touches_no_device():
-  blocked = "grain orbax tensorboard tensorboardX matplotlib omegaconf pydantic sklearn safetensors"
-  code = f"""
-import sys
-sys.modules.update(dict.fromkeys("{blocked}".split()))
-import mpjax, jax
-from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized()
-import optax, jax.numpy as jnp
-step = mpjax.make_train_step(lambda p, b: (p * b).sum(), optax.sgd(0.1), "fp16")
-step(step.init(jnp.ones(2)), jnp.ones(2))
-from mpjax.zoo.models import GPT, ResNet, ViT
-"""
-  subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
