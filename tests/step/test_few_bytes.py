@@ -13,10 +13,13 @@ from flax import nnx
 
 import mpjax
 from mpjax.optim._convert import dequantize_state
-from tests.step._problems import WIDE_BATCH as BATCH
-from tests.step._problems import WIDE_PARAMS as PARAMS
-from tests.step._problems import assert_same, train
-from tests.step._problems import wide_loss as loss_fn
+from tests.step._problems import (
+  WIDE_BATCH as BATCH,
+  WIDE_PARAMS as PARAMS,
+  assert_same,
+  train,
+  wide_loss as loss_fn,
+)
 
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 100)
 KEPT = "_overwrite_with_gradient"
