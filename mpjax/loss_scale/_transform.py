@@ -251,12 +251,14 @@ def make_loss_scale(
     # a second time to check it after the division. Below 1, a check after it sees both kinds of infinity.
     finite = all_finite(gradients) & (state.scale > 0) if at_least_one else all_finite(unscaled)
     step = lambda inner_state: inner.update(unscaled, inner_state, params, **extra_args)
-    # Computed once more for the question alone: compilers keep nothing of it, where they would hold the
-    # updates of all parameters in memory until the answer is there.
-    apart_from_it = lambda leaf: jax.lax.optimization_barrier(leaf) if is_array(leaf) else leaf
-    asked, _ = step(jax.tree.map(apart_from_it, state.inner_state))
-    made = all_finite(but_nonfinite_before(apply(params, asked), params)) & state_finite
     updates, inner_state = step(state.inner_state)
+    asked = updates
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((gradients, state))):
+      # In a program they are computed once more for the question alone. Compilers keep nothing of that, where
+      # they would hold the updates of all parameters in memory until the answer is there.
+      alone = lambda leaf: jax.lax.optimization_barrier(leaf) if is_array(leaf) else leaf
+      asked, _ = step(jax.tree.map(alone, state.inner_state))
+    made = all_finite(but_nonfinite_before(apply(params, asked), params)) & state_finite
     inner_state = keep_dtypes(inner_state, state.inner_state)
     new = _adjust(config, state, agree(finite), agree(made))
     if skip_nonfinite:

@@ -122,14 +122,21 @@ def evaluation_weights(params: PyTree, opt_state: PyTree) -> PyTree:
   """
   free = find_states(opt_state, optax.contrib.ScheduleFreeState).values()
   masters = find_states(opt_state, MasterWeightsState).values() if free else ()
-  y = functools.reduce(join, (state.correction for state in masters), params)
+  y = functools.reduce(join, (_of_all(params, state.correction) for state in masters), params)
   for state in free:
     x = lambda p, y, z, b1=state.b1: (y - (1 - b1) * z) / b1 if is_inexact(z) else p
-    params = jax.tree.map(x, params, y, state.z)
+    params = jax.tree.map(x, params, y, _of_all(params, state.z))
   # Several are inside one another, or of different parameters.
   for state in reversed(find_states(opt_state, WeightAverageState).values()):
-    params = jax.tree.map(lambda p, average: average if is_inexact(average) else p, params, state.average)
+    average = _of_all(params, state.average)
+    params = jax.tree.map(lambda p, average: average if is_inexact(average) else p, params, average)
   return params
+
+
+def _of_all(params: PyTree, part: PyTree) -> PyTree:
+  """Returns a tree like the parameters, with `optax.MaskedNode` for each that an optimiser does not see."""
+  leaves = dict(jax.tree_util.tree_leaves_with_path(part))
+  return jax.tree_util.tree_map_with_path(lambda path, _: leaves.get(path, optax.MaskedNode()), params)
 
 
 def keeps_other_weights(opt_state: PyTree) -> bool:

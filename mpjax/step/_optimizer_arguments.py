@@ -16,10 +16,11 @@ from mpjax.patterns import named_leaves
 _GIVEN = ("value", "grad")
 _TRIED = (_GIVEN, ("value",), ("grad",), ())
 _LOOP = (
-  "If it needs more than a step gives, such as value_fn or the gradients of each example, write the loop "
-  "yourself: loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch); updates, opt_state = "
-  "tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=lambda p: loss_fn(p, batch)); "
-  "params = mpjax.apply_updates(params, updates)"
+  "If it needs more than a step gives, write the loop yourself: loss, grads = mpjax.value_and_grad(loss_fn, "
+  "opt_state)(params, batch); updates, opt_state = tx.update(grads, opt_state, params, ...); params = "
+  "mpjax.apply_updates(params, updates), with what it takes in place of the dots: value=loss, grad=grads, "
+  "value_fn=lambda p: loss_fn(p, batch), or grad_fn=jax.grad(lambda p, i: loss_fn(p, batch)); pairs of "
+  "parameters, or gradients of each example, where it is made for those"
 )
 
 

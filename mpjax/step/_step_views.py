@@ -107,7 +107,7 @@ class StepViews:
     """
     state = on_device(state)
     old = before.layers(state)
-    masters = masters_of(self.trained.parameters(state), old)
+    masters = self.trained.seen(state, before.masters(state))
     first = self.tx.init(self.policy.cast_to_param(masters))
     same_scaling = self.policy.loss_scaling == before.policy.loss_scaling
     layers, anew = adopted(self.layers(state.replace(opt_state=first)), old, same_scaling)
@@ -146,8 +146,8 @@ class StepViews:
       state: a state of this step, on one device or a mesh; also inside `jit`.
 
     Returns:
-      New arrays on the devices, which later steps do not reuse, divided as `state`'s. Parameters that `wrt`
-      leaves out are unchanged, and have no state.
+      New arrays on the devices, which later steps do not reuse, divided as `state`'s. Parameters of a tree
+      that `wrt` leaves out are unchanged, and have no state; those of a module are left out.
     """
     require_kept(state)
     params, opt_state = self._jitted_user_state(state)
@@ -162,6 +162,8 @@ class StepViews:
     if self.layout is not None:
       state = self.layout.keep(state.replace(arrays=params, opt_state=opt_state))
       params, opt_state = state.arrays, state.opt_state
+    if state.graphdef is not None:
+      params = self.trained.seen(state, params)
     return params, opt_state
 
   def gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -165,6 +166,21 @@ def test_a_frozen_base_in_place():
   assert not np.array_equal(model.l1.lora.lora_b[...], b)
 
 
+def test_weights_to_evaluate_are_found_for_what_is_trained_of_a_module():
+  free = optax.contrib.schedule_free_sgd(0.1)
+  for policy, tx in (("fp32", free), ("bf16_lean", mpjax.optim.average_weights(TX))):
+    step = make(of_net, tx, policy, wrt=nnx.LoRAParam)
+    state, _ = step(step.init(Net(nnx.Rngs(0))), BATCH)
+    found = mpjax.optim.evaluation_weights(state.params, state.opt_state)
+    assert_near(found["l1"]["kernel"], state.params["l1"]["kernel"])
+    params, opt_state = step.user_state(state)
+    assert_near(found["l1"]["lora"], mpjax.optim.evaluation_weights(params, opt_state)["l1"]["lora"])
+    if tx is free:
+      assert_near(
+        found["l1"]["lora"], optax.contrib.schedule_free_eval_params(opt_state, params)["l1"]["lora"]
+      )
+
+
 def test_few_bytes_and_another_policy():
   step = make(policy="bf16_lean", wrt="lora")
   state = step.init(PARAMS)
@@ -176,6 +192,10 @@ def test_few_bytes_and_another_policy():
   assert adopted.params["lora"]["a"].dtype == jnp.float32
   assert bits(adopted.params["base"]) == bits(PARAMS["base"])
   jax.eval_shape(other.jitted, adopted, BATCH)
+  every = make(policy="bf16_lean")
+  narrow = step.adopt(every.init(PARAMS), every, warn=False)  # which trains less
+  assert narrow.params["base"]["w"].dtype == jnp.bfloat16
+  jax.eval_shape(step.jitted, narrow, BATCH)
 
 
 def test_optax_accumulates_round_a_partition():
