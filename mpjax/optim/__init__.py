@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mpjax._gone import missing
 from mpjax.optim._convert import (
-  dequantize_state as dequantize_state,
+  in_full_bytes as in_full_bytes,
   split_like as split_like,
   store_like as store_like,
 )

@@ -18,12 +18,12 @@ from mpjax.optim._quantized_state import QuantizedState
 from mpjax.optim._stochastic import leaf_key
 
 
-def dequantize_state(state: PyTree) -> PyTree:
+def in_full_bytes(state: PyTree) -> PyTree:
   """Returns a state with that of the wrapped transform, in float32, for each `QuantizedState` in it."""
 
   def plain(x: PyTree) -> PyTree:
     if isinstance(x, QuantizedState):
-      return dequantize_state(rebuild(x.inner_state))
+      return in_full_bytes(rebuild(x.inner_state))
     return unstored(x)
 
   return jax.tree.map(plain, state, is_leaf=_is_stored)
@@ -34,7 +34,7 @@ def store_like(stored: PyTree, plain: PyTree, steps: Array | int = 0) -> PyTree:
 
   Args:
     stored: a state.
-    plain: the plain form of a state of that structure, as from `dequantize_state`; or what a step makes of
+    plain: the plain form of a state of that structure, as from `in_full_bytes`; or what a step makes of
       `unstored(stored)`, with a `QuantizedState` in the same places.
     steps: updates so far, for the noise of rounding to bfloat16; those of a `QuantizedState` in `plain`.
   """

@@ -36,7 +36,7 @@ from mpjax.optim import (
   QuantizedState,
   apply_bits,
   dequantize,
-  dequantize_state,
+  in_full_bytes,
   is_quantized,
   join,
   make_master_weights,
@@ -262,7 +262,7 @@ def _difference(new: Layers, old: Layers) -> str:
 
 def _plain(layers: Layers) -> PyTree:
   """Returns the user's state on the device, with nothing in few bytes."""
-  return dequantize_state(on_device(rebuild(layers.user)))
+  return in_full_bytes(on_device(rebuild(layers.user)))
 
 
 def _kinds(tree: PyTree) -> list[tuple[Any, ...]]:

@@ -18,9 +18,9 @@ _TRIED = (_GIVEN, ("value",), ("grad",), ())
 _LOOP = (
   "If it needs more than a step gives, write the loop yourself: loss, grads = mpjax.value_and_grad(loss_fn, "
   "opt_state)(params, batch); updates, opt_state = tx.update(grads, opt_state, params, ...); params = "
-  "mpjax.apply_updates(params, updates), with what it takes in place of the dots: value=loss, grad=grads, "
-  "value_fn=lambda p: loss_fn(p, batch), or grad_fn=jax.grad(lambda p, i: loss_fn(p, batch)); pairs of "
-  "parameters, or gradients of each example, where it is made for those"
+  "mpjax.apply_updates(params, updates). In place of the dots is what it takes of value=loss, grad=grads, "
+  "value_fn=lambda p: loss_fn(p, batch), grad_fn=jax.grad(lambda p, i: loss_fn(p, batch)). Some are made for "
+  "pairs of parameters, or for the gradients of each example"
 )
 
 

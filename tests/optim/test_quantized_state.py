@@ -13,7 +13,7 @@ from jax.experimental import checkify
 import mpjax
 from mpjax.dtypes import STATE_DTYPES
 from mpjax.optim import Quantized, is_quantized
-from mpjax.optim._convert import dequantize_state  # as a step that hands its state out does
+from mpjax.optim._convert import in_full_bytes  # as a step that hands its state out does
 from mpjax.optim._quantized import dequantize, quantize, scales_of  # for arrays of any shape and size
 from tests.optim._forms import described, normal
 
@@ -145,7 +145,7 @@ def test_the_second_moment_follows_large_and_tiny_gradients(dtype):
     state = half(state, draws)
     for draw in np.float64(draws):
       exact = decay * exact + (1 - decay) * draw**2
-    moments = dequantize_state(state).nu
+    moments = in_full_bytes(state).nu
     for name, each in sizes.items():
       ratio = np.float64(moments[name]) / (exact * np.float64(each) ** 2)
       assert abs(np.median(ratio) - 1) < 0.05, name

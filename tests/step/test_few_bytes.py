@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.optim._convert import dequantize_state
+from mpjax.optim._convert import in_full_bytes
 from tests.step._problems import (
   WIDE_BATCH as BATCH,
   WIDE_PARAMS as PARAMS,
@@ -139,7 +139,7 @@ def test_state_that_is_quantised_by_tx_and_by_the_policy_is_adopted():
     state, _ = train(old, old.init(PARAMS), 2, BATCH)
     adopted = adopt(new, state, old)
     assert types(adopted.opt_state) == types(jax.eval_shape(new.init, PARAMS).opt_state)
-    moments = [jax.jit(dequantize_state)(s) for s in (adopted.opt_state.inner_state, state.opt_state)]
+    moments = [jax.jit(in_full_bytes)(s) for s in (adopted.opt_state.inner_state, state.opt_state)]
     for mine, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
       np.testing.assert_allclose(mine, theirs, rtol=0.07, atol=np.max(np.abs(theirs)) * 1e-4)
 
