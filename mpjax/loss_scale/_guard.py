@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef
-from jaxtyping import Array, ArrayLike, Bool, PyTree, Shaped
+from jaxtyping import Array, Bool, PyTree
 
 from mpjax import _compat
 from mpjax.dtypes import at_least_float32, cast_like
@@ -42,10 +42,11 @@ def but_nonfinite_before(new: PyTree, old: PyTree) -> PyTree:
   return jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(b), a, 0) if known(a, b) else a, new, old)
 
 
-def keep_if(
-  taken: Bool[Array, ""], new: Shaped[ArrayLike, "*shape"], old: Shaped[ArrayLike, "*shape"]
-) -> Shaped[ArrayLike, "*shape"]:
-  """Returns `new` if `taken`, else `old`; divided over explicit mesh axes as `old` is."""
+def keep_if(taken: Bool[Array, ""], new: Any, old: Any) -> Any:
+  """Returns an array if `taken`, else the old one, divided over explicit mesh axes as that is.
+
+  A leaf that is no array is returned as it is.
+  """
   if not is_array(new):
     return new
   kind = jax.typeof(old)
