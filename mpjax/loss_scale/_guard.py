@@ -45,7 +45,7 @@ def but_nonfinite_before(new: PyTree, old: PyTree) -> PyTree:
 def keep_if(taken: Bool[Array, ""], new: Any, old: Any) -> Any:
   """Returns an array if `taken`, else the old one, divided over explicit mesh axes as that is.
 
-  A leaf that is no array is returned as it is.
+  Other leaves are returned as they are.
   """
   if not is_array(new):
     return new
