@@ -13,7 +13,13 @@ from mpjax.policy._loss_scaling import (
   parse_loss_scaling as parse_loss_scaling,
 )
 from mpjax.policy._override import Override
-from mpjax.policy._policy import Policy, get_policy, matmul_precision, parse_overrides
+from mpjax.policy._policy import (
+  Policy,
+  as_changes as as_changes,
+  get_policy,
+  matmul_precision,
+  parse_overrides,
+)
 from mpjax.policy._policy_text import brief as brief
 from mpjax.policy._precision_warning import (
   PrecisionWarning,

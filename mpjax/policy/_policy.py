@@ -207,21 +207,9 @@ class Policy(jmp.Policy):
     return self.name if self.reason is None else f"{self.name} ({full})"
 
   def _label(self, *, whole: bool) -> str:
-    base, *changes = self.changes().items()
+    base, *changes = as_changes(self).items()
     short = lambda value: "..." if isinstance(value, dict) and not whole else value
     return ",".join([base[1], *(write_text({key: short(value)}) for key, value in changes)])
-
-  def changes(self) -> dict[str, Any]:
-    """Returns a preset or the three dtypes, as `base`, and the changes of it: as few as possible.
-
-    `get_policy` takes it back.
-    """
-    presets = _preset_policies().items()
-    bases = {name: preset.to_dict() for name, preset in presets if preset.compute_dtype == self.compute_dtype}
-    bases[write_text(self._dtypes())] = self.to_dict() | _OTHERS
-    changes = {name: self._changes(base) for name, base in bases.items()}
-    name = min(changes, key=lambda name: len(changes[name]))
-    return {"base": name, **changes[name]}
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the whole policy as plain data for YAML, which `get_policy` takes back."""
@@ -238,7 +226,7 @@ class Policy(jmp.Policy):
     return self.to_dict() == other.to_dict() if isinstance(other, Policy) else NotImplemented
 
   def __hash__(self) -> int:
-    return hash(tuple(self._dtypes().values()))
+    return hash(str(self))
 
   def _dtypes(self) -> dict[str, str]:
     return {short: getattr(self, key).name for short, key in _OF_JMP.items()}
@@ -255,6 +243,19 @@ _DEFAULTS = {
   if field.name not in ("name", "reason")
 }
 _OTHERS = {key: value for key, value in _DEFAULTS.items() if key not in _TRIPLE}
+
+
+def as_changes(policy: Policy) -> dict[str, Any]:
+  """Returns a preset or the three dtypes, as `base`, and the changes of it that make the policy: the fewest.
+
+  `get_policy` takes it back.
+  """
+  alike = {name: p for name, p in _preset_policies().items() if p.compute_dtype == policy.compute_dtype}
+  bases = {name: preset.to_dict() for name, preset in alike.items()}
+  bases[write_text(policy._dtypes())] = policy.to_dict() | _OTHERS
+  changes = {name: policy._changes(base) for name, base in bases.items()}
+  name = min(changes, key=lambda name: len(changes[name]))
+  return {"base": name, **changes[name]}
 
 
 def get_policy(spec: PolicyLike, *, backend: str | None = None) -> Policy:

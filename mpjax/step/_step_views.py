@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,13 +14,13 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float32
 
-from mpjax._average import worth
+from mpjax._average import is_average, worth
 from mpjax._types import Array, LossFunction, PolicyLike, PyTree
 from mpjax.casting import Explanation, explain_as_run
 from mpjax.casting._explained import ExplainedGather
 from mpjax.casting._overrides import Overrides
 from mpjax.loss_scale import find_scaler, hide, show, unscale
-from mpjax.policy import get_policy
+from mpjax.policy import get_policy, matmul_precision
 from mpjax.sharding import on_device
 from mpjax.step._checks import require_kept, require_makings, require_state, require_state_and_batch
 from mpjax.step._layers import (
@@ -35,12 +36,12 @@ from mpjax.step._layers import (
 )
 from mpjax.step._layout import Layout
 from mpjax.step._loss import GradientPass, StepLoss
-from mpjax.step._mesh_step import gathers
+from mpjax.step._mesh_step import gathers, value_and_grad_on_mesh
 from mpjax.step._optimizer_arguments import with_step_arguments
 from mpjax.step._options import StepOptions
 from mpjax.step._static_leaves import whole_of
 from mpjax.step._train_state import TrainState
-from mpjax.step._trained import Trained, only
+from mpjax.step._trained import Trained, merged, only
 
 
 class StepViews:
@@ -70,7 +71,25 @@ class StepViews:
     self._jitted_user_state = jax.jit(self._user_state)
 
   def _gradient_pass(self, state: TrainState, batch: PyTree) -> GradientPass:
-    raise NotImplementedError
+    """Runs the loss forward and backward over a batch, on one device or the mesh.
+
+    Missing gradients are `optax.MaskedNode`s.
+    """
+    trained = self.trained.read(state)
+    with matmul_precision(self.policy):
+      params = self.loss.compute_params(state)
+      if self.layout is not None:
+        self.layout.check_batch(batch, self.options.accumulate)
+      if self.layout is not None and self.layout.shards > 1:
+        out = value_and_grad_on_mesh(self.loss, self.layout, params, state, batch, trained)
+      else:
+        keys = self.loss.keys(state, batch)
+        with contextlib.nullcontext() if self.layout is None else self.layout.in_mesh():
+          out = self.loss.value_and_grad(params, state, batch, keys, trained, like=state.arrays)
+    return out._replace(
+      metrics=jax.tree.map(worth, out.metrics, is_leaf=is_average),
+      model_state=merged(out.model_state, state.model_state),
+    )
 
   def _run(self, jitted: Callable[..., Any], state: TrainState, batch: PyTree) -> Any:
     require_kept(state)

@@ -6,7 +6,6 @@ function and the model are the user's: a parameter tree, linen variables or an `
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any, overload
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from mpjax._average import is_average, worth
+from mpjax._average import worth
 from mpjax._lazy import nnx
 from mpjax._types import Array, LossFunction, Metrics, PyTree
 from mpjax.casting import init_fp8_state
@@ -30,7 +29,6 @@ from mpjax.loss_scale import (
   unscaled_norm,
 )
 from mpjax.optim import rebuild
-from mpjax.policy import matmul_precision
 from mpjax.step._checks import (
   require_arrays,
   require_differentiable,
@@ -42,14 +40,11 @@ from mpjax.step._checks import (
 from mpjax.step._layers import (
   apply_step,
 )
-from mpjax.step._loss import GradientPass
-from mpjax.step._mesh_step import value_and_grad_on_mesh
 from mpjax.step._micro_batches import first_of_batch
 from mpjax.step._options import StepOptions
 from mpjax.step._static_leaves import arrays_of
 from mpjax.step._step_views import StepViews
 from mpjax.step._train_state import TrainState
-from mpjax.step._trained import merged
 
 
 class TrainStep(StepViews):
@@ -264,27 +259,6 @@ class TrainStep(StepViews):
       fp8_state=fp8_state,
     )
     return state if self.layout is None else self.layout.keep(state), metrics
-
-  def _gradient_pass(self, state: TrainState, batch: PyTree) -> GradientPass:
-    """Runs the loss forward and backward over a batch, on one device or the mesh.
-
-    Missing gradients are `optax.MaskedNode`s.
-    """
-    trained = self.trained.read(state)
-    with matmul_precision(self.policy):
-      params = self.loss.compute_params(state)
-      if self.layout is not None:
-        self.layout.check_batch(batch, self.accumulate)
-      if self.layout is not None and self.layout.shards > 1:
-        out = value_and_grad_on_mesh(self.loss, self.layout, params, state, batch, trained)
-      else:
-        keys = self.loss.keys(state, batch)
-        with contextlib.nullcontext() if self.layout is None else self.layout.in_mesh():
-          out = self.loss.value_and_grad(params, state, batch, keys, trained, like=state.arrays)
-    return out._replace(
-      metrics=jax.tree.map(worth, out.metrics, is_leaf=is_average),
-      model_state=merged(out.model_state, state.model_state),
-    )
 
 
 def _stated_rate(opt_state: PyTree) -> Metrics:

@@ -114,6 +114,7 @@ WRONG = [
   ({"compute_dtype": ["f16"]}, ["['f16']", "float32"]),
   ({"matmul_precision": "fast"}, ["matmul_precision", "fast", "bfloat16_x3"]),
   ({"base": "fp16", "loss_scaling": True}, ["loss_scaling", "boolean"]),
+  ({"base": "bf16", "autocast": "yes"}, ["autocast='yes'", "true or false"]),
   ({"base": "fp16", "loss_scaling": {"init": 4}}, ["'init'", "init_scale"]),
   ({"base": "fp16", "loss_scaling": {"kind": "adaptive"}}, ["adaptive", "dynamic"]),
   ({"overrides": {"(": "fp32"}}, ["'('", "regular expression"]),
@@ -204,7 +205,7 @@ def test_policies_round_trip_as_strings_mappings_yaml_and_json(count):
       assert hash(again) == hash(policy)
     same = policy == other
     assert same == (str(policy) == str(other)) == (policy.to_dict() == other.to_dict())
-    assert not same or hash(policy) == hash(other)
+    assert same == (hash(policy) == hash(other))
 
   check()
 

@@ -12,7 +12,7 @@ from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics.advice import _findings as seen
 from mpjax.patterns import component_regex
-from mpjax.policy import Policy, get_policy
+from mpjax.policy import Policy, as_changes, get_policy
 
 Trial = Callable[[Policy], NumericsReport]
 _ROUNDS = 5
@@ -222,7 +222,7 @@ def _spec(policy: Policy, changes: Iterable[Change]) -> dict[str, Any]:
   fields = {change.key: change.value for change in changes if change.key != "overrides"}
   overrides = [list(change.value) for change in changes if change.key == "overrides"]
   overrides += policy.to_dict()["overrides"]
-  spec = get_policy({"base": policy, **fields, "overrides": overrides}).changes()
+  spec = as_changes(get_policy({"base": policy, **fields, "overrides": overrides}))
   return spec | {"overrides": overrides} if overrides else spec
 
 
