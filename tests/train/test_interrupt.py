@@ -27,6 +27,14 @@ class Interrupting:
     time.sleep(0)  # a second one is raised here, and dropped
 
 
+@pytest.fixture
+def python_takes_ctrl_c():
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_takes_ctrl_c")
 def test_a_second_ctrl_c_in_a_destructor_acts_as_usual(capsys):
   hook = sys.unraisablehook
   with Interrupt() as interrupt:
