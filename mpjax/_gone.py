@@ -29,6 +29,7 @@ INSTEAD: dict[str, str] = {
   ),
   "mesh.gather_prefetch": "leave it out, the compiler orders the gathers",
   "loss_scaling.consecutive_hysteresis": "leave it out: growth restores the patience of hysteresis",
+  "numerics.save_pictures": "save_html writes a page that draws them",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
 }

@@ -34,8 +34,6 @@ def run(options: argparse.Namespace) -> None:
   own, overrides = options.own, options.overrides
   path, checkpoint = run_or_config(options.config, own.get("checkpoint"))
   require_files(options, "html", "json", "apply", new="apply")
-  if options.pictures is not None and pathlib.Path(options.pictures).is_file():
-    raise ConfigError(f"--pictures {options.pictures}: expected a directory, and it is a file")
   config = load_config(path, overrides)
   warn_of_policy(config.policy)
   console = report_console()
@@ -111,13 +109,8 @@ def _write(
     if options.json:
       report.save_json(options.json)
       say(console, f"data: {options.json}")
-    if options.pictures:
-      report.save_pictures(options.pictures)
-      say(console, f"pictures: {options.pictures}")
   except OSError as error:
     raise ConfigError(f"{error.filename or page}: cannot be written ({error.strerror})") from error
-  except ImportError as error:
-    raise ConfigError(str(error)) from error
 
 
 def _hunt(

@@ -142,7 +142,6 @@ def _numerics(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--html", metavar="FILE", help="file of the page; by default in the run directory, or in runs/numerics"
   )
-  parser.add_argument("--pictures", metavar="DIR", help="also write PNG pictures")
   parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
   parser.add_argument("--apply", metavar="FILE", help="write the config with the advised policy")
   parser.add_argument("--no-advice", action="store_true", help="do not test the advice: faster")

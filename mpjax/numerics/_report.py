@@ -22,7 +22,6 @@ from mpjax.numerics.render import (
   figures,
   plain_data,
   save_html,
-  save_pictures,
   sections_of,
   verdict,
 )
@@ -109,14 +108,6 @@ class NumericsReport(Shown, NumericsFigures):
   def save_html(self, path: str | os.PathLike[str]) -> None:
     """Writes one page that needs nothing else and asks nothing of the network."""
     save_html(self.to_dict(), path)
-
-  def save_pictures(self, directory: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Writes PNG files into a directory: histograms by kind, and the error by module.
-
-    Raises:
-      ImportError: without matplotlib.
-    """
-    return save_pictures(self.to_dict(), directory)
 
   def _answer(self) -> list[str]:
     return answer(self)

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from mpjax._render import picture_style as style
-from mpjax.numerics.render import _report_picture
 from mpjax.planner.render import save_picture
 from tests.planner._plans import a_plan
 
@@ -45,18 +44,10 @@ def test_a_file_of_another_kind_is_refused(tmp_path, name):
   assert not list(tmp_path.iterdir())
 
 
-def test_the_page_of_the_numerics_has_the_colours_of_its_pictures():
-  css = (ROOT / "mpjax/numerics/render/report.css").read_text()
-  light = dict(re.findall(r"--(\w+): (#\w+)", css[: css.index("@media")]))
-  assert {zone: light[zone] for zone in _report_picture._COLORS} == _report_picture._COLORS
-  lines = [colour for _, colour in _report_picture._SERIES.values()]
-  assert [light[name] for name in ("first", "second", "third")] == lines
-
-
 def test_nothing_else_chooses_colours():
   drawers = [path for top in ("mpjax", "benchmarks") for path in (ROOT / top).rglob("*.py")]
   found = [path for path in drawers if "new_figure" in path.read_text()]
-  assert len(found) >= 5
+  assert len(found) >= 4
   for path in found:
     if path.name != "picture_style.py":
       assert not re.findall(r"\"#[0-9a-fA-F]{6}\"|pyplot|savefig", path.read_text()), path

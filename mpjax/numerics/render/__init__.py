@@ -1,8 +1,7 @@
-"""A numerics report as an answer, tables, pictures and a page."""
+"""A numerics report as an answer, tables and a page."""
 
 from mpjax.numerics.render._report_answer import answer, figures, verdict
 from mpjax.numerics.render._report_html import plain_data, save_html
-from mpjax.numerics.render._report_picture import save_pictures
 from mpjax.numerics.render._report_text import sections_of
 
 __all__ = [
@@ -10,7 +9,6 @@ __all__ = [
   "figures",
   "plain_data",
   "save_html",
-  "save_pictures",
   "sections_of",
   "verdict",
 ]

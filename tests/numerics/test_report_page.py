@@ -1,7 +1,6 @@
-"""The page and the pictures of a report: whole, strict, without a request to anywhere, and they run in a browser."""
+"""The page of a report: whole, strict, without a request to anywhere, and they run in a browser."""
 
 import base64
-import builtins
 import copy
 import hashlib
 import html.parser
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 # A report holds no names that break out of a page, and none of another version.
-from mpjax.numerics.render import save_html, save_pictures
+from mpjax.numerics.render import save_html
 from tests.numerics._by_hand import report_of
 
 KINDS = ("activation", "activation gradient", "parameter", "weight gradient", "update")
@@ -148,72 +147,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, report, monkeypatch)
     save_html({**report, "title": "another"}, path)
   assert path.read_bytes() == before
   assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.mark.slow
-def test_pngs_are_images_fit_for_a_paper(tmp_path, report):
-  image = pytest.importorskip("matplotlib.image")
-  paths = save_pictures(report, tmp_path / "pictures")
-  names = [f"histogram_{kind.replace(' ', '_')}s.png" for kind in KINDS] + ["error_by_module.png"]
-  assert [path.name for path in paths] == names
-  for path in paths:
-    pixels = image.imread(path)
-    assert pixels.shape[1] >= 1400
-    assert np.ptp(pixels[..., :3], axis=-1).max() > 0.3  # not in grey alone
-
-
-@pytest.mark.parametrize("scale", [1.0, 1000.0])
-def test_pictures_of_what_there_is(tmp_path, report, scale):
-  image = pytest.importorskip("matplotlib.image")
-  nothing = {"error": None, "cosine": None, "policy": None}
-  tensors = [t | nothing | {"scaled_shares": t["shares"]} for t in report["tensors"]]
-  full = next(t for t in tensors if t["kind"] == "weight gradient")
-  of_none = {"count": 0, "zero": 0, "counts": [0] * len(report["bins"]), "shape": [0]}
-  empty = next(t for t in tensors if t["kind"] == "parameter") | of_none
-  little = {"title": "", "loss_scale": scale, "compute_dtype": "float32", "tensors": [empty, full]}
-  one, two = save_pictures(report | little, tmp_path)
-  assert (one.name, two.name) == ("histogram_parameters.png", "histogram_weight_gradients.png")
-  panels = image.imread(two).shape[0] > image.imread(one).shape[0]  # a second one where there is a loss scale
-  assert panels == (scale != 1)
-
-
-def test_layers_of_a_scan_stand_one_after_the_other_and_where_an_error_grows_is_marked(
-  tmp_path, report, monkeypatch
-):
-  axes = pytest.importorskip("matplotlib.axes")
-  drawn, texts, ticks, text = [], [], axes.Axes.set_xticks, axes.Axes.text
-
-  def set_xticks(self, at, names=None, **more):
-    drawn.append(names)
-    return ticks(self, at, names, **more)
-
-  def write(self, x, y, words, **more):
-    texts.append(words)
-    return text(self, x, y, words, **more)
-
-  monkeypatch.setattr(axes.Axes, "set_xticks", set_xticks)
-  monkeypatch.setattr(axes.Axes, "text", write)
-  one = next(t for t in report["tensors"] if t["kind"] == "activation")
-  order = ["embed", "q[0]", "q[1]", "o[0]", "o[1]", "head"]  # an operation of every layer, then the next
-  tensors = [{**one, "module": module, "order": i} for i, module in enumerate(order)]
-  finding = report["findings"][0] | {"module": "o[0]"}
-  save_pictures({**report, "findings": [finding], "tensors": tensors}, tmp_path)
-  assert drawn[-1] == ["embed", "q[0]", "o[0]", "q[1]", "o[1]", "head"]
-  assert "error grows at o[0]" in texts
-
-
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, report, monkeypatch):
-  real = builtins.__import__
-
-  def without(name, *args, **kwargs):
-    if name.startswith("matplotlib"):
-      raise ImportError(name)
-    return real(name, *args, **kwargs)
-
-  monkeypatch.setattr(builtins, "__import__", without)
-  with pytest.raises(ImportError, match=r"pip install .*\[numerics\]"):
-    save_pictures(report, tmp_path / "pictures")
-  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
