@@ -138,7 +138,6 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 # Names that are public in a package alone, and what to write for the names of other libraries.
 _BELOW = {
   "loss_scale": "layerwise_loss_scale loss_scale_metrics gradient_norm nonfinite_leaves check_loss_scaling",
-  "numerics": "compare_fp8_recipes significant_digits logprob_mismatch SignificantDigits LogprobMismatch",
 }
 _ELSEWHERE = {
   **dict.fromkeys(

@@ -29,6 +29,18 @@ INSTEAD: dict[str, str] = {
   ),
   "mesh.gather_prefetch": "leave it out, the compiler orders the gathers",
   "loss_scaling.consecutive_hysteresis": "leave it out: growth restores the patience of hysteresis",
+  **dict.fromkeys(
+    ("numerics.compare_fp8_recipes", "numerics.Fp8Comparison", "numerics.Fp8Operand"),
+    "mpjax.tune measures the gradient error of each recipe: candidates=['bf16', {'base': 'fp8', 'fp8': ...}]",
+  ),
+  **dict.fromkeys(
+    ("numerics.significant_digits", "numerics.SignificantDigits"),
+    "mpjax.inspect_numerics(...).error_by_module('weight gradient') has the errors against float32",
+  ),
+  **dict.fromkeys(
+    ("numerics.logprob_mismatch", "numerics.LogprobMismatch"),
+    "the guide to switching the policy compares log-probabilities in a few lines of JAX",
+  ),
   "numerics.save_pictures": "save_html writes a page that draws them",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
