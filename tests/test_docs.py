@@ -25,7 +25,7 @@ SMALL = {
   "train": f"{_SMALL} train.steps=2 train.eval_every=2 train.log_every=1 optimizer.warmup_steps=0",
   "explain": _SMALL,
   "plan": f"{_SMALL} --analytic",
-  "numerics": "--no-advice batches=1",
+  "numerics": "batches=1",
   "tune": f"{_SMALL} steps=1 batches=1",
   "export": "",
 }

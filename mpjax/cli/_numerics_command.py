@@ -77,7 +77,6 @@ def run(options: argparse.Namespace) -> None:
       (subject.next_batch() for _ in range(batches)),
       reference=subject.reference,
       keep=keep,
-      advise=not options.no_advice,
       title=title,
       progress=tell,
     )

@@ -144,7 +144,6 @@ def _numerics(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
   parser.add_argument("--apply", metavar="FILE", help="write the config with the advised policy")
-  parser.add_argument("--no-advice", action="store_true", help="do not test the advice: faster")
   parser.add_argument(
     "--hunt",
     nargs="?",

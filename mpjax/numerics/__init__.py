@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpjax._gone import missing
-from mpjax.numerics._conclusions import Advice, Finding, Measured
+from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._inspection import inspect_numerics
 from mpjax.numerics._instrumented_step import inspection_programs
 from mpjax.numerics._report import NumericsReport
@@ -15,7 +15,6 @@ from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
 __all__ = [
   "Advice",
   "Finding",
-  "Measured",
   "NonfiniteReport",
   "NumericsFigures",
   "NumericsReport",

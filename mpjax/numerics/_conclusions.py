@@ -1,4 +1,4 @@
-"""Conclusions of an inspection: findings, a policy to use instead, and that policy's effect."""
+"""Conclusions of an inspection: findings, and a policy to use instead."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ class Finding:
 
   Attributes:
     kind: `overflow`, `gradient overflow`, `underflow`, `nonfinite`, `lost updates`, `error`,
-      `gradient error`, `weight gradient`, `stored state`, `loss scale`, `descent`, `bias`, `range` or
-      `fragile`.
+      `gradient error`, `weight gradient`, `descent`, `bias`, `range`, `reference` or `fragile`.
     severity: `problem`, or `note` for an effect that does no harm now.
-    module: module path, a parameter's tree path, or a slot of the optimiser's state; empty for the step.
+    module: module path or a parameter's tree path; empty for the step.
     text: one or two sentences that say what was measured.
   """
 
@@ -29,35 +28,16 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-  """The measured effect of the advice.
-
-  Attributes:
-    what: name of the figure.
-    before: its value under the policy.
-    after: its value under the advised policy.
-  """
-
-  what: str
-  before: float
-  after: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Advice:
   """A policy to use instead.
 
   Attributes:
     policy: the policy, as `mpjax.get_policy` takes it.
     lines: (key, its benefit) for each change.
-    measured: figures before and after, if the policy was tried.
-    left: problems that remained when the policy was tried.
   """
 
   policy: Mapping[str, Any]
   lines: tuple[tuple[str, str], ...] = ()
-  measured: tuple[Measured, ...] = ()
-  left: tuple[Finding, ...] = ()
 
   @property
   def unchanged(self) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,27 +12,20 @@ import numpy as np
 import optax
 
 from mpjax._types import PolicyLike, PyTree
-from mpjax.casting import ExplainedFragility
 from mpjax.loss_scale import find_loss_scales, find_scaler
 from mpjax.numerics._arguments import arguments_of, on_axes_of, step_of
 from mpjax.numerics._batches import listed, micro_batches, rows
 from mpjax.numerics._instrumented_step import Seen, reference_state, reference_step
-from mpjax.numerics._kept_programs import shapes_of, step_under
+from mpjax.numerics._kept_programs import shapes_of
 from mpjax.numerics._probes import Point
 from mpjax.numerics._programs import Programs, programs_for
 from mpjax.numerics._report import NumericsReport
-from mpjax.numerics._scale_dependence import ScaleDependent, scale_dependence
-from mpjax.numerics._stored_state import slot_of
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary, is_half
 from mpjax.numerics._update_sums import as_numbers, descent, held_as, lost
-from mpjax.numerics.advice import advice_for
+from mpjax.numerics.advice import with_conclusions
 from mpjax.patterns import named_leaves
-from mpjax.policy import Policy
 from mpjax.step import TrainState, TrainStep
-
-# Gradients this close to float32's, or this small next to the largest, are not compared at two scales.
-_FAR, _ROUNDING = 0.05, 1e-6
 
 
 def inspect_numerics(
@@ -67,9 +59,6 @@ def inspect_numerics(
   over up to 128 layers, each with its own weights, have separate rows; steps of a longer scan, or of time, do
   not.
 
-  Under a loss scale, gradients far from float32's are also computed in float32 with and without the scale. A
-  difference then comes from a backward rule that is not linear, such as one that clips cotangents.
-
   Args:
     fun_or_step: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
     *args: for a step, its `TrainState` and the batches; for a loss function, its parameters (a tree or a
@@ -84,8 +73,7 @@ def inspect_numerics(
     reference: whether to run float32, too. Without it the report does not have errors, and magnitudes are
       those of the policy's run. If the loss function differs in float32, pass a step of that function.
     keep: share of nonzero gradients that a loss scale should keep in range.
-    advise: whether to try the advice: each changed policy runs on the first batch, and the report states its
-      effect. Without it, the advice is what the first run suggests.
+    advise: whether the report suggests a policy.
     pieces: number of parts in which the rows of a batch run, one after the other, to bound the memory. By
       default up to 4 if activations are large (256 MiB in float32), the model does not have state
       (BatchNorm), the policy does not use FP8, and the float32 loss is the mean of the pieces' losses;
@@ -113,32 +101,14 @@ def inspect_numerics(
     step, state, updates = step_of(given.fun_or_step, placed(given.state), given.policy, tx, init)
     parts = micro_batches(placed(iter(listed(given.batches))), step.accumulate)
     inspection = Inspection(step, state, reference, updates, pieces)
-    first: PyTree = None
     for i, batch in enumerate(parts):
       if i == 0:
-        first = batch
         say("compiling")
-      seen = inspection.add(batch)
-      if i == 0:
-        in_float32 = seen
+      inspection.add(batch)
       say(f"batch {i + 1}")
     if not inspection.count:
       raise ValueError("no batch: expected a batch, or a list of at least one")
-    with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
-      lines = step.without_mesh().explain(state, first).fragile
-    report = inspection.report(title, keep, [one for one in lines if one.kind in ("loop", "order")])
-    trial = None
-    if advise and reference is not False:
-
-      def trial(policy: Policy) -> NumericsReport:
-        say(f"trying {policy.label}")
-        changed = step_under(step, policy.without_histories())
-        adopted = changed.adopt(state, step, warn=False)
-        one = Inspection(changed, adopted, reference, updates, inspection.pieces)
-        one.add(first, in_float32)
-        return one.report(title, keep)
-
-    return report.with_advice(advice_for(report, trial))
+    return with_conclusions(inspection.report(title, keep), advise)
 
 
 class Inspection:
@@ -174,35 +144,19 @@ class Inspection:
     self._theirs: dict[Any, Magnitudes] = {}
     self._distances: dict[Any, Distance] = {}
     self._counts: dict[str, Any] = {}
-    self._stored: dict[str, tuple[np.ndarray, float]] = {}
-    self._first: PyTree = None
 
-  def add(self, batch: PyTree, known: tuple[Hashable, Seen] | None = None) -> tuple[Hashable, Seen] | None:
-    """Inspects a batch.
-
-    Args:
-      batch: the batch.
-      known: the result of `add` for this batch in another inspection of the same state with as many pieces.
-
-    Returns:
-      the results of float32's pass, with the policy's properties that they depend on; `None` without one.
-    """
+  def add(self, batch: PyTree) -> None:
+    """Inspects a batch."""
     shape = shapes_of(batch)
     if shape not in self._programs:
       self._programs[shape] = self._programs_for(batch)
     programs = self._programs[shape]
-    policy = self._step.policy
-    of_policy = (self._scale, policy.param_dtype, policy.vector_dtype, policy.master_weights)
     wide = None
     seen: Seen = jax.device_get(programs.mine(self._state, batch))
     if programs.theirs is not None and self._wide_state is not None:
-      if known is not None and known[0] == of_policy:
-        wide = known[1]
-      else:
-        wide = jax.device_get(programs.theirs(self._wide_state, batch))
+      wide = jax.device_get(programs.theirs(self._wide_state, batch))
     self._losses.append((float(seen.loss), None if wide is None else float(wide.loss)))
     self._rows += rows(batch)
-    self._first = batch if self.count == 0 else self._first
     self.count += 1
     own = dict(_arrays(seen, programs.points, self._narrow))
     full = own if wide is None else dict(_arrays(wide, programs.wide_points, self._full))
@@ -215,10 +169,6 @@ class Inspection:
       magnitudes = Magnitudes.of(self._full, sums.ratio)
       self._magnitudes["update", path] = _sum(self._magnitudes.get(("update", path)), magnitudes)
       self._counts[path] = self._counts.get(path, 0.0) + as_numbers(sums)
-    for slot, (sums, largest) in seen.stored.items():
-      before, least = self._stored.get(slot, (np.zeros(len(sums)), 0.0))
-      self._stored[slot] = (before + sums.astype(np.float64), max(least, float(largest)))
-    return None if wide is None else (of_policy, wide)
 
   def _programs_for(self, batch: PyTree) -> Programs:
     """Returns the passes for a batch, and fixes the number of pieces for all batches."""
@@ -235,8 +185,8 @@ class Inspection:
     self.pieces = programs.pieces
     return programs
 
-  def report(self, title: str, keep: float, fragile: Sequence[ExplainedFragility] = ()) -> NumericsReport:
-    """Returns the report on all batches so far, with what is fragile but cannot be measured."""
+  def report(self, title: str, keep: float) -> NumericsReport:
+    """Returns the report on all batches so far."""
     losses = np.asarray([mine for mine, _ in self._losses])
     wide = [theirs for _, theirs in self._losses if theirs is not None]
     tensors = tuple(self._tensors())
@@ -250,24 +200,10 @@ class Inspection:
       loss=float(losses.mean()),
       reference_loss=float(np.mean(wide)) if wide else None,
       tensors=tensors,
-      stored=tuple(slot_of(slot, *found, self.count) for slot, found in self._stored.items()),
       keep=keep,
       narrow_reference=self._narrow_reference(),
       own_scale=_has_own_scale(self._step, self._state),
-      scale_dependent=self._scale_dependent(tensors),
-      fragile=tuple(fragile),
     )
-
-  def _scale_dependent(self, tensors: Sequence[Tensor]) -> tuple[ScaleDependent, ...]:
-    """Returns the parameters whose gradient depends on the loss scale, if one is far from float32's."""
-    if self._scale == 1 or self._reference is None or self._wide_state is None:
-      return ()
-    gradients = [t for t in tensors if t.kind == "weight gradient"]
-    most = max((t.norm or 0.0 for t in gradients), default=0.0)
-    far = [t for t in gradients if t.error is None or not t.error <= _FAR]
-    if not any(t.norm is None or not t.norm <= _ROUNDING * most for t in far):
-      return ()
-    return scale_dependence(self._reference, self._wide_state, self._first, self._scale)
 
   def _narrow_reference(self) -> tuple[str, ...]:
     """Returns the modules in which the model's own casts put the float32 run in half precision."""

@@ -20,12 +20,11 @@ from mpjax.loss_scale import find_scaler, hide, is_inexact, map_parts, unscale
 from mpjax.numerics._batches import most_pieces
 from mpjax.numerics._kept_programs import step_under
 from mpjax.numerics._probes import Point, find_points, watched
-from mpjax.numerics._stored_state import what_is_lost
 from mpjax.numerics._summary import Summary, look
 from mpjax.numerics._tensors import full_summary
 from mpjax.numerics._update_sums import UpdateSums, update_sums
 from mpjax.numerics._whole_tensors import Left, kept_whole, leave, pair_kept_whole
-from mpjax.optim import store_like, unstored
+from mpjax.optim import unstored
 from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.sharding import on_device
@@ -55,7 +54,6 @@ class Seen(NamedTuple):
     gradients: [size] by tree path, unscaled.
     updates: sums by tree path, for master weights and the optimiser's updates of them, in float32. Empty if
       not asked for.
-    stored: what the optimiser's state loses when it is stored (`what_is_lost`).
   """
 
   loss: jax.Array
@@ -63,7 +61,6 @@ class Seen(NamedTuple):
   parameters: dict[str, Any]
   gradients: dict[str, Any]
   updates: dict[str, UpdateSums]
-  stored: dict[str, tuple[Any, Any]]
 
 
 def reference_step(step: TrainStep) -> TrainStep:
@@ -126,13 +123,13 @@ def make_pass(
       loss, grads, kept = _over_pieces(gradients, state, batch, pieces)
       grads, _ = step.trained.arguments(state, grads)
     sums = pair_kept_whole if whole else functools.partial(update_sums, updates or summary)
-    of_updates, stored = _updates(step, state, grads, loss, sums) if updates else ({}, {})
+    of_updates = _updates(step, state, grads, loss, sums) if updates else {}
     scaler = find_scaler(state.opt_state)
     if scaler is not None:
       grads = unscale(hide(grads), scaler.scale)
     each = kept_whole if whole else summary
     params, grads = ({path: each(x) for path, x in _leaves(hide(tree))} for tree in (state.arrays, grads))
-    return Seen(loss, kept, params, grads, of_updates, stored)
+    return Seen(loss, kept, params, grads, of_updates)
 
   return jax.jit(run)
 
@@ -200,18 +197,6 @@ def loss_and_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tup
   with _tracing(step):
     (_, loss), grads = jax.value_and_grad(scaled_loss, has_aux=True)(_inexact(weights))
   return loss, grads
-
-
-def scaled_gradients(step: TrainStep, state: TrainState, batch: PyTree, scale: Array) -> PyTree:
-  """Returns the gradients of the loss times a loss scale, on top of the state's own loss scale."""
-  weights = step.loss.compute_params(state)
-
-  def scaled_loss(params: PyTree) -> Array:
-    return _loss(step, state, batch, step.loss.transform, merged(params, weights))[0] * scale
-
-  with _tracing(step):
-    grads = jax.grad(scaled_loss)(_inexact(weights))
-    return step.trained.arguments(state, grads)[0]
 
 
 def differentiated(step: TrainStep, state: TrainState, batch: PyTree, transform: Transform) -> Array:
@@ -308,14 +293,13 @@ def _loss(
 
 def _updates(
   step: TrainStep, state: TrainState, grads: PyTree, loss: jax.Array, sums: Callable[[Array, Array], Any]
-) -> tuple[dict[str, Any], dict[str, tuple[Array, Array]]]:
+) -> dict[str, Any]:
   params = step.trained.parameters(state)
   masters, layers = unrounded(params, step.layers(state))
-  before = state_of(layers)
-  updates, after = step.tx.update(cast_like(grads, params), unstored(before), masters, value=loss)
+  before = unstored(state_of(layers))
+  updates, _ = step.tx.update(cast_like(grads, params), before, masters, value=loss)
   weights = dict(_leaves(hide(masters)))
-  of_updates = {path: sums(weights[path], update) for path, update in _leaves(hide(updates))}
-  return of_updates, what_is_lost(state.arrays, store_like(before, after), after)
+  return {path: sums(weights[path], update) for path, update in _leaves(hide(updates))}
 
 
 def _inexact(params: PyTree) -> PyTree:

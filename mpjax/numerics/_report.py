@@ -14,7 +14,6 @@ from mpjax._render.html_sections import Shown
 from mpjax._render.text_sections import TextSection
 from mpjax._version import __version__
 from mpjax.formats import FORMATS
-from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._report_figures import NumericsFigures
 from mpjax.numerics._tensors import BINS, INTEREST
 from mpjax.numerics.render import (
@@ -43,10 +42,6 @@ class NumericsReport(Shown, NumericsFigures):
   The attributes are those of `mpjax.numerics.NumericsFigures`.
   """
 
-  def with_advice(self, found: tuple[tuple[Finding, ...], Advice]) -> NumericsReport:
-    """Returns the report with findings and advice."""
-    return dataclasses.replace(self, findings=found[0], advice=found[1])
-
   def to_dict(self) -> dict[str, Any]:
     """Returns plain data; numbers that are not finite are strings, as JSON has none."""
     formats = {
@@ -65,8 +60,6 @@ class NumericsReport(Shown, NumericsFigures):
         "policy": dict(self.advice.policy),
         "yaml": self.advice.yaml,
         "lines": [{"key": key, "buys": buys} for key, buys in self.advice.lines],
-        "measured": [dataclasses.asdict(m) for m in self.advice.measured],
-        "left": [dataclasses.asdict(f) for f in self.advice.left],
         "unchanged": self.advice.unchanged,
       }
     return plain_data(
@@ -84,7 +77,6 @@ class NumericsReport(Shown, NumericsFigures):
         "loss": {"policy": self.loss, "reference": self.reference_loss},
         "bins": list(BINS),
         "formats": formats,
-        "stored": [dataclasses.asdict(slot) for slot in self.stored],
         "lost_updates": self.lost_updates(),
         "descent_quality": self.descent_quality,
         "tensors": [t.to_dict(self.loss_scale) for t in self.tensors],

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mpjax._render.plain_text import power_of_two_text
-from mpjax.casting import ExplainedFragility
 from mpjax.numerics._conclusions import Advice, Finding
-from mpjax.numerics._scale_dependence import ScaleDependent
-from mpjax.numerics._stored_state import StoredSlot
 from mpjax.numerics._tensors import KINDS, Tensor, descent_quality, share_lost
 from mpjax.policy import Policy
 
@@ -26,14 +23,9 @@ class NumericsFigures:
     loss: mean loss under the policy over batches.
     reference_loss: mean loss in float32; `None` without a float32 run.
     tensors: the tensors, sorted by kind and position in the program.
-    stored: for each slot of an optimiser's state in few bytes, what it lost when the step stored it.
     keep: share of nonzero gradients that a loss scale should keep in range.
     narrow_reference: modules that compute in less than float32 in the float32 run, by the model's own casts.
     own_scale: whether the optimiser itself scales the loss; then a policy does not change the loss scale.
-    scale_dependent: parameters whose gradient changes with the loss scale even in float32. Tested only under
-      a loss scale, if a gradient is far from float32's.
-    fragile: loops and orders that half precision may change without a trace in the figures; see
-      `mpjax.explain`.
     findings: the findings, problems first.
     advice: the policy to use instead; `None` before it is known.
   """
@@ -47,12 +39,9 @@ class NumericsFigures:
   loss: float
   reference_loss: float | None
   tensors: tuple[Tensor, ...]
-  stored: tuple[StoredSlot, ...] = ()
   keep: float = 0.999
   narrow_reference: tuple[str, ...] = ()
   own_scale: bool = False
-  scale_dependent: tuple[ScaleDependent, ...] = ()
-  fragile: tuple[ExplainedFragility, ...] = ()
   findings: tuple[Finding, ...] = ()
   advice: Advice | None = None
 

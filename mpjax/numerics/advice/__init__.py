@@ -1,5 +1,5 @@
 """The findings of a report, and a policy that fixes the problems among them."""
 
-from mpjax.numerics.advice._advice import advice_for
+from mpjax.numerics.advice._advice import with_conclusions
 
-__all__ = ["advice_for"]
+__all__ = ["with_conclusions"]

@@ -1,23 +1,18 @@
-"""From findings to a policy: what to change, the benefit of each change, and a trial of the policy."""
+"""From findings to a policy: what to change, and the benefit of each change."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mpjax._render.plain_text import percent, power_of_two_text
-from mpjax.numerics._conclusions import Advice, Finding, Measured
+from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics.advice import _findings as seen
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy, as_changes, get_policy
-
-Trial = Callable[[Policy], NumericsReport]
-_ROUNDS = 5
-# Figures below this are not worth a line.
-_SMALL = 1e-2
 
 
 class Change(NamedTuple):
@@ -33,11 +28,6 @@ class Change(NamedTuple):
   value: Any
   buys: str
 
-  @property
-  def identity(self) -> Any:
-    """Returns a key; a later change with the same key replaces this one."""
-    return (self.key, self.value[0]) if self.key == "overrides" else self.key
-
   def __str__(self) -> str:
     if self.key == "overrides":
       return f"overrides: {self.value[0]}: {self.value[1]}"
@@ -48,55 +38,24 @@ class Change(NamedTuple):
     return f"{self.key}: {self.value}".replace("True", "true").replace("None", "none")
 
 
-def advice_for(report: NumericsReport, trial: Trial | None) -> tuple[tuple[Finding, ...], Advice]:
-  """Returns the findings of a report, and a policy that fixes the problems.
-
-  Args:
-    report: the report.
-    trial: runs another policy on a batch. Problems that remain lead to more changes: more modules, or float32
-      if a wider range was not enough. Changes without an effect are not advised.
-  """
+def with_conclusions(report: NumericsReport, advise: bool) -> NumericsReport:
+  """Returns a report with its findings, and if `advise` with a policy that should fix the problems."""
   findings = seen.find(report)
-  changes = _changes(report, findings, ())
-  none = Advice(_spec(report.policy, ()))
-  if not changes:
-    return findings, none
-  if trial is None:
-    return findings, Advice(_spec(report.policy, changes), _lines(changes))
-  for i in range(_ROUNDS):
-    after = trial(get_policy(_spec(report.policy, changes)))
-    left = tuple(f for f in seen.find(after) if f.severity == "problem")
-    more = _changes(after, left, changes)
-    if not more or i == _ROUNDS - 1:
-      break
-    changes = _merged(changes, more)
-  measured = tuple(_measured(report, after))
-  if not any(m.after < m.before for m in measured):
-    return findings, Advice(none.policy, left=left)
-  return findings, Advice(_spec(report.policy, changes), _lines(changes), measured, left)
+  if not advise:
+    return dataclasses.replace(report, findings=findings)
+  changes = _changes(report, findings)
+  advice = Advice(_spec(report.policy, changes), tuple((str(change), change.buys) for change in changes))
+  return dataclasses.replace(report, findings=findings, advice=advice)
 
 
-def _lines(changes: Iterable[Change]) -> tuple[tuple[str, str], ...]:
-  return tuple((str(change), change.buys) for change in changes)
-
-
-def _changes(
-  report: NumericsReport, findings: Iterable[Finding], made: Sequence[Change]
-) -> tuple[Change, ...]:
-  """Returns the changes that the problems of a report ask for, in addition to those made so far."""
+def _changes(report: NumericsReport, findings: Iterable[Finding]) -> list[Change]:
+  """Returns the changes that the problems of a report ask for."""
   kinds = {f.kind for f in findings if f.severity == "problem"}
   changes: list[Change] = []
   if "lost updates" in kinds:
     changes += _master_weights(report)
-  if "loss scale" in kinds and not report.own_scale:
-    buys = "has float32's range and does not need a loss scale, which changes a backward rule's result"
-    changes += [
-      Change("compute_dtype", "bfloat16", buys),
-      Change("loss_scaling", None, "bfloat16 does not need it"),
-    ]
-  else:
-    changes += _loss_scale(report, findings)
-  overrides = _overrides(report, findings, made)
+  changes += _loss_scale(report, findings)
+  overrides = _overrides(report, findings)
   if overrides and not report.policy.autocast:
     changes.append(
       Change("autocast", True, "precision by module, and float32 where range or digits are critical")
@@ -109,9 +68,7 @@ def _changes(
         changes.append(Change("master_weights", None, "float32 weights do not need them"))
     if report.policy.output_dtype.itemsize < 4:
       changes.append(Change("output_dtype", "float32", "the loss keeps its digits"))
-  changes += overrides
-  known = {change.identity: change.value for change in made}
-  return tuple(c for c in changes if c.identity not in known or known[c.identity] != c.value)
+  return changes + overrides
 
 
 def _master_weights(report: NumericsReport) -> list[Change]:
@@ -150,7 +107,7 @@ def _loss_scale(report: NumericsReport, findings: Iterable[Finding]) -> list[Cha
   return [Change("loss_scaling", {"kind": "dynamic", "init_scale": high}, buys)]
 
 
-def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequence[Change]) -> list[Change]:
+def _overrides(report: NumericsReport, findings: Iterable[Finding]) -> list[Change]:
   """Returns wider formats for the modules that need them."""
   first = "bf16" if report.policy.compute_dtype.name == "float16" else "fp32"
   wanted: dict[str, tuple[str, str]] = {}
@@ -179,11 +136,10 @@ def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequen
   for t in seen.harmful_underflows(report, best):
     scale = "the optimiser's loss scale" if report.own_scale else "any loss scale"
     wanted.setdefault(t.scope, (first, f"its gradients are too small for {scale}"))
-  tried = {change.value[0]: change.value[1] for change in made if change.key == "overrides"}
   changes = []
   for pattern, module in _patterns(list(wanted), report).items():
     policy, buys = wanted[module]
-    changes.append(Change("overrides", (pattern, "fp32" if pattern in tried else policy), buys))
+    changes.append(Change("overrides", (pattern, policy), buys))
   return changes
 
 
@@ -213,10 +169,6 @@ def _numberless(module: str) -> str:
   return re.sub(r"\d+", "*", module)
 
 
-def _merged(first: Iterable[Change], more: Iterable[Change]) -> tuple[Change, ...]:
-  return tuple({change.identity: change for change in (*first, *more)}.values())
-
-
 def _spec(policy: Policy, changes: Iterable[Change]) -> dict[str, Any]:
   """Returns a changed policy as `get_policy` takes it: the nearest preset and the differences from it."""
   fields = {change.key: change.value for change in changes if change.key != "overrides"}
@@ -224,26 +176,3 @@ def _spec(policy: Policy, changes: Iterable[Change]) -> dict[str, Any]:
   overrides += policy.to_dict()["overrides"]
   spec = as_changes(get_policy({"base": policy, **fields, "overrides": overrides}))
   return spec | {"overrides": overrides} if overrides else spec
-
-
-def _measured(before: NumericsReport, after: NumericsReport) -> list[Measured]:
-  """Returns the figures that the changes are meant to improve."""
-  out = [Measured("NaN and infinities", _broken(before), _broken(after))]
-  for kind in ("activation", "activation gradient", "weight gradient"):
-    out.append(Measured(f"largest error of the {kind}s", _worst(before, kind), _worst(after, kind)))
-  out.append(Measured("largest share of lost updates of a parameter", _stalled(before), _stalled(after)))
-  return [m for m in out if m.before != m.after and max(m.before, m.after) >= _SMALL]
-
-
-def _broken(report: NumericsReport) -> float:
-  updates = sum(t.magnitudes.nan + t.magnitudes.inf for t in report.of("update"))
-  return float(updates + sum(t.policy[0] + t.policy[1] for t in report.tensors if t.policy))
-
-
-def _worst(report: NumericsReport, kind: str) -> float:
-  errors = [t.error for t in report.of(kind) if t.error is not None]
-  return max((math.inf if math.isnan(e) else e for e in errors), default=0.0)
-
-
-def _stalled(report: NumericsReport) -> float:
-  return max((t.lost_here for t in report.of("update")), default=0.0)

@@ -32,9 +32,9 @@ _FEW_DIGITS, _FINE_ANGLE = 4, -4
 
 def find(report: NumericsReport) -> tuple[Finding, ...]:
   """Returns the findings: problems first, then in program order."""
-  found = [*_nonfinite(report), *_scale_dependent(report)]
+  found = [*_nonfinite(report)]
   found += [*_overflows(report), *_gradient_overflows(report), *_underflows(report)]
-  found += [*_lost_updates(report), *_stored(report), *_errors(report)]
+  found += [*_lost_updates(report), *_errors(report)]
   found += [*_fragile(report)]
   known = any(f.severity == "problem" and f.kind != "lost updates" for f in found)
   found += [*of_weight_gradients(report, known), *biases(report), *_reference(report)]
@@ -45,7 +45,7 @@ def find(report: NumericsReport) -> tuple[Finding, ...]:
 
 
 def _fragile(report: NumericsReport) -> Iterator[Finding]:
-  """Yields the digits that differences and angles lose in half precision, and fragile loops and orders."""
+  """Yields the digits that differences and angles lose in half precision."""
   dtype = report.policy.compute_dtype
   if dtype.itemsize != 2:
     return
@@ -63,8 +63,6 @@ def _fragile(report: NumericsReport) -> Iterator[Finding]:
       text = f"{_name(t)}: a product in {dtype.name} computes angles of up to 2^{largest}; numbers of that "
       text += f"size are {2.0 ** (largest - digits):.2g} apart, and a period is 6.3"
       yield Finding("fragile", "note", t.module, text)
-  for found in report.fragile:
-    yield Finding("fragile", "note", found.path, f"{found.primitive} ({found.line}): {found.why}")
 
 
 def overflows(report: NumericsReport) -> list[Tensor]:
@@ -197,25 +195,6 @@ def _nonfinite(report: NumericsReport) -> Iterator[Finding]:
   elif bad or not math.isfinite(report.reference_loss):
     text = f"{what} in float32, too, so no policy helps: find the cause with mpjax.find_nonfinite, lower the "
     yield Finding("nonfinite", "problem", where, f"{text}learning rate, or check the data")
-
-
-def _scale_dependent(report: NumericsReport) -> Iterator[Finding]:
-  """Yields one finding on all gradients that depend on the loss scale."""
-  if not report.scale_dependent:
-    return
-  first, *others = report.scale_dependent
-  more = f" (and that of {len(others)} more parameters)" if others else ""
-  norms = " and ".join(
-    f"{norm:.3g} at a loss scale of {power_of_two_text(scale)}"
-    for norm, scale in zip(first.norms, first.scales, strict=True)
-  )
-  text = (
-    f"{first.path}: its gradient{more} depends on the loss scale, in float32, too: its norm is {norms}. A "
-  )
-  text += "backward rule is not linear, such as a custom_vjp that clips cotangents, and it gets scaled "
-  text += "cotangents. mpjax.full_precision does not help; divide them by the loss scale inside the rule and "
-  text += "multiply the rule's result by it, or use bf16 without a loss scale"
-  yield Finding("loss scale", "problem", first.path, text)
 
 
 def _overflows(report: NumericsReport) -> Iterator[Finding]:
@@ -389,26 +368,13 @@ def _weights(t: Tensor) -> str:
   )
 
 
-def _stored(report: NumericsReport) -> Iterator[Finding]:
-  """Yields the slots of an optimiser's state with scales that are not finite; no later step repairs them."""
-  for slot in report.stored:
-    if slot.not_finite:
-      yield Finding(
-        "stored state",
-        "problem",
-        slot.slot,
-        f"{slot.slot}: {percent(slot.not_finite)} of its {slot.dtype} groups have a scale that is not "
-        "finite and stays so; skip steps with non-finite gradients (skip_nonfinite, or loss_scaling)",
-      )
-
-
 def _errors(report: NumericsReport) -> Iterator[Finding]:
   """Yields the origin of errors, unless an earlier finding explains them."""
   yet = [t.order for t in overflows(report)]
   forward = error_grows(report, "activation")
   if forward is not None and not any(order <= forward.order for order in yet):
     yield _error(forward, "error", "value")
-  known = report.scale_dependent or any(f.severity == "problem" for f in _gradient_overflows(report))
+  known = any(f.severity == "problem" for f in _gradient_overflows(report))
   if yet or forward is not None or known:
     return
   backward = error_grows(report, "activation gradient")

@@ -33,7 +33,6 @@ _MENDED_BY = {
   "underflow": (_OVERRIDES, "loss_scaling"),
   "error": (_OVERRIDES,),
   "gradient error": (_OVERRIDES,),
-  "loss scale": ("compute_dtype",),
   "lost updates": ("param_dtype", "master_weights"),
 }
 
@@ -73,10 +72,7 @@ def verdict(findings: Sequence[Finding], advice: Advice | None) -> str:
     return count
   if advice.unchanged:
     return f"{count}: no change of the policy helps"
-  if advice.left:
-    return f"{count}: with the policy below {len(advice.left)} are left"
-  fixes = "fixes" if advice.measured else "should fix"
-  return f"{count}: the policy below {fixes} {'it' if len(problems) == 1 else 'them'}"
+  return f"{count}: the policy below should fix {'it' if len(problems) == 1 else 'them'}"
 
 
 def _see_notes(findings: Sequence[Finding]) -> str:
@@ -192,10 +188,9 @@ def _matches(change: str, module: str) -> bool:
 
 
 def _policy_lines(advice: Advice) -> list[str]:
-  """Returns the policy to use, in few lines of YAML, and its measured effect."""
+  """Returns the policy to use, in few lines of YAML."""
   text = yaml.safe_dump(dict(advice.policy), default_flow_style=True, width=10**6, sort_keys=False).strip()
   lines = fold(f"policy: {text}", TEXT_WIDTH - 2).replace("\n", "\n  ").split("\n")
   if len(lines) > _MOST_YAML:
     lines = ["the policy to write is in the table advice"]
-  tried = [f"{m.what} {m.before:.3g} -> {m.after:.3g}" for m in advice.measured]
-  return [*lines, *([f"tried: {'; '.join(tried[:2])}"] if tried else [])]
+  return lines

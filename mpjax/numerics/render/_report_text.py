@@ -1,4 +1,4 @@
-"""Tables of a numerics report: kinds of tensors, stored state, modules, findings, advice."""
+"""Tables of a numerics report: kinds of tensors, modules, findings, advice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from mpjax._render.plain_text import percent, power_of_two_text
 from mpjax._render.text_sections import TextSection, of_rows
 from mpjax.numerics._conclusions import Advice
 from mpjax.numerics._report_figures import NumericsFigures
-from mpjax.numerics._stored_state import StoredSlot
 from mpjax.numerics._tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor, share_lost
 
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3 scaled", "float8_e5m2": "E5M2 scaled"}
@@ -19,8 +18,6 @@ def sections_of(report: NumericsFigures) -> list[TextSection]:
   sections = [
     of_rows("\n".join(report.heading()), summary_rows(report.tensors, report.loss_scale), name="kinds")
   ]
-  if report.stored:
-    sections.append(of_rows("Errors of stored optimiser state", stored_rows(report.stored), name="stored"))
   errors = [report.error_by_module(kind) for kind in ("activation", "activation gradient")]
   if modules := list(dict.fromkeys(module for found in errors for module in found)):
     rows = [
@@ -67,26 +64,6 @@ def summary_rows(
   return rows
 
 
-def stored_rows(stored: Sequence[StoredSlot]) -> list[list[str]]:
-  """Returns a header row, and a row for each slot of an optimiser's state in few bytes."""
-  header = ["stored state", "dtype", "arrays", "median error", "largest", "became zero", "scales not finite"]
-  return [
-    header,
-    *(
-      [
-        s.slot,
-        s.dtype,
-        str(s.arrays),
-        f"{s.median:.2g}",
-        f"{s.largest:.2g}",
-        percent(s.became_zero),
-        percent(s.not_finite) if s.groups else "",
-      ]
-      for s in stored
-    ),
-  ]
-
-
 def _lost(tensors: Sequence[Tensor], name: str, scale: float) -> str:
   """Returns the share that a format loses; for FP8 at each tensor's own scale, only in the first row."""
   if name not in FP8:
@@ -106,11 +83,7 @@ def _range(tensors: list[Tensor]) -> str:
 
 
 def _advice_lines(advice: Advice) -> list[str]:
-  """Returns the advised changes with their benefits, and the measured figures, a line for each."""
+  """Returns the advised changes with their benefits, a line for each."""
   if advice.unchanged:
     return ["no change"]
-  return [
-    *(f"{key}: {buys}" for key, buys in advice.lines),
-    *(f"measured: {m.what}: {m.before:.3g} -> {m.after:.3g}" for m in advice.measured),
-    *(f"not fixed: {finding.text}" for finding in advice.left),
-  ]
+  return [f"{key}: {buys}" for key, buys in advice.lines]

@@ -259,41 +259,20 @@ function showErrors() {
 const weightsIn = (name) => ({ int8: "bfloat16 with int8 corrections", int16: "bfloat16 with int16 corrections", stochastic: "bfloat16, rounded stochastically (on average)" }[name] || (FORMATS[name] || { title: name }).title);
 
 function showState() {
-  const lost = Object.entries(REPORT.lost_updates || {}), stored = REPORT.stored || [];
+  const lost = Object.entries(REPORT.lost_updates || {});
   const cell = (content) => element("td", { class: "number" }, content), first = (content) => element("th", { scope: "row" }, content);
-  byId("state").hidden = byId("to-state").hidden = !lost.length && !stored.length;
-  byId("rounding").hidden = !lost.length;
+  byId("state").hidden = byId("to-state").hidden = !lost.length;
   byId("rounding").tBodies[0].replaceChildren(...lost.map(([name, share]) => element("tr", {}, first(weightsIn(name)), cell(column(share)))));
-  byId("stored").hidden = !stored.length;
-  byId("stored").tBodies[0].replaceChildren(...stored.map((slot) => {
-    const numbers = [digits(slot.arrays), digits(slot.median), digits(slot.largest), column(slot.became_zero), slot.groups ? column(slot.not_finite) : "–"];
-    return element("tr", {}, first(slot.slot), element("td", {}, slot.dtype), ...numbers.map(cell));
-  }));
 }
 
 function showAdvice() {
   const advice = REPORT.advice;
-  byId("advice").hidden = byId("to-advice").hidden = !advice || (advice.unchanged && !(advice.left || []).length);
+  byId("advice").hidden = byId("to-advice").hidden = !advice || advice.unchanged;
   if (byId("advice").hidden) return;
-  const lines = advice.lines || [], measured = advice.measured || [];
+  const lines = advice.lines || [];
   byId("yaml").textContent = advice.yaml || "";
   byId("yaml-block").hidden = !advice.yaml;
   byId("buys").replaceChildren(...lines.flatMap((line) => [element("dt", {}, element("code", {}, line.key)), element("dd", {}, line.buys)]));
-  byId("left").hidden = !(advice.left || []).length;
-  byId("left").querySelector("ul").replaceChildren(...(advice.left || []).map(card));
-  byId("measured").hidden = !measured.length;
-  byId("measured").tBodies[0].replaceChildren(...measured.map((row) => {
-    const before = number(row.before), after = number(row.after);
-    return element("tr", {}, element("th", { scope: "row" }, ...breakable(row.what)), ...[digits(before), digits(after), change(before, after)].map((cell) => element("td", { class: "number" }, cell)));
-  }));
-}
-
-function change(before, after) {
-  if (before === null || after === null || !Number.isFinite(after)) return "–";
-  if (!Number.isFinite(before)) return "now finite";
-  if (before === after) return "none";
-  if (!(before > 0) || after < 0) return "–";
-  return after === 0 ? "gone" : after < before ? `${digits(Number((before / after).toPrecision(3)))}× less` : `${digits(Number((after / before).toPrecision(3)))}× more`;
 }
 
 async function copyYaml() {
