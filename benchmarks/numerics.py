@@ -20,7 +20,7 @@ from flax import nnx
 import mpjax
 from benchmarks._runner import Row, markdown
 from benchmarks._timing import Stepper, in_turns
-from mpjax.numerics import inspection_programs
+from mpjax.numerics._pass import passes, reference_state, reference_step
 from mpjax.numerics._watcher import Watcher
 from mpjax.train import load_config, make_setup
 from mpjax.zoo.models import GPT
@@ -53,10 +53,10 @@ def peaks(target: str) -> dict[str, Any]:
   peak = lambda run, state: mpjax.plan(run, state, batch, target=target, compile=True).peak
   # In float32 there is no optimiser in the state, and the step's own stays in memory.
   optimiser = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.opt_state))
-  passes = {}
-  for name, (program, its_state) in inspection_programs(step, state, batch).items():
-    passes[name] = peak(program, its_state) + (0 if name == "policy" else optimiser)
-  return {"step": peak(step, state), "passes": passes}
+  sides = [(step, state), (reference_step(step), reference_state(state))]
+  own, wide = passes(sides, batch, updates=True)
+  found = {"policy": peak(own.run, state), "float32": peak(wide.run, sides[1][1]) + optimiser}
+  return {"step": peak(step, state), "passes": found}
 
 
 def seconds(what: str, config: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ NEVER = {
   "an attribute set on what is not ours": (
     "mpjax",
     r"\bsetattr\(|__class__ = |\bvars\(\w+\)\[",
-    "_own_autocast numerics/_kept_programs",
+    "_own_autocast",
   ),
 }
 

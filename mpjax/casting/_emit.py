@@ -50,8 +50,7 @@ class Tap:
 
   Attributes:
     numbers: for a decision and the position of one of its results, the number of its probe.
-    probes: an array (or a tree of arrays) for each number; inside a loop whose steps are kept apart, with a
-      row for each step.
+    probes: an array (or a tree of arrays) for each number, with a row for each step of the loops around it.
     look: (value, probe) -> the value with which the program continues. It must keep shape and dtype.
   """
 

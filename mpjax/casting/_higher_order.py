@@ -23,7 +23,7 @@ from mpjax.products import as_product, spread
 
 # Entered if their operands are half precision, even without a product inside.
 LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
-_ScanRow = tuple[Sequence[Array], dict[int, Array], dict[int, Array]]  # xs, probes of amaxes and of taps
+_ScanRow = tuple[Sequence[Array], dict[int, Array], dict[int, PyTree]]  # xs, probes of amaxes and of taps
 Wanted = Sequence[np.dtype | None]  # for each result, the half dtype that all its readers want, or None
 
 
@@ -37,11 +37,6 @@ class Rule(NamedTuple):
 
   decide: Callable[[JaxprEqn, Sequence[Held], Wanted, DecideBody], Call]
   emit: Callable[[Call, Sequence[Array], Emit], list[Array]]
-
-
-def by_step(probe: PyTree) -> bool:
-  """Returns whether a probe of a tapped value, with two axes, has a row for each step of the present loop."""
-  return jax.tree.leaves(probe)[0].ndim > 2
 
 
 def _constants(jaxpr: AnyJaxpr) -> list[Held]:
@@ -108,17 +103,18 @@ def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]
   }
   # A probe for each step: their cotangents are merged by the largest; a constant's would be added.
   probes = {number: spread(probe, options["length"]) for number, probe in side.amax_probes.items()}
-  apart = {number: probe for number, probe in side.tap_probes.items() if by_step(probe)}
 
   def step(carry: Sequence[Array], row: _ScanRow) -> tuple[list[Array], list[Array]]:
-    xs, probes, apart = row
-    own = side._replace(amax_probes=probes, tap_probes={**side.tap_probes, **apart})
+    xs, amax_probes, tap_probes = row
+    own = side._replace(amax_probes=amax_probes, tap_probes=tap_probes)
     read = [use(x, wide[i]) if i in wide else x for i, (x, _) in enumerate(captured)]
     out = call.body(emit.replace(own))(*read, *carry, *xs)
     return _as_carry(call, out[:n]), out[n:]
 
   with as_traced(call.equation):
-    carry, ys = jax.lax.scan(step, list(operands[k : k + n]), (operands[k + n :], probes, apart), **options)
+    carry, ys = jax.lax.scan(
+      step, list(operands[k : k + n]), (operands[k + n :], probes, side.tap_probes), **options
+    )
   return [*carry, *ys]
 
 

@@ -16,8 +16,8 @@ class SideInputs(NamedTuple):
   Attributes:
     scales: float32[3] for lhs, rhs and gradient of an FP8 product, by the name of its history.
     amax_probes: float32[3] by number of the FP8 product; their cotangents are the amaxes.
-    tap_probes: the probes of a tap, by number of the tapped value: an array, or a tree of arrays. In a loop
-      whose steps are kept apart they have a row for each step.
+    tap_probes: the probes of a tap, by number of the tapped value: an array, or a tree of arrays, with
+      a row for each step of the loops around the value.
   """
 
   scales: dict[str, Array]

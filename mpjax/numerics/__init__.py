@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from mpjax._gone import missing
 from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._inspection import inspect_numerics
-from mpjax.numerics._instrumented_step import inspection_programs
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._report_figures import NumericsFigures
 from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
@@ -21,7 +20,6 @@ __all__ = [
   "Origin",
   "find_nonfinite",
   "inspect_numerics",
-  "inspection_programs",
 ]
 
 

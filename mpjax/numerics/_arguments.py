@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import types
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,19 +16,20 @@ from jax.sharding import NamedSharding
 from mpjax._calls import refuse_keywords, require_call
 from mpjax._own_autocast import own_autocast, require_no_autocast
 from mpjax._types import PolicyLike, PyTree
-from mpjax.numerics._kept_programs import is_hashable, step_for, step_under, weakly
+from mpjax.numerics._pass import step_under
 from mpjax.policy import get_policy
 from mpjax.sharding import check_mesh, has_explicit_axes
-from mpjax.step import KEYWORDS, TrainState, TrainStep, require_state_and_batch
+from mpjax.step import KEYWORDS, TrainState, TrainStep, make_train_step, require_state_and_batch
 
 _LINEN = (
   "mpjax.{tool}(loss_fn, variables['params'], batch{how}) with def loss_fn(params, batch): "
   "logits = model.apply({{'params': params}}, batch['x']); ..."
 )
+_KEYWORDS = {
+  **dict.fromkeys(("dtype", "compute_dtype", "precision"), "pass policy='bf16'"),
+  "pieces": "leave it out: it looks at as many rows of a batch as fit",
+}
 _NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
-# Functions of `(params, batch)` by the function that they call, and by its arguments that are not arrays.
-_of_batches: weakref.WeakKeyDictionary[Callable[..., Any], dict[Hashable, Callable[..., Any]]]
-_of_batches = weakref.WeakKeyDictionary()
 
 
 class Arguments(NamedTuple):
@@ -81,7 +80,7 @@ def arguments_of(
   """
   name = tool.__name__
   others = {key: value for key, value in init.items() if key not in ("rng", "model_state", "batch")}
-  refuse_keywords(tool, others, dict.fromkeys(("dtype", "compute_dtype", "precision"), "pass policy='bf16'"))
+  refuse_keywords(tool, others, _KEYWORDS)
   if isinstance(fun_or_step, TrainStep):
     return Arguments(fun_or_step, *require_state_and_batch(name, args), policy)
   if not args or isinstance(args[0], TrainState):
@@ -136,7 +135,7 @@ def step_of(
   if not callable(target):
     raise ValueError(f"target of type {type(target).__name__}: expected a TrainStep or a loss function")
   resolved = get_policy("auto" if policy is None else policy).without_histories()
-  step = step_for(target, tx, resolved.without_devices())
+  step = make_train_step(target, optax.identity() if tx is None else tx, resolved.without_devices())
   return step, step.init(state, **init), tx is not None
 
 
@@ -200,21 +199,13 @@ def _names(fun: Callable[..., Any], count: int) -> list[str]:
 
 
 def _of_one_batch(fun: Callable[..., Any], static: tuple[tuple[bool, Any], ...]) -> Callable[..., Any]:
-  """Returns a function of `(params, batch)`, the same one again for the same function.
+  """Returns a function of `(params, batch)`.
 
   Args:
     fun: a loss function that takes the parts of a batch one by one.
     static: for each part whether it is not an array, and then the part.
   """
-  if not isinstance(fun, types.FunctionType) or not is_hashable(static):
-    return _taking_apart(fun, static)
-  there = _of_batches.setdefault(fun, {})
-  if static not in there:
-    there[static] = _taking_apart(weakly(fun), static)
-  return there[static]
 
-
-def _taking_apart(fun: Callable[..., Any], static: tuple[tuple[bool, Any], ...]) -> Callable[..., Any]:
   def of_batch(params: PyTree, batch: tuple[PyTree, ...], **kwargs: Any) -> Any:
     arrays = iter(batch)
     return fun(params, *(part if is_static else next(arrays) for is_static, part in static), **kwargs)

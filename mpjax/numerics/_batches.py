@@ -32,16 +32,6 @@ def micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
       yield jax.tree.map(operator.itemgetter(i), split)
 
 
-def most_pieces(batch: PyTree) -> int:
-  """Returns 4, 2 or 1: the most pieces into which the rows of a batch on each device can be divided."""
-  leaves = jax.tree.leaves(batch)
-  shapes = [np.shape(leaf) for leaf in leaves]
-  if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
-    return 1
-  devices = [len(leaf.sharding.device_set) for leaf in leaves if getattr(leaf, "sharding", None)]
-  return next(n for n in (4, 2, 1) if n == 1 or shapes[0][0] % (n * max(devices, default=1)) == 0)
-
-
 def rows(batch: PyTree) -> int:
   """Returns the first dimension that most leaves of a batch have; 1 if all are scalars."""
   lengths = [shape[0] for shape in map(np.shape, jax.tree.leaves(batch)) if shape]

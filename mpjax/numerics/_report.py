@@ -15,7 +15,7 @@ from mpjax._render.text_sections import TextSection
 from mpjax._version import __version__
 from mpjax.formats import FORMATS
 from mpjax.numerics._report_figures import NumericsFigures
-from mpjax.numerics._tensors import BINS, INTEREST
+from mpjax.numerics._seen import BINS, INTEREST
 from mpjax.numerics.render import (
   answer,
   figures,

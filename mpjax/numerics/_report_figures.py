@@ -20,6 +20,7 @@ class NumericsFigures:
     loss_scale: the loss scale of the run; 1 without loss scaling.
     step: number of training steps before the state.
     batches, rows: numbers of inspected batches and rows.
+    rows_given: number of rows of these batches.
     loss: mean loss under the policy over batches.
     reference_loss: mean loss in float32; `None` without a float32 run.
     tensors: the tensors, sorted by kind and position in the program.
@@ -36,6 +37,7 @@ class NumericsFigures:
   step: int
   batches: int
   rows: int
+  rows_given: int
   loss: float
   reference_loss: float | None
   tensors: tuple[Tensor, ...]
@@ -105,4 +107,5 @@ class NumericsFigures:
 
   def batches_text(self) -> str:
     """Returns the numbers of inspected batches and rows, in words."""
-    return f"{'1 batch' if self.batches == 1 else f'{self.batches} batches'} ({self.rows} rows)"
+    rows = f"{self.rows}" if self.rows == self.rows_given else f"{self.rows} of {self.rows_given}"
+    return f"{'1 batch' if self.batches == 1 else f'{self.batches} batches'} ({rows} rows)"

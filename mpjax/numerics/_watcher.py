@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import PyTree
-from mpjax.loss_scale import find_scaler
+from mpjax.loss_scale import find_scaler, hide
 from mpjax.numerics._arguments import on_axes_of
-from mpjax.numerics._instrumented_step import Seen, loss_points, make_pass
-from mpjax.numerics._summary import Summary
-from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
-from mpjax.numerics._update_sums import as_numbers, descent, lost
+from mpjax.numerics._pass import Looked, Pass, float_leaves, passes
+from mpjax.numerics._seen import BINS, Seen, see
+from mpjax.numerics._tensors import GRADIENTS
+from mpjax.numerics._updates import as_numbers, descent, lost
+from mpjax.sharding import on_device
 from mpjax.step import TrainState, TrainStep, first_of_batch
 
 
@@ -37,41 +38,38 @@ class Watcher:
 
   def __init__(self, step: TrainStep):
     self._step = step
-    self._summary: Summary = binades()
-    self._pass: Any = None
-    self._points: list[Any] = []
+    self._pass: Pass | None = None
 
-  def look(self, state: TrainState, batch: PyTree) -> tuple[Seen, jax.Array | float]:
+  def look(self, state: TrainState, batch: PyTree) -> tuple[Looked, dict[str, Seen], jax.Array | float]:
     """Inspects a step; the result stays on the devices. Call this before the step: it donates the state."""
     with on_axes_of(self._step) as placed:
       state, batch = placed((state, batch))
       if self._step.accumulate > 1:  # the first micro-batch, since a backward pass takes one
         batch = first_of_batch(self._step.accumulate, batch)
       if self._pass is None:
-        self._points = loss_points(self._step, state, batch)
-        self._pass = make_pass(self._step, self._points, self._summary, updates=self._summary)
+        [self._pass] = passes([(self._step, state)], batch, updates=True)
+      parameters = {path: see(leaf) for path, leaf in float_leaves(hide(on_device(state.arrays)))}
       scaler = find_scaler(state.opt_state)
-      return self._pass(state, batch), 1.0 if scaler is None else jnp.copy(scaler.scale)
+      return self._pass(state, batch), parameters, 1.0 if scaler is None else jnp.copy(scaler.scale)
 
-  def figures(self, looked: tuple[Seen, jax.Array | float]) -> Figures:
+  def figures(self, looked: tuple[Looked, dict[str, Seen], jax.Array | float]) -> Figures:
     """Returns the figures of a step that `look` has inspected."""
-    seen, scale = jax.device_get(looked)
+    seen, parameters, scale = jax.device_get(looked)
     dtype = self._step.policy.compute_dtype
     half = dtype.name if dtype.itemsize < 4 else "float16"
-    totals: dict[str, Magnitudes] = {}
+    totals: dict[str, Seen] = {}
     histograms = {}
-    for kind, path, kept in self._tensors(seen):
-      magnitudes = Magnitudes.of(self._summary, kept)
-      totals[kind] = totals[kind] + magnitudes if kind in totals else magnitudes
-      counts = magnitudes.histogram[1]
+    for kind, path, one in self._tensors(seen, parameters):
+      totals[kind] = totals[kind] + one if kind in totals else one
+      counts = one.histogram[1]
       if there := [i for i, count in enumerate(counts) if count]:
         edges = [float(b) for b in range(BINS[there[0]], BINS[there[-1]] + 2)]
         histograms[f"{kind}s/{path}"] = edges, counts[there[0] : there[-1] + 1]
     totals.pop("update", None)
     shares = {}
     for kind, total in totals.items():
-      # Gradients of activations include the loss scale; gradients of weights do not.
-      factor = float(scale) if kind == GRADIENTS[1] else 1.0
+      # What the step has: gradients that a product computes are scaled.
+      factor = float(scale) if kind in GRADIENTS else 1.0
       shares[f"{kind}s lost in {half}"] = total.underflow(half, factor)
       shares[f"{kind}s overflown in {half}"] = total.shares(half, factor).overflow
       shares[f"{kind}s zero"] = total.zero / total.count
@@ -81,16 +79,14 @@ class Watcher:
         shares[f"{what} {f'bfloat16 with {name}' if name.startswith('int') else name} weights"] = share
     return Figures(shares, histograms)
 
-  def _tensors(self, seen: Seen) -> Iterator[tuple[str, str, Any]]:
-    for point, kept in zip(self._points, seen.watched, strict=True):
-      for index in np.ndindex(*point.steps):
-        path = "/".join((point.module, *map(str, index), point.name.replace(" ", "_")))
-        for row, kind in enumerate(("activation", GRADIENTS[0])):
-          values = kept[(0, *index, row)]
-          if values[len(self._summary.edges)]:  # else the loss does not depend on it
-            yield kind, path, values
-    for kind, part in (("parameter", seen.parameters), (GRADIENTS[1], seen.gradients)):
-      for path, kept in part.items():
-        yield kind, path, kept
-    for path, sums in seen.updates.items():
+  def _tensors(self, looked: Looked, parameters: dict[str, Seen]) -> Iterator[tuple[str, str, Seen]]:
+    assert self._pass is not None
+    for (kind, name, *index), one in self._pass.seen(looked):
+      if index:
+        module, operation = name
+        name = "/".join((module, *map(str, index[0]), operation.replace(" ", "_")))
+      yield kind, name, one
+    for path, one in parameters.items():
+      yield "parameter", path, one
+    for path, sums in looked.updates.items():
       yield "update", path, sums.ratio

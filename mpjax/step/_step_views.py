@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 import jax
@@ -66,6 +66,7 @@ class StepViews:
     self.trained = Trained(options.wrt, optax.GradientTransformationExtraArgs(tx.init, given.update))
     self.tx, self._exact_tx = wrap(), wrap(give_new=True)
     self.loss = StepLoss(loss_fn, options)
+    self.kept: dict[Hashable, Any] = {}  # what tools made of this step: programs, the step under a policy
     self.needs_batch = Overrides(self.policy, None).has_histories
     self._jitted_gradients = jax.jit(self.loss_and_gradients)
     self._jitted_user_state = jax.jit(self._user_state)

@@ -13,7 +13,7 @@ import numpy as np
 from mpjax._types import Array, PyTree
 from mpjax.loss_scale import LossScaleState, find_scaler
 from mpjax.numerics._batches import rows
-from mpjax.numerics._instrumented_step import reference_state, reference_step
+from mpjax.numerics._pass import reference_state, reference_step
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.tuning import _norms

@@ -264,7 +264,7 @@ def test_what_fp8_is_too_narrow_for_goes_back_to_bfloat16():
 
   fp8 = {"emulate": True, "min_dim": 1, "first_layer": True, "last_layer": True}
   policy = {"base": "fp8", "fp8": fp8}
-  report = mpjax.inspect_numerics(loss_fn, params, {"x": X, "size": size}, policy=policy, pieces=1)
+  report = mpjax.inspect_numerics(loss_fn, params, {"x": X, "size": size}, policy=policy)
   assert ("error", "spiky") in problems(report)
   advised = mpjax.get_policy(report.advice.policy)
   assert "spiky" in dict(advised.overrides)
@@ -332,7 +332,7 @@ def test_an_overflow_is_said_where_a_step_at_that_scale_is_skipped(options):
   start = step.init(params)
   for exponent in (12, 16) if options else (16, 23):
     state = at_scale(start, 2.0**exponent)
-    report = mpjax.inspect_numerics(step, state, (x, y), advise=False, pieces=1)
+    report = mpjax.inspect_numerics(step, state, (x, y), advise=False)
     skipped = not step(state, (x, y))[1]["grads_finite"]
     assert skipped == (exponent == (16 if options else 23)), exponent
     found = [f for f in report.findings if f.kind == "gradient overflow"]

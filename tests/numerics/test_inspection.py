@@ -1,7 +1,5 @@
 """`inspect_numerics`: figures are those of an independent computation."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,9 +10,10 @@ from flax import nnx
 
 import mpjax
 
-# Tensors are looked at in the pass where they do not fit beside the state: here they always fit.
-from mpjax.numerics import _programs
-from mpjax.numerics._tensors import INTEREST, KINDS
+# A pass looks at fewer rows where all do not fit beside the state: here they always fit.
+from mpjax.numerics import _pass
+from mpjax.numerics._seen import INTEREST
+from mpjax.numerics._tensors import KINDS
 from tests.numerics._by_hand import (
   ACTIVATIONS,
   BATCH,
@@ -28,10 +27,10 @@ from tests.numerics._by_hand import (
   look,
   loss_fn,
   magnitudes_of,
-  mlp,
   near_counts,
   normal,
   report_of,
+  same,
   shares_by_hand,
 )
 
@@ -48,7 +47,7 @@ def test_magnitudes_are_those_of_float32():
     assert (magnitudes.nan, magnitudes.inf, magnitudes.zero) == (0, 0, (values == 0).sum())
     for name in INTEREST:
       for scale in (1.0, report.loss_scale) if "gradient" in key[0] else (1.0,):
-        shares = pytest.approx(shares_by_hand(values, name, scale), abs=2 / values.size)
+        shares = pytest.approx(shares_by_hand(values, name, scale), abs=5 / values.size)
         assert magnitudes.shares(name, scale) == shares, (key, name, scale)
 
 
@@ -102,7 +101,7 @@ def test_reported_gradients_do_not_depend_on_the_loss_scale():
       shares = t.magnitudes.shares("float8_e5m2", scale)
       assert t.to_dict(scale)["scaled_shares"]["float8_e5m2"] == shares._asdict()
     assert report.reference_loss is None
-    assert {(t.error, t.cosine, t.policy) for t in report.tensors} == {(None, None, None)}
+    assert {(t.error, t.cosine, t.policy) for t in report.of("activation")} == {(None, None, None)}
     assert report.advice.unchanged
     assert "float32:" not in str(report)
 
@@ -120,37 +119,6 @@ def test_gradients_inside_a_loop_over_time_are_unscaled_too():
   assert all(t.error < 0.01 for t in gradients)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("policy", "reference"), [("fp16", True), ("bf16", False)])
-def test_figures_do_not_depend_on_where_the_tensors_are_looked_at(policy, reference, monkeypatch):
-  """In the pass, or after it where they fit; with an overflow, a branch not taken and layers of a loop."""
-  params = {"first": normal(1, WIDTH, WIDTH, scale=1e4), "layers": normal(2, 2, WIDTH, WIDTH, scale=0.2)}
-
-  def loss(params, batch):
-    x = batch["x"] @ params["first"]
-    x = jax.lax.cond(jnp.sum(batch["x"]) > jnp.inf, lambda x: jnp.tanh(x @ params["first"]), jnp.tanh, x)
-    x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])[0]
-    return jnp.mean((x - batch["y"].astype(x.dtype)).astype(jnp.float32) ** 2)
-
-  def run():
-    own = lambda params, batch: loss(params, batch)  # of which no programs are kept
-    return mpjax.inspect_numerics(own, params, BATCH, policy=policy, tx=TX, reference=reference, advise=False)
-
-  after = run()
-  monkeypatch.setattr(_programs, "_FITS", 0)
-  inside = run()
-  keys = [(t.kind, t.module, t.name, t.index) for t in after.tensors]
-  assert keys == [(t.kind, t.module, t.name, t.index) for t in inside.tensors]
-  broken = [t for t in after.tensors if sum((t.policy or (t.magnitudes.nan, t.magnitudes.inf))[:2])]
-  assert bool(broken) == (policy == "fp16")
-  for key, a, b in zip(keys, after.tensors, inside.tensors, strict=True):
-    assert near_counts(a.magnitudes, b.magnitudes), key
-    assert a.policy == pytest.approx(b.policy, abs=2), key
-    assert a.lost == pytest.approx(b.lost, abs=1e-3), key
-    if a.error is not None and math.isfinite(a.error):
-      assert a.error == pytest.approx(b.error, rel=0.05), key
-
-
 def test_batches_and_the_micro_batches_of_accumulation_add_up():
   batches = batch_of(20), batch_of(30)
   first, second, both = (look("bf16", b) for b in ([batches[0]], [batches[1]], iter(batches)))
@@ -158,8 +126,9 @@ def test_batches_and_the_micro_batches_of_accumulation_add_up():
   assert both.loss == pytest.approx((first.loss + second.loss) / 2, rel=1e-6)
   assert both.reference_loss == pytest.approx((first.reference_loss + second.reference_loss) / 2, rel=1e-6)
   for a, b, total in zip(first.tensors, second.tensors, both.tensors, strict=True):
-    assert total.magnitudes == a.magnitudes + b.magnitudes
-    if total.kind != "update":
+    if total.kind != "parameter":
+      assert same(total.magnitudes, a.magnitudes + b.magnitudes)
+    if total.error is not None:
       assert min(a.error, b.error) <= total.error * 1.0001
       assert total.error <= max(a.error, b.error) * 1.0001
   step = mpjax.make_train_step(loss_fn, TX, "bf16", accumulate=2)
@@ -167,29 +136,23 @@ def test_batches_and_the_micro_batches_of_accumulation_add_up():
   report = mpjax.inspect_numerics(step, step.init(PARAMS), interleaved, advise=False)
   assert (report.batches, report.rows) == (2, 2 * ROWS)
   for a, b in zip(report.tensors, both.tensors, strict=True):
-    assert a.kind == "update" or (a.magnitudes, a.error) == (b.magnitudes, b.error)
+    assert a.kind == "update" or (same(a.magnitudes, b.magnitudes) and a.error == b.error)
 
 
-def summed_loss(params, batch):
-  return jnp.sum((mlp(params, batch)[1][2].astype(jnp.float32) - batch["y"]) ** 2)
-
-
-@pytest.mark.parametrize(
-  ("loss", "pieces"), [(loss_fn, 4), pytest.param(summed_loss, None, marks=pytest.mark.slow)]
-)
-def test_a_batch_in_pieces_gives_the_same_figures(loss, pieces, monkeypatch):
-  """Without a number, a batch of large activations is taken apart if its loss is found to be a mean."""
-  whole = look("bf16", loss=loss, pieces=1)
-  monkeypatch.setattr(_programs, "_FITS", 0)
-  monkeypatch.setattr(_programs, "_LARGE", 0)
-  parts = look("bf16", loss=loss, pieces=pieces)
-  assert (parts.batches, parts.rows) == (whole.batches, whole.rows) == (1, ROWS)
-  assert parts.reference_loss == pytest.approx(whole.reference_loss, rel=1e-5)
-  for a, b in zip(whole.tensors, parts.tensors, strict=True):
-    assert (a.kind, a.module, a.name) == (b.kind, b.module, b.name)
-    assert near_counts(a.magnitudes, b.magnitudes), (a.kind, a.module, a.name)
-    if a.kind != "update":
-      assert b.error == pytest.approx(a.error, rel=0.3)
+def test_as_many_rows_are_looked_at_as_fit_and_the_same_for_both_policies(monkeypatch):
+  every_fourth = {name: x[::4] for name, x in BATCH.items()}
+  parts = look("bf16", every_fourth)
+  monkeypatch.setattr(_pass, "_FITS", 1 << 11)  # the activations of 16 rows take 3 * 16 * 16 * 8 bytes
+  report = look("bf16")
+  assert (report.batches, report.rows, report.rows_given) == (1, ROWS // 4, ROWS)
+  assert "1 batch (4 of 16 rows)" in str(report)
+  assert (report.loss, report.reference_loss) == (parts.loss, parts.reference_loss)
+  for a, b in zip(report.tensors, parts.tensors, strict=True):
+    assert same(a.magnitudes, b.magnitudes)
+    assert a.error == b.error
+  monkeypatch.setattr(_pass, "_FITS", 1)
+  assert look("bf16").rows == 1
+  assert look({"base": "fp8", "fp8": {"emulate": True}}).rows == ROWS  # of fewer, nothing would run in FP8
 
 
 class Net(nnx.Module):
@@ -240,7 +203,7 @@ def test_gradients_and_loss_are_those_of_the_training_step(kind, policy):
   assert len(tensors) == len(leaves)
   for path, leaf in leaves:
     t = tensors[jax.tree_util.keystr(path, simple=True, separator="/")]
-    assert near_counts(t.magnitudes, magnitudes_of(leaf, report.loss_scale), 0.1), t.path
+    assert near_counts(t.magnitudes, magnitudes_of(leaf), 0.1), t.path
   if kind == "nnx":
     modules = [*dict.fromkeys(t.module for t in report.of("activation"))]
     linear = ["Net/first", "Net/blocks/0", "Net/blocks/1"]
@@ -265,7 +228,7 @@ def test_lost_updates_are_those_that_rounding_loses(policy):
   )
   loss = lambda p, b: jnp.sum(p["w"].astype(jnp.float32) * b) * 1e-6
   ones = np.ones(len(weights), np.float32)
-  report = mpjax.inspect_numerics(loss, {"w": weights}, ones, policy=policy, tx=given, advise=False, pieces=1)
+  report = mpjax.inspect_numerics(loss, {"w": weights}, ones, policy=policy, tx=given, advise=False)
   (t,) = report.of("update")
   moved = updates != 0
   for name, dtype in LOST.items():

@@ -1,11 +1,8 @@
 """`inspect_numerics` as it is called: what it takes, refuses and gives back, and what a second call compiles."""
 
-import functools
-import gc
 import json
 import math
 import re
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +12,10 @@ import pytest
 
 import mpjax
 from mpjax._render.plain_text import percent
-from mpjax.numerics import inspection_programs
 
 # A report's dictionary has all bins and formats, and no other way tells which.
-from mpjax.numerics._tensors import BINS, INTEREST, KINDS
+from mpjax.numerics._seen import BINS, INTEREST
+from mpjax.numerics._tensors import KINDS
 from tests.numerics._by_hand import (
   BATCH,
   PARAMS,
@@ -31,6 +28,7 @@ from tests.numerics._by_hand import (
   near_counts,
   normal,
   report_of,
+  same,
 )
 
 
@@ -40,23 +38,6 @@ def test_without_an_optimiser_nothing_is_said_of_updates():
   assert not [f for f in report.findings if f.kind in ("lost updates", "descent")]
   assert report.descent_quality is None
   assert report.to_dict()["descent_quality"] is None
-
-
-@pytest.mark.slow
-def test_the_programs_of_an_inspection_leave_the_state_and_agree_on_the_loss():
-  step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16")
-  state = step.init(PARAMS)
-  programs = inspection_programs(step, state, BATCH)
-  assert list(programs) == ["policy", "float32", "check"]
-  (policy, own), (float32, wide), (check, same) = programs.values()
-  assert own is state
-  assert wide is same
-  assert not wide.opt_state
-  seen, reference = policy(own, BATCH), float32(wide, BATCH)
-  assert seen.updates
-  assert not reference.updates
-  np.testing.assert_allclose(reference.loss, check(wide, BATCH), rtol=1e-6)
-  np.testing.assert_allclose(seen.loss, reference.loss, rtol=0.02)
 
 
 def test_steps_of_a_loop_are_layers():
@@ -87,9 +68,7 @@ def strict(text):
   return json.loads(text, parse_constant=refuse)
 
 
-FIELDS = (
-  "version title policy compute_dtype backend versions loss_scale step batches rows loss bins formats stored"
-)
+FIELDS = "version title policy compute_dtype backend versions loss_scale step batches rows loss bins formats"
 FIELDS += " lost_updates descent_quality tensors verdict findings advice"
 
 
@@ -110,7 +89,7 @@ def test_the_dictionary_is_strict_json_of_the_documented_form(policy, tmp_path):
     assert t["shares"].keys() == {*INTEREST}
   order = [(KINDS.index(t["kind"]), t["order"]) for t in data["tensors"]]
   assert order == sorted(order)
-  assert data["advice"].keys() >= {"policy", "yaml", "lines", "measured", "unchanged"}
+  assert data["advice"].keys() >= {"policy", "yaml", "lines", "unchanged"}
   mpjax.get_policy(data["advice"]["policy"])
 
 
@@ -164,8 +143,6 @@ def test_wrong_arguments_are_named():
     ((loss_fn, PARAMS, iter(())), {}, "no batch: expected"),
     (of_loss, {"keep": 1.0}, "keep=1.0: expected a share"),
     (of_loss, {"keep": "most"}, "keep='most': expected a share"),
-    (of_loss, {"pieces": 0}, "pieces=0: expected a positive whole number"),
-    (of_loss, {"pieces": 3}, "pieces=3: expected a divisor of the batch's 16 rows"),
     (of_step, {"tx": TX}, "tx with a TrainStep"),
     (of_step, {"rng": key}, "rng with a TrainStep"),
     (of_loss, {"rng": key}, "loss_fn does not take 'rng'"),
@@ -219,7 +196,7 @@ def test_a_batch_on_an_explicit_mesh_is_inspected():
   expected = mpjax.inspect_numerics(loss, params, batch, policy="fp16", advise=False)
   with jax.set_mesh(mesh):
     found = mpjax.inspect_numerics(loss, place(params), place(batch, "data"), policy="fp16", advise=False)
-  assert [t.magnitudes for t in found.tensors] == [t.magnitudes for t in expected.tensors]
+  assert all(same(a.magnitudes, b.magnitudes) for a, b in zip(found.tensors, expected.tensors, strict=True))
 
 
 @pytest.fixture
@@ -245,31 +222,3 @@ def test_a_second_inspection_of_a_step_compiles_nothing(compiled):
   second = mpjax.inspect_numerics(step, state, BATCH, advise=False)
   assert compiled == []
   assert first.to_dict() == second.to_dict()
-
-
-def test_a_loss_function_is_compiled_once_for_its_policy_and_shapes(compiled):
-  own = lambda params, batch: loss_fn(params, batch)
-  four, two = ({name: x[:rows] for name, x in BATCH.items()} for rows in (4, 2))
-  loss = lambda policy, batch: look(policy, batch, own, reference=False).loss
-  loss("bf16", four)
-  of_bf16 = loss("bf16", four)
-  del compiled[:]
-  assert loss("bf16", four) == of_bf16
-  assert compiled == []
-  assert loss("fp32", four) != of_bf16
-  assert compiled
-  del compiled[:]
-  loss("bf16", two)
-  assert compiled
-
-
-def test_a_function_that_wraps_another_is_looked_at_itself():
-  own = lambda params, batch: loss_fn(params, batch)
-  before = look("fp32", loss=own, tx=None)
-  twice = functools.wraps(own)(lambda params, batch: 2 * own(params, batch))
-  assert look("fp32", loss=twice, tx=None).loss == pytest.approx(2 * before.loss)
-  gone = weakref.ref(twice)
-  del twice
-  jax.clear_caches()
-  gc.collect()
-  assert gone() is None  # nothing stays of a function that is gone

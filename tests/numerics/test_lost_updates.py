@@ -46,7 +46,7 @@ def test_lost_updates_are_those_of_the_master_weights(correction):
   wide = mpjax.make_train_step(loss_fn, adam_of(ZEROS, ZEROS, updates), "fp32")
   step = wide.with_policy({"base": "bf16_pure", "master_weights": correction})
   state = step.adopt(wide.init({"w": masters}), wide)
-  report = mpjax.inspect_numerics(step, state, BATCH, advise=False, pieces=1)
+  report = mpjax.inspect_numerics(step, state, BATCH, advise=False)
   (t,) = report.of("update")
   moved = updates != 0
   bf16 = masters.astype(ml_dtypes.bfloat16)

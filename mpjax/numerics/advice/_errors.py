@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mpjax._render.plain_text import percent
 from mpjax.numerics._conclusions import Finding
 from mpjax.numerics._report import NumericsReport
-from mpjax.numerics._summary import SKETCH
+from mpjax.numerics._seen import SKETCH
 from mpjax.numerics._tensors import Tensor
 
 # A larger error against float32 is a problem.

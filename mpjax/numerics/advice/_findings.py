@@ -12,7 +12,8 @@ from mpjax.casting._overrides import Overrides
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Finding
 from mpjax.numerics._report import NumericsReport
-from mpjax.numerics._tensors import Tensor, is_half
+from mpjax.numerics._seen import is_half
+from mpjax.numerics._tensors import Tensor
 from mpjax.numerics.advice._errors import biases, far_from_float32, of_weight_gradients
 
 # An error must grow by this factor for its tensor to count as the origin.

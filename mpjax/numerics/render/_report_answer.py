@@ -12,7 +12,7 @@ from mpjax._render.plain_text import fold, percent
 from mpjax._render.text_sections import TEXT_WIDTH, answer_lines
 from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._report_figures import NumericsFigures
-from mpjax.numerics._tensors import is_half
+from mpjax.numerics._seen import is_half
 from mpjax.patterns import component_regex
 
 _PLURALS = {

@@ -8,7 +8,8 @@ from mpjax._render.plain_text import percent, power_of_two_text
 from mpjax._render.text_sections import TextSection, of_rows
 from mpjax.numerics._conclusions import Advice
 from mpjax.numerics._report_figures import NumericsFigures
-from mpjax.numerics._tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor, share_lost
+from mpjax.numerics._seen import FP8, INTEREST
+from mpjax.numerics._tensors import GRADIENTS, KINDS, Tensor, share_lost
 
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3 scaled", "float8_e5m2": "E5M2 scaled"}
 

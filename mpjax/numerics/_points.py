@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class Point:
     gradient_dtype: dtype in which its gradient is read; for a product, the dtype of the operands.
     shape: its shape in one step of the loops around it.
     steps: lengths of the loops around it whose steps are kept apart, outermost first.
-    repeated: whether it is also in a loop whose steps are observed together.
+    repeats: lengths of the loops inside these, whose steps are observed together.
     fragile: `difference` for a difference of matrix products, `angle` for an angle that a product computes;
       else empty.
   """
@@ -66,7 +67,7 @@ class Point:
   gradient_dtype: str
   shape: tuple[int, ...]
   steps: tuple[int, ...]
-  repeated: bool = False
+  repeats: tuple[int, ...] = ()
   fragile: str = ""
 
 
@@ -101,9 +102,8 @@ def watched(
   Args:
     fun: the function.
     policy: see `find_points`.
-    probes: an array (or a tree of arrays) for each point, of shape [*point.steps, ...] with two more axes.
-    look: (value, probe) -> value; it gets the probe of the current step, or the same probe at every step of a
-      loop whose steps are not kept apart.
+    probes: an array (or a tree of arrays) for each point, [*point.steps, *point.repeats, ...].
+    look: (value, probe) -> value; it gets the probe of the current step of the loops around the value.
     recompute: as for `autocast`.
     fp8_state: as for `autocast`.
 
@@ -150,12 +150,13 @@ def _planned(
 
 def _points(plan: CastPlan, rules: CastingRules) -> dict[tuple[Node, int], Point]:
   """Returns the observed results, by decision and position, in program order."""
-  return dict(_walk(plan, (), fragile_equations(plan.jaxpr, rules), collections.Counter()))
+  return dict(_walk(plan, (), (), fragile_equations(plan.jaxpr, rules), collections.Counter()))
 
 
 def _walk(
   plan: CastPlan,
-  steps: tuple[int, ...] | None,
+  steps: tuple[int, ...],
+  repeats: tuple[int, ...],
   kinds: Mapping[JaxprEqn, str],
   seen: collections.Counter[tuple[str, str]],
 ) -> Iterator[tuple[tuple[Node, int], Point]]:
@@ -163,24 +164,23 @@ def _walk(
   for node in plan.nodes:
     if _is_entered(node):
       for inner in node.call.plans if node.call else ():
-        yield from _walk(inner, _steps_inside(node, steps), kinds, seen)
+        yield from _walk(inner, *_loops_inside(node, steps, repeats), kinds, seen)
       continue
     for i, variable in enumerate(node.equation.outvars):
       if variable in chosen:
-        yield (node, i), _point(node, i, steps, chosen[variable], seen)
+        yield (node, i), _point(node, i, steps, repeats, chosen[variable], seen)
 
 
-def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] | None:
-  """Returns the loops whose steps are kept apart in a body; `None` inside a loop that is too long."""
-  if call_kind(node.equation) is not CallKind.SCAN or steps is None:
-    return steps
-  if not _has_own_weights(node):
-    return None
+def _loops_inside(
+  node: Node, steps: tuple[int, ...], repeats: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Returns the loops around a body whose steps are kept apart, and those inside them."""
+  if call_kind(node.equation) is not CallKind.SCAN:
+    return steps, repeats
   length = times_run(node.equation)
-  total = length
-  for n in steps:
-    total *= n
-  return (*steps, length) if total <= _LONGEST else None
+  if repeats or not _has_own_weights(node) or math.prod((*steps, length)) > _LONGEST:
+    return steps, (*repeats, length)
+  return (*steps, length), repeats
 
 
 def _has_own_weights(node: Node) -> bool:
@@ -207,7 +207,8 @@ def _has_own_weights(node: Node) -> bool:
 def _point(
   node: Node,
   i: int,
-  steps: tuple[int, ...] | None,
+  steps: tuple[int, ...],
+  repeats: tuple[int, ...],
   fragile: str,
   seen: collections.Counter[tuple[str, str]],
 ) -> Point:
@@ -224,8 +225,8 @@ def _point(
     dtype.name,
     node.half.name if node.mode is Mode.HALF and node.half is not None else dtype.name,
     shape_of(variable),
-    steps or (),
-    steps is None,
+    steps,
+    repeats,
     fragile,
   )
 

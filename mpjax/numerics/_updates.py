@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import Array
-from mpjax.numerics._summary import Summary
-from mpjax.numerics._tensors import is_half
+from mpjax.numerics._seen import is_half, padded, see_padded
 from mpjax.patterns import named_leaves
 from mpjax.sharding import on_device
 from mpjax.step import TrainState, TrainStep
@@ -26,7 +25,7 @@ class UpdateSums(NamedTuple):
   """The figures of the updates of one parameter; float32.
 
   Attributes:
-    ratio: the summary of |update / weight|.
+    ratio: summary of |update / weight|.
     counts: [1 + formats]: the number of nonzero updates, and of those that do not change their weight in each
       format of `KEPT_IN`.
     descent: [2 + formats]: the largest update. Then, in units of it, the sum of squares of the updates, and
@@ -38,20 +37,13 @@ class UpdateSums(NamedTuple):
   descent: Any
 
 
-def update_sums(summary: Summary, weight: Array, update: Array) -> UpdateSums:
+def update_sums(weight: Array, update: Array) -> UpdateSums:
   """Returns the figures of the updates of a (master) weight."""
-  sums = _sums(weight.astype(jnp.float32), update.astype(jnp.float32))
-  return sums._replace(ratio=summary(sums.ratio))
+  return _sums(padded(weight), padded(update), jnp.int32(weight.size))
 
 
 @jax.jit
-def whole_update_sums(weight: Array, update: Array) -> UpdateSums:
-  """Returns the same with the ratios themselves, for arrays that `kept_whole` has padded."""
-  return _sums(weight, update)
-
-
-def _sums(w: Array, u: Array) -> UpdateSums:
-  """Returns the sums, and the ratios themselves."""
+def _sums(w: Array, u: Array, size: Array) -> UpdateSums:
   moved = u != 0
   ratio = jnp.where(w != 0, jnp.abs(u) / jnp.where(w != 0, jnp.abs(w), 1), 0)
   largest = jnp.max(jnp.abs(u))
@@ -64,7 +56,7 @@ def _sums(w: Array, u: Array) -> UpdateSums:
       counts.append(moved & (after == kept))
     sums.append(unit * ((after - kept) / jnp.where(largest > 0, largest, 1)))
   return UpdateSums(
-    ratio,
+    see_padded(ratio, size, jnp.float32(1)),
     jnp.stack([jnp.sum(c, dtype=jnp.int32).astype(jnp.float32) for c in counts]),
     jnp.stack([largest, *map(jnp.sum, sums)]),
   )
