@@ -41,7 +41,7 @@ class Left(NamedTuple):
   Attributes:
     value: float32[*steps, *repeats, *shape].
     gradient: float32[*steps, *repeats, *shape].
-    reached: int32 or float32[*steps, *repeats]: 1; 0 if the loss does not depend on the value.
+    reached: float32[*steps, *repeats]: 1; 0 if the loss does not depend on the value.
   """
 
   value: Any
@@ -73,21 +73,23 @@ class Pass:
   Attributes:
     points: the values that it observes.
     parts: number of parts of the rows.
-    run: (state, batch) -> loss, `Left` by point, gradients by path, (weight, update) by path.
+    run: (state, batch) -> the loss, `Left` and the number of values that the loss depends on by point,
+      gradients by path, (weight, update) by path.
   """
 
   points: list[Point]
   parts: int
-  run: Callable[..., tuple[Array, list[Left], dict[str, Array], dict[str, tuple[Array, Array]]]]
+  run: Callable[..., tuple[Array, list[tuple[Left, Array]], dict[str, Array], dict[str, tuple[Array, Array]]]]
 
   def __call__(self, state: TrainState, batch: PyTree) -> Looked:
     """Runs the pass, and summarises what leaves it."""
     loss, left, gradients, updates = self.run(state, batch)
     scaler = find_scaler(state.opt_state)
     scale = 1.0 if scaler is None else scaler.scale
+    both = lambda one, apart, n: (see(one.value, apart, present=n), see(one.gradient, apart, scale, n))
     return Looked(
       loss,
-      [_summaries(point, one, scale) for point, one in zip(self.points, left, strict=True)],
+      [both(one, len(point.steps), n) for point, (one, n) in zip(self.points, left, strict=True)],
       {path: see(x) for path, x in gradients.items()},
       {path: update_sums(*pair) for path, pair in updates.items()},
     )
@@ -105,13 +107,6 @@ class Pass:
             yield (kind, (point.module, point.name), index), one
     for path, seen in looked.gradients.items():
       yield ("weight gradient", path), seen
-
-
-def _summaries(point: Point, left: Left, scale: Any) -> tuple[Seen, Seen]:
-  apart = len(point.steps)
-  often = jnp.sum(left.reached.astype(jnp.int32), axis=tuple(range(apart, left.reached.ndim)))
-  present = often * math.prod(point.shape)
-  return see(left.value, apart, 1.0, present), see(left.gradient, apart, scale, present)
 
 
 @jax.custom_vjp
@@ -251,7 +246,8 @@ def _program(step: TrainStep, points: list[Point], parts: int, updates: bool) ->
     of_updates = _updates(step, state, grads, loss) if updates else {}
     scaler = find_scaler(state.opt_state)
     grads = hide(grads) if scaler is None else unscale(hide(grads), scaler.scale)
-    return loss, left, dict(float_leaves(grads)), of_updates
+    reached = [_present(point, one) for point, one in zip(points, left, strict=True)]
+    return loss, list(zip(left, reached, strict=True)), dict(float_leaves(grads)), of_updates
 
   return run
 
@@ -283,6 +279,12 @@ def _updates(
   updates, _ = step.tx.update(cast_like(grads, params), unstored(state_of(layers)), masters, value=loss)
   weights = dict(float_leaves(hide(masters)))
   return {path: (weights[path], update) for path, update in float_leaves(hide(updates))}
+
+
+def _present(point: Point, left: Left) -> Array:
+  """Returns int32[*steps]: the number of a point's values in each step that the loss depends on."""
+  loops = tuple(range(len(point.steps), left.reached.ndim))
+  return jnp.sum(left.reached.astype(jnp.int32), axis=loops) * math.prod(point.shape)
 
 
 def _inexact(params: PyTree) -> PyTree:

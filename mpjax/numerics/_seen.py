@@ -203,8 +203,8 @@ def see(
     present: for each of these entries the number of values that count; the others are zeros. By default all.
   """
   size = math.prod(x.shape[apart:])
-  present = jnp.full(x.shape[:apart], size, jnp.int32) if present is None else present
-  return see_padded(padded(x, apart), present, jnp.float32(scale))
+  counts = np.full(x.shape[:apart], size, np.int32) if present is None else present
+  return see_padded(padded(x, apart), counts, jnp.float32(scale))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -228,7 +228,7 @@ def on_no_axes(fun: Callable[[Array], Array], x: Array) -> Array:
 
 
 @jax.jit
-def see_padded(x: Float32[Array, "..."], present: Int32[Array, "..."], scale: Float32[Array, ""]) -> Seen:
+def see_padded(x: Float32[Array, "..."], present: Any, scale: Float32[Array, ""]) -> Seen:
   """Summarises each row of float32[*apart, n]; see `see`."""
   if x.ndim > 1:
     rows = jax.lax.map(lambda row: see_padded(*row, scale), (x.reshape(-1, x.shape[-1]), present.reshape(-1)))

@@ -39,11 +39,11 @@ class UpdateSums(NamedTuple):
 
 def update_sums(weight: Array, update: Array) -> UpdateSums:
   """Returns the figures of the updates of a (master) weight."""
-  return _sums(padded(weight), padded(update), jnp.int32(weight.size))
+  return _sums(padded(weight), padded(update), np.int32(weight.size))
 
 
 @jax.jit
-def _sums(w: Array, u: Array, size: Array) -> UpdateSums:
+def _sums(w: Array, u: Array, size: Any) -> UpdateSums:
   moved = u != 0
   ratio = jnp.where(w != 0, jnp.abs(u) / jnp.where(w != 0, jnp.abs(w), 1), 0)
   largest = jnp.max(jnp.abs(u))
