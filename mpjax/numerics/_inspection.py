@@ -109,7 +109,7 @@ class _Sums:
   """What was seen of one tensor, over all batches.
 
   Attributes:
-    magnitudes: in float32; of the policy's run without a float32 run.
+    magnitudes: in float32; without a float32 run, in the policy's run.
     own: in the policy's run, if there is a float32 run.
     distance: between both.
     moved: figures of updates, as `as_numbers` has them.

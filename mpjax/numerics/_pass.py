@@ -29,7 +29,7 @@ from mpjax.step import TrainState, TrainStep, Transform, first_of_batch, merged,
 
 T = TypeVar("T")
 
-# Bytes on a device that the values at the points and their gradients may take beside a step.
+# Bytes on a device that the values at the points and their gradients may take, in addition to a step.
 _FITS = 1 << 29
 # Products run in FP8 if their dimensions are multiples of this.
 _FP8_ROWS = 16
