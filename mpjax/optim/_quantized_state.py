@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Never
 
@@ -12,9 +13,19 @@ from jax.tree_util import KeyPath
 
 from mpjax._calls import refuse_keywords, require_transform
 from mpjax._types import Array, PyTree
-from mpjax.dtypes import STATE_DTYPES, cast_like, did_you_mean, widen_floating
+from mpjax.dtypes import STATE_DTYPES, did_you_mean, widen_floating
 from mpjax.optim._exact_leaves import is_exact, is_sum
-from mpjax.optim._quantized import Quantized, is_quantized, quantize, rebuild, scales_of, unstored
+from mpjax.optim._quantized import (
+  SEED,
+  Quantized,
+  is_quantized,
+  quantize,
+  quantize_like,
+  rebuild,
+  scales_like,
+  scales_of,
+  unstored,
+)
 from mpjax.optim._stochastic import leaf_key
 from mpjax.patterns import component_regex, named_leaves, parameter_of, path_text
 
@@ -23,7 +34,6 @@ _ELSEWHERE = {
   **dict.fromkeys(("bits", "optim_bits"), "name the format, as in mpjax.quantized_state(tx, 'int8')"),
   **dict.fromkeys(("block_size", "blocksize"), "pass group=128"),
 }
-_SEED = 0  # rounding noise need not differ between runs
 
 
 class QuantizedState(NamedTuple):
@@ -114,9 +124,11 @@ def quantized_state(
       if stays:
         return leaf
       leaf = leaf.astype(jnp.float32)
-      key = leaf_key(_SEED, jnp.zeros([], jnp.int32), path)
+      key = leaf_key(SEED, jnp.zeros([], jnp.int32), path)
       kept_in = STATE_DTYPES["bfloat16"] if grows else code_dtype
-      return quantize(leaf, scales_of(leaf, kept_in, group), kept_in, key)
+      groups = math.ceil(leaf.shape[-1] / group) if leaf.ndim else 1
+      scales = None if kept_in == STATE_DTYPES["bfloat16"] else scales_of(leaf, groups)
+      return quantize(leaf, scales, kept_in, key)
 
     state = inner.init(params)
     exact = is_exact(inner, params, state)
@@ -143,22 +155,14 @@ def quantized_state(
     # whole new state in float32 between the maximum of a group and its codes. Other compilers merge the two.
     is_leaf, barrier = is_quantized, jax.lax.optimization_barrier
     _, new = step(state.inner_state)
-    scales = jax.tree.map(lambda old, x: _scales(old, x, group), state.inner_state, new, is_leaf=is_leaf)
+    scales = jax.tree.map(scales_like, state.inner_state, new, is_leaf=is_leaf)
     stored, scales = jax.lax.platform_dependent(
       (state.inner_state, scales), cuda=barrier, rocm=barrier, default=lambda x: x
     )
     updates, new = step(stored)
 
-    def store(path: KeyPath, old: Array | Quantized, x: Array, scales: Array | None) -> Array | Quantized:
-      if not isinstance(old, Quantized):
-        return cast_like(x, old)
-      return quantize(x.astype(jnp.float32), scales, old.codes.dtype, leaf_key(_SEED, steps, path))
-
+    store = lambda path, old, x, scales: quantize_like(old, x, scales, path, steps)
     stored = jax.tree_util.tree_map_with_path(store, state.inner_state, new, scales, is_leaf=is_leaf)
     return updates, QuantizedState(stored, steps)
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _scales(old: Array | Quantized, x: Array, group: int) -> Array | None:
-  return scales_of(x.astype(jnp.float32), old.codes.dtype, group) if isinstance(old, Quantized) else None
