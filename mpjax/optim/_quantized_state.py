@@ -14,6 +14,7 @@ from jax.tree_util import KeyPath
 from mpjax._calls import refuse_keywords, require_transform
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import STATE_DTYPES, did_you_mean, widen_floating
+from mpjax.loss_scale import keep_dtypes
 from mpjax.optim._exact_leaves import is_exact, is_sum
 from mpjax.optim._quantized import (
   SEED,
@@ -145,11 +146,7 @@ def quantized_state(
     def step(stored: PyTree) -> tuple[PyTree, PyTree]:
       plain = unstored(stored)
       updates, new = inner.update(grads, plain, masters, **extra_args)
-      if (made := str(jax.tree.structure(new))) != (expected := str(jax.tree.structure(plain))):
-        raise ValueError(
-          f"the wrapped transform changed the structure of its state from {expected} to {made}"
-        )
-      return updates, new
+      return updates, keep_dtypes(new, plain)
 
     # Computed twice, with only the scales kept from the first: otherwise a GPU's compiler would write the
     # whole new state in float32 between the maximum of a group and its codes. Other compilers merge the two.
