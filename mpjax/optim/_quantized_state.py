@@ -163,3 +163,30 @@ def quantized_state(
     return updates, QuantizedState(stored, steps)
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def in_full_bytes(state: PyTree) -> PyTree:
+  """Returns a state with that of the wrapped transform, in float32, for each `QuantizedState` in it."""
+  is_state = lambda x: isinstance(x, QuantizedState)
+  plain = lambda x: in_full_bytes(rebuild(x.inner_state)) if is_state(x) else x
+  return unstored(jax.tree.map(plain, state, is_leaf=lambda x: is_state(x) or is_quantized(x)))
+
+
+def store_like(stored: PyTree, plain: PyTree, steps: Array | int = 0) -> PyTree:
+  """Returns a plain state stored like another: quantised in the same leaves, to the same codes and groups.
+
+  Args:
+    stored: a state.
+    plain: the plain form of a state of that structure, as from `in_full_bytes`; or what a step makes of
+      `unstored(stored)`, with a `QuantizedState` in the same places.
+    steps: updates so far, for the noise of rounding to bfloat16; those of a `QuantizedState` in `plain`.
+  """
+
+  def leaf(path: KeyPath, old: Array | Quantized | QuantizedState, x: PyTree) -> PyTree:
+    if isinstance(old, QuantizedState):
+      inner, now = x if isinstance(x, QuantizedState) else (x, steps)
+      return old._replace(inner_state=store_like(old.inner_state, inner, now))
+    return quantize_like(old, x, scales_like(old, x), path, jnp.asarray(steps, jnp.int32))
+
+  is_stored = lambda x: isinstance(x, (Quantized, QuantizedState))
+  return jax.tree_util.tree_map_with_path(leaf, stored, plain, is_leaf=is_stored)
