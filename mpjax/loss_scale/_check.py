@@ -15,7 +15,7 @@ from mpjax._lazy import nnx
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import widen_floating
 from mpjax.loss_scale._check_optimizer import check_optimizer
-from mpjax.loss_scale._finite import all_finite, is_inexact, unscale
+from mpjax.loss_scale._guard import all_finite, is_inexact, unscale
 from mpjax.loss_scale._overwritten import hide
 from mpjax.loss_scale._own_loops import value_and_grad
 from mpjax.loss_scale._state_access import (

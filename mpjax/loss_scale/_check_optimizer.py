@@ -12,7 +12,7 @@ import optax
 
 from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.dtypes import at_least_float32
-from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._guard import is_inexact
 from mpjax.loss_scale._overwritten import COLLECTION, is_overwritten
 from mpjax.loss_scale._state_access import (
   all_loss_scales,

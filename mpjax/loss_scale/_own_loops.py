@@ -17,8 +17,7 @@ from mpjax._calls import require_arrays_only
 from mpjax._lazy import nnx
 from mpjax._own_autocast import autocast_within
 from mpjax.dtypes import cast_like
-from mpjax.loss_scale._finite import unscale
-from mpjax.loss_scale._guard import keep_if
+from mpjax.loss_scale._guard import keep_if, unscale
 from mpjax.loss_scale._overwritten import hide
 from mpjax.loss_scale._state_access import scaler_of
 from mpjax.loss_scale._transform import LossScaleState

@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float32, Num, PyTree
 
 from mpjax._average import Average, worth
 from mpjax._lazy import nnx
-from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._guard import is_inexact
 from mpjax.loss_scale._transform import LossScaleState
 
 T = TypeVar("T")
@@ -197,12 +197,12 @@ def find_states(opt_state: PyTree, kind: type[T], prefix: str = "") -> dict[str,
   """
   if isinstance(opt_state, nnx.Optimizer):
     opt_state = opt_state.opt_state
-  found: dict[str, T] = {}
   # nnx wraps each array of an optimiser's state in a Variable; arrays pass through.
-  plain, is_state = nnx.as_pure(opt_state), lambda x: isinstance(x, kind)
-  for key, leaf in jax.tree_util.tree_leaves_with_path(plain, is_leaf=is_state):
+  plain = nnx.as_pure(opt_state)
+  found: dict[str, T] = {}
+  for key, leaf in jax.tree_util.tree_leaves_with_path(plain, is_leaf=lambda x: isinstance(x, kind)):
     if isinstance(leaf, kind):
       path = prefix + jax.tree_util.keystr(key)
-      inside = find_states(getattr(leaf, "inner_state", None), kind, path + ".inner_state")
-      found |= {path: leaf} | inside
+      found[path] = leaf
+      found |= find_states(getattr(leaf, "inner_state", None), kind, path + ".inner_state")
   return found

@@ -14,8 +14,15 @@ from jaxtyping import Bool
 from mpjax._calls import require_arrays_only, require_transform
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import did_you_mean
-from mpjax.loss_scale._finite import all_finite, unscale
-from mpjax.loss_scale._guard import but_nonfinite_before, is_array, keep_dtypes, keep_if, updated
+from mpjax.loss_scale._guard import (
+  all_finite,
+  but_nonfinite_before,
+  is_array,
+  keep_dtypes,
+  keep_if,
+  unscale,
+  updated,
+)
 from mpjax.loss_scale._overwritten import apart
 from mpjax.policy import PRESETS, LossScaling, LossScalingSpec, get_policy, parse_loss_scaling
 
