@@ -18,6 +18,8 @@ FILES = [file for top in ("mpjax", "tests", "benchmarks", "scripts") for file in
 NEVER = {
   "a lowering rule": ("mpjax", r"\bmlir\b", "products/_lowering"),
   "a transform in a policy": ("mpjax/policy", r"mpjax\.(optim|loss_scale|casting|products)", ""),
+  # Layer-wise scaling has to know what its functions close over, and whether they communicate.
+  "a program in a loss scale": ("mpjax/loss_scale", r"mpjax\.jaxpr", "loss_scale/_layerwise"),
   "the operands of a loop": (
     "mpjax",
     r"\b(scan_parts|while_parts|scan_counts|cond_nconsts|num_consts)\b",

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from mpjax._gone import missing
 from mpjax.loss_scale._check import check_loss_scaling, scale_dependent as scale_dependent
-from mpjax.loss_scale._finite import all_finite, is_inexact as is_inexact, unscale as unscale
 from mpjax.loss_scale._guard import (
   StructureError as StructureError,
+  all_finite,
+  is_inexact as is_inexact,
   keep_dtypes as keep_dtypes,
   keep_if as keep_if,
+  unscale as unscale,
   updated as updated,
 )
 from mpjax.loss_scale._layerwise import LayerwiseLossScale, Scaled, layerwise_loss_scale

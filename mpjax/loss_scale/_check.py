@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from mpjax._average import is_average
 from mpjax._lazy import nnx
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import widen_floating
 from mpjax.loss_scale._check_optimizer import check_optimizer
-from mpjax.loss_scale._finite import all_finite, is_inexact, unscale
+from mpjax.loss_scale._guard import all_finite, is_inexact, unscale
 from mpjax.loss_scale._overwritten import hide
 from mpjax.loss_scale._own_loops import value_and_grad
 from mpjax.loss_scale._state_access import (
@@ -40,16 +39,6 @@ _USAGE = (
   "expected an optimiser and parameters, check_loss_scaling(tx, params); a step that make_train_step made, "
   "check_loss_scaling(step, state, batch); your own step or a loss function with its arguments"
 )
-
-
-@runtime_checkable
-class _MadeStep(Protocol):
-  """The part of an `mpjax.TrainStep` that this module uses."""
-
-  tx: optax.GradientTransformation
-
-  def gradients(self, state: Any, batch: PyTree) -> tuple[Any, PyTree]:
-    """Computes the loss and the unscaled gradients."""
 
 
 def check_loss_scaling(checked: Any, /, *args: Any, **keywords: Any) -> None:
@@ -88,7 +77,7 @@ def check_loss_scaling(checked: Any, /, *args: Any, **keywords: Any) -> None:
   """
   if hasattr(checked, "init") and hasattr(checked, "update"):
     check_optimizer(checked, *args, **keywords)
-  elif isinstance(checked, _MadeStep) and len(args) == 2:
+  elif hasattr(checked, "tx") and hasattr(checked, "gradients") and len(args) == 2:
     _check_made_step(checked, *args, **keywords)
   elif not callable(checked) or not args:
     raise TypeError(f"check_loss_scaling of a {type(checked).__name__} and {len(args)} arguments: {_USAGE}")
@@ -98,15 +87,13 @@ def check_loss_scaling(checked: Any, /, *args: Any, **keywords: Any) -> None:
     _check_loss(checked, args, keywords)
 
 
-def _check_made_step(step: _MadeStep, state: Any, batch: PyTree) -> None:
+def _check_made_step(step: Any, state: Any, batch: PyTree) -> None:
   all_loss_scales(state.opt_state)
   if not isinstance(state.opt_state, LossScaleState):  # a step puts it outermost
     check_optimizer(step.tx, state.arrays)
 
-  def gradients_at(scale: float) -> PyTree:
-    return step.gradients(state.replace(opt_state=with_scale(state.opt_state, scale)), batch)[1]
-
-  _check_gradients(gradients_at)
+  at = lambda scale: state.replace(opt_state=with_scale(state.opt_state, scale))
+  _check_gradients(lambda scale: step.gradients(at(scale), batch)[1])
 
 
 def _check_own_step(step: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -115,12 +102,8 @@ def _check_own_step(step: Callable[..., Any], args: tuple[Any, ...], keywords: d
   optimizers = [arg for arg in new if isinstance(arg, nnx.Optimizer)]
   for optimizer in optimizers:
     all_loss_scales(optimizer)
-    refuse_multi_steps_outside(optimizer.opt_state)
     optimizer.opt_state = _at_infinity(optimizer.opt_state)
-  for i, arg in enumerate(new):
-    if not _is_node(arg):
-      refuse_multi_steps_outside(arg)
-      new[i] = _at_infinity(arg)
+  new = [arg if _is_node(arg) else _at_infinity(arg) for arg in new]
   # The scale makes infinities on purpose.
   with jax.debug_nans(False), jax.debug_infs(False):
     out = step(*new[: len(args)], **dict(zip(keywords, new[len(args) :], strict=True)))
@@ -144,6 +127,7 @@ def _check_own_step(step: Callable[..., Any], args: tuple[Any, ...], keywords: d
 
 def _at_infinity(tree: PyTree) -> PyTree:
   """Returns a tree with infinite loss scales, whose record shows whether a step updates them."""
+  refuse_multi_steps_outside(tree)
   # The fields may be Variables of nnx.
   filled = lambda field, value: jax.tree.map(lambda x: jnp.full_like(x, value), field)
   return map_states(

@@ -12,7 +12,7 @@ import optax
 
 from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.dtypes import at_least_float32
-from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._guard import is_inexact
 from mpjax.loss_scale._overwritten import COLLECTION, is_overwritten
 from mpjax.loss_scale._state_access import (
   all_loss_scales,
@@ -82,7 +82,7 @@ def _check_scales(update: _Update, first: PyTree, gradients: list[PyTree]) -> No
 def _check_skips(update: _Update, first: PyTree, grads: PyTree, alone: bool) -> None:
   """Takes a warm-up step, then for every leaf a step in which that leaf is not finite."""
   _, state = update(grads, with_scale(first, _SCALES[1]))
-  without_scale = lambda state: map_states(state, lambda scale: scale.inner_state)
+  outside = lambda state: map_states(state, lambda scale: scale.inner_state)
   good = _two_steps(update, grads, grads, state)
   leaves, structure = jax.tree.flatten(grads)
   for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(grads)[0]):
@@ -96,8 +96,12 @@ def _check_skips(update: _Update, first: PyTree, grads: PyTree, alone: bool) -> 
       where = f"a step whose gradient {jax.tree_util.keystr(path)} is not finite"
       updates, new = update(bad, state)
       _check_updates(where, i, updates, alone)
-      if alone:
-        _check_state(where, without_scale(new), without_scale(state))
+      changed = [path for path, *values in _leaves(outside(new), outside(state)) if not _same(*values)]
+      if alone and changed:
+        raise ValueError(
+          f"{where} still changes the state {changed[0]}, which belongs to a transform outside the loss "
+          f"scale; {_WAY_OUT}"
+        )
 
 
 def _two_steps(update: _Update, first: PyTree, second: PyTree, state: PyTree) -> PyTree:
@@ -114,15 +118,6 @@ def _check_updates(where: str, bad: int, updates: PyTree, alone: bool) -> None:
       raise ValueError(
         f"{where} still updates {jax.tree_util.keystr(path)}: a mask, a group or a clip hides that gradient "
         f"from the loss scale; {_WAY_OUT}"
-      )
-
-
-def _check_state(where: str, new: PyTree, old: PyTree) -> None:
-  for path, *values in _leaves(new, old):
-    if not _same(*values):
-      raise ValueError(
-        f"{where} still changes the state {path}, which belongs to a transform outside the loss scale; "
-        + _WAY_OUT
       )
 
 

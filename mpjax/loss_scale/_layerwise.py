@@ -24,7 +24,7 @@ from mpjax._types import Array, ArrayLike, DTypeLike, PyTree
 from mpjax.dtypes import at_least_float32, cast_floating
 from mpjax.jaxpr import closure_as_argument
 from mpjax.loss_scale import _layerwise_vjp as vjp
-from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._guard import is_inexact
 from mpjax.policy import HIGHEST, number
 
 

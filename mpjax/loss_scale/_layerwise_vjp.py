@@ -9,7 +9,7 @@ import numpy as np
 from mpjax import _compat
 from mpjax._types import Array, DTypeLike, PyTree
 from mpjax.dtypes import at_least_float32
-from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._guard import is_inexact
 
 
 def start(x: Array, dtype: np.dtype) -> tuple[Array, Array]:

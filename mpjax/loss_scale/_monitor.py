@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import Array, ArrayLike, Metrics, PyTree
-from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._guard import is_inexact
 from mpjax.loss_scale._state_access import find_loss_scales
 from mpjax.patterns import path_text
 

@@ -35,8 +35,6 @@ def apply_updates(params: T, updates: PyTree) -> T:
   Returns:
     New parameters in the dtypes of the old ones.
   """
-  if not has_overwritten(params):
-    return optax.apply_updates(params, updates)
   hidden = optax.apply_updates(hide(params), hide(updates))
   return map_parts(lambda p, new, u: new, lambda p, _, u: jnp.asarray(u, p.dtype), params, hidden, updates)
 
@@ -54,7 +52,7 @@ def apart(
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
   ) -> tuple[PyTree, PyTree]:
-    if not has_overwritten(updates):
+    if not any(is_overwritten(path) for path, _ in jax.tree_util.tree_leaves_with_path(updates)):
       return inner.update(updates, state, params, **extra_args)
     structure: PyTreeDef = jax.tree.structure(updates)
     alike = lambda arg: jax.tree.structure(arg) == structure
@@ -76,22 +74,13 @@ def _kept(taken: Array, values: PyTree, params: PyTree) -> PyTree:
   return map_parts(lambda new, _: new, select, values, params)
 
 
-def has_overwritten(tree: PyTree) -> bool:
-  """Returns whether any leaf of `tree` is overwritten instead of differentiated."""
-  return any(is_overwritten(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
-
-
 def hide(tree: T) -> T:
   """Returns `tree` with `optax.MaskedNode` for each leaf that is overwritten."""
-  if not has_overwritten(tree):
-    return tree
   return map_parts(lambda leaf: leaf, lambda leaf: optax.MaskedNode(), tree)
 
 
 def show(like: PyTree, hidden: T, values: PyTree) -> T:
   """Takes the masked leaves of `hidden` from `values`; `like` is a whole tree of the same structure."""
-  if not has_overwritten(like):
-    return hidden
   return map_parts(lambda _, kept, __: kept, lambda _, __, value: value, like, hidden, values)
 
 

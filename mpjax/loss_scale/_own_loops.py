@@ -17,8 +17,7 @@ from mpjax._calls import require_arrays_only
 from mpjax._lazy import nnx
 from mpjax._own_autocast import autocast_within
 from mpjax.dtypes import cast_like
-from mpjax.loss_scale._finite import unscale
-from mpjax.loss_scale._guard import keep_if
+from mpjax.loss_scale._guard import keep_if, unscale
 from mpjax.loss_scale._overwritten import hide
 from mpjax.loss_scale._state_access import scaler_of
 from mpjax.loss_scale._transform import LossScaleState
@@ -80,15 +79,25 @@ def value_and_grad(
   if scaler is None and own is not None:
     warn_without_scale(own.policy, "opt_state has no loss scale")
 
+  def scaled(*args: PyTree, **kwargs: PyTree) -> tuple[Any, tuple[Any, PyTree]]:
+    """Returns the loss times the scale, and `(loss, aux)`."""
+    out = fun(*args, **kwargs)
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+      raise TypeError(f"fun returned a {type(out).__name__}: expected (loss, aux), as has_aux=True says")
+    loss, aux = out if has_aux else (out, None)
+    loss = loss.value if is_average(loss) else loss
+    if scaler is None:
+      return loss, (None, aux)
+    loss = _in_float32(loss)
+    return loss * scaler.scale, (loss, aux)
+
   @functools.wraps(fun, updated=())
   def differentiate(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-    of = nnx.value_and_grad if any(map(has_module, args)) else jax.value_and_grad
+    of = nnx.value_and_grad if _has_module(args) else jax.value_and_grad
     if of is jax.value_and_grad:
       require_arrays_only([args[i] for i in np.atleast_1d(argnums) if i < len(args)])
-    if scaler is None:
-      return of(_worth(fun, has_aux), argnums=argnums, has_aux=has_aux)(*args, **kwargs)
-    scaled = _scaled(fun, scaler.scale, has_aux)
-    (_, (loss, aux)), grads = of(scaled, argnums=argnums, has_aux=True)(*args, **kwargs)
+    (value, (loss, aux)), grads = of(scaled, argnums=argnums, has_aux=True)(*args, **kwargs)
+    loss = value if scaler is None else loss
     return ((loss, aux) if has_aux else loss), grads
 
   return differentiate
@@ -174,30 +183,6 @@ def unscaled_norm(grads: PyTree, scaler: LossScaleState | None) -> Float32[Array
   return jnp.sqrt(sum(squares, start=jnp.zeros([]))).astype(jnp.float32)
 
 
-def _scaled(fun: Callable[..., Any], scale: Float32[Array, ""], has_aux: bool) -> Callable[..., Any]:
-  """Returns a function that gives `(scaled loss, (loss, aux))`."""
-
-  def scaled(*args: PyTree, **kwargs: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
-    out = fun(*args, **kwargs)
-    loss, aux = _with_aux(out) if has_aux else (out, None)
-    loss = _in_float32(loss)
-    return loss * scale, (loss, aux)
-
-  return scaled
-
-
-def _worth(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-  """Returns `fun` with each `Average` that it returns replaced by its value."""
-
-  def worth(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    out = fun(*args, **kwargs)
-    if has_aux and isinstance(out, tuple) and len(out) == 2:
-      return (out[0].value if is_average(out[0]) else out[0], out[1])
-    return out.value if is_average(out) else out
-
-  return worth
-
-
 def _alike(a: PyTree, b: PyTree) -> bool:
   structure: PyTreeDef = jax.tree.structure(a)
   return structure == jax.tree.structure(b)
@@ -208,21 +193,12 @@ def _variables(tree: PyTree) -> set[int]:
   return {id(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(leaf)}
 
 
-def has_module(argument: PyTree) -> bool:
-  """Returns whether an `nnx.Module` is in a tree."""
+def _has_module(tree: PyTree) -> bool:
   is_module = lambda x: isinstance(x, nnx.Module)
-  return any(map(is_module, jax.tree.leaves(argument, is_leaf=is_module)))
-
-
-def _with_aux(out: PyTree) -> tuple[PyTree, PyTree]:
-  if not isinstance(out, tuple) or len(out) != 2:
-    raise TypeError(f"fun returned a {type(out).__name__}: expected (loss, aux), as has_aux=True says")
-  return out
+  return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 
 def _in_float32(loss: PyTree) -> Float32[Array, "..."]:
-  if is_average(loss):
-    loss = loss.value
   dtype = getattr(loss, "dtype", None)
   if not isinstance(loss, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
     raise TypeError(

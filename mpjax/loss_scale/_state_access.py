@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float32, Num, PyTree
 
 from mpjax._average import Average, worth
 from mpjax._lazy import nnx
-from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._guard import is_inexact
 from mpjax.loss_scale._transform import LossScaleState
 
 T = TypeVar("T")
@@ -108,21 +108,19 @@ def scaler_of(opt_state: PyTree, *, path: str | None = None) -> LossScaleState |
 
 def _mistaken_for_state(value: PyTree) -> str | None:
   """Returns what `value` is instead of an optimiser's state, and the way out; `None` if it may be one."""
-  way_out = "pass its state, opt_state = tx.init(params)"
   if isinstance(value, optax.GradientTransformation):
-    return f"an optimiser: {way_out}"
+    return "an optimiser: pass its state, opt_state = tx.init(params)"
   if isinstance(value, nnx.Optimizer):
     return None
-  way_out = "pass the state of the optimiser, opt_state = tx.init(params)"
+  way_out = "pass the state of the optimiser, opt_state = tx.init(params), or the nnx.Optimizer"
   if isinstance(value, (str, int, float)):
     shown = reprlib.repr(value)
   else:
     shown = "an array" if isinstance(value, (jax.Array, np.ndarray)) else f"a {type(value).__name__}"
   leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nnx.Variable) or _is_named_tuple(x))
-  if isinstance(value, nnx.Module) or callable(value) or any(isinstance(x, nnx.Param) for x in leaves):
-    return f"{shown}: {way_out}, or the nnx.Optimizer"
   alone = len(leaves) == 1 and leaves[0] is value and not _is_named_tuple(value)
-  if any(isinstance(x, str) for x in leaves) or (alone and not hasattr(value, "dtype")):
+  no_tree = isinstance(value, nnx.Module) or callable(value) or (alone and not hasattr(value, "dtype"))
+  if no_tree or any(isinstance(x, (str, nnx.Param)) for x in leaves):
     return f"{shown}: {way_out}"
   if (alone or isinstance(value, (Mapping, list))) and leaves and all(map(is_inexact, leaves)):
     return (
@@ -192,21 +190,19 @@ def map_states(tree: PyTree, change: Callable[[LossScaleState], PyTree]) -> PyTr
   return jax.tree.map(one, tree, is_leaf=is_scale)
 
 
-def find_states(opt_state: PyTree, kind: type[T]) -> dict[str, T]:
-  """Returns every state of type `kind` in an optimiser's state or an `nnx.Optimizer`, by key path."""
+def find_states(opt_state: PyTree, kind: type[T], prefix: str = "") -> dict[str, T]:
+  """Returns every state of type `kind` in an optimiser's state or an `nnx.Optimizer`, by key path.
+
+  Finds states in another's `inner_state`, too. The paths begin with `prefix`.
+  """
   if isinstance(opt_state, nnx.Optimizer):
     opt_state = opt_state.opt_state
   # nnx wraps each array of an optimiser's state in a Variable; arrays pass through.
-  return find_in(nnx.as_pure(opt_state), kind)
-
-
-def find_in(tree: PyTree, kind: type[T], prefix: str = "") -> dict[str, T]:
-  """Returns every state of type `kind` in a tree, by key path, also states in another's `inner_state`."""
-  is_state = lambda x: isinstance(x, kind)
+  plain = nnx.as_pure(opt_state)
   found: dict[str, T] = {}
-  for key, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
+  for key, leaf in jax.tree_util.tree_leaves_with_path(plain, is_leaf=lambda x: isinstance(x, kind)):
     if isinstance(leaf, kind):
       path = prefix + jax.tree_util.keystr(key)
       found[path] = leaf
-      found |= find_in(getattr(leaf, "inner_state", None), kind, path + ".inner_state")
+      found |= find_states(getattr(leaf, "inner_state", None), kind, path + ".inner_state")
   return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,15 @@ from jaxtyping import Bool
 from mpjax._calls import require_arrays_only, require_transform
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import did_you_mean
-from mpjax.loss_scale._finite import all_finite, unscale
-from mpjax.loss_scale._guard import but_nonfinite_before, is_array, keep_dtypes, keep_if, updated
+from mpjax.loss_scale._guard import (
+  all_finite,
+  but_nonfinite_before,
+  is_array,
+  keep_dtypes,
+  keep_if,
+  unscale,
+  updated,
+)
 from mpjax.loss_scale._overwritten import apart
 from mpjax.policy import PRESETS, LossScaling, LossScalingSpec, get_policy, parse_loss_scaling
 
@@ -264,15 +271,12 @@ def make_loss_scale(
     if skip_nonfinite:
       keep = functools.partial(keep_if, new.taken)
       inner_state = jax.tree.map(keep, inner_state, state.inner_state)
-      updates = jax.tree.map(keep, updates, jax.tree.map(_zeros, updates))
+      zeros = jax.tree.map(lambda u: jnp.zeros_like(u) if is_array(u) else u, updates)
+      updates = jax.tree.map(keep, updates, zeros)
     return updates, new._replace(inner_state=inner_state)
 
   taken = (lambda state: state.taken) if skip_nonfinite else None
   return apart(optax.GradientTransformationExtraArgs(init, update), taken)
-
-
-def _zeros(update: Any) -> Any:
-  return jnp.zeros_like(update) if is_array(update) else update
 
 
 def first_state(config: LossScaling, inner_state: PyTree) -> LossScaleState:

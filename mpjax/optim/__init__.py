@@ -9,17 +9,13 @@ tx = mpjax.master_weights(tx)  # bfloat16 parameters, and the bits that float32 
 from typing import TYPE_CHECKING
 
 from mpjax._gone import missing
-from mpjax.optim._convert import (
-  in_full_bytes as in_full_bytes,
-  split_like as split_like,
-  store_like as store_like,
-)
 from mpjax.optim._master_weights import (
   MasterWeightsState,
   apply_bits as apply_bits,
   join as join,
   make_master_weights as make_master_weights,
   master_weights,
+  split_like as split_like,
 )
 from mpjax.optim._quantized import (
   Quantized,
@@ -28,7 +24,12 @@ from mpjax.optim._quantized import (
   rebuild as rebuild,
   unstored as unstored,
 )
-from mpjax.optim._quantized_state import QuantizedState, quantized_state
+from mpjax.optim._quantized_state import (
+  QuantizedState,
+  in_full_bytes as in_full_bytes,
+  quantized_state,
+  store_like as store_like,
+)
 from mpjax.optim._stochastic import stochastic_round
 from mpjax.optim._weight_average import (
   WeightAverageState,

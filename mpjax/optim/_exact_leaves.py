@@ -30,24 +30,15 @@ def is_sum(state: PyTree) -> PyTree:
 
 
 def is_exact(inner: optax.GradientTransformation, params: PyTree, state: PyTree) -> PyTree:
-  """Returns, for each leaf of `state`, which is `inner.init(params)`, whether it must stay as it is."""
-  leaves, structure = jax.tree.flatten(_in_fields(state, _FIELDS))
-  either = [a or b for a, b in zip(leaves, holds_parameters(inner, params), strict=True)]
-  return jax.tree.unflatten(structure, either)
+  """Returns, for each leaf of `state`, which is `inner.init(params)`, whether it must stay as it is.
 
-
-def holds_parameters(inner: optax.GradientTransformation, params: PyTree) -> list[bool]:
-  """Returns, for each leaf of `inner.init(params)`, whether it depends on the parameters' values.
-
-  Examples are `z` of `optax.contrib.schedule_free`, and the first parameters that `mechanize`, `prodigy` and
-  `dog` keep. A moment depends only on the parameters' shapes.
-
-  Args:
-    inner: any optax transform.
-    params: tree of parameters.
+  So must parameters: `z` of `optax.contrib.schedule_free`, and the first parameters that `mechanize`,
+  `prodigy` and `dog` keep. They depend on the parameters' values, where a moment depends on shapes alone.
   """
   jaxpr = jax.make_jaxpr(inner.init)(params).jaxpr
-  return outputs_of(jaxpr, [True] * len(jaxpr.invars))
+  of_values = outputs_of(jaxpr, [True] * len(jaxpr.invars))
+  leaves, structure = jax.tree.flatten(_in_fields(state, _FIELDS))
+  return jax.tree.unflatten(structure, [a or b for a, b in zip(leaves, of_values, strict=True)])
 
 
 def _in_fields(state: PyTree, of: dict[type | None, tuple[str, ...]]) -> PyTree:

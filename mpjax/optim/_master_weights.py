@@ -113,21 +113,20 @@ def make_master_weights(
     masters = join(params, state.correction)
     updates, inner_state = inner.update(widen_floating(updates), state.inner_state, masters, **extra_args)
 
-    def leaf(path: KeyPath, p: Array, master: Array, u: Array) -> _Leaf:
+    def leaf(path: KeyPath, p: Array, master: Array, u: Array) -> _Pair:
       if not is_half_array(p):
-        return _Leaf(u, optax.MaskedNode())
+        return _Pair(u, optax.MaskedNode())
       key = leaf_key(seed, steps, path)
       new, extra = split(master + u.astype(jnp.float32), correction, p.dtype, key)
       if give_new:
-        return _Leaf(_distance(p, new), extra)
+        return _Pair(_distance(p, new), extra)
       difference = new.astype(jnp.float32) - p.astype(jnp.float32)
       given = (p.astype(jnp.float32) + difference).astype(p.dtype)
       none = given.astype(jnp.float32) if correction == "float32" else 0
-      return _Leaf(difference, jax.tree.map(lambda c: jnp.where(_bits(given) == _bits(new), c, none), extra))
+      return _Pair(difference, jax.tree.map(lambda c: jnp.where(_bits(given) == _bits(new), c, none), extra))
 
-    leaves = jax.tree_util.tree_map_with_path(leaf, params, masters, updates)
-    pick = lambda i: jax.tree.map(lambda x: x[i], leaves, is_leaf=lambda x: isinstance(x, _Leaf))
-    return pick(0), MasterWeightsState(inner_state, pick(1), steps)
+    updates, corrections = _apart(jax.tree_util.tree_map_with_path(leaf, params, masters, updates))
+    return updates, MasterWeightsState(inner_state, corrections, steps)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -140,6 +139,24 @@ def join(params: PyTree, correction: PyTree) -> PyTree:
     correction: the `correction` of a `MasterWeightsState`.
   """
   return jax.tree.map(_join, params, correction)
+
+
+def split_like(masters: PyTree, params: PyTree, correction: str) -> tuple[PyTree, PyTree]:
+  """Returns parameters and corrections for master weights.
+
+  Args:
+    masters: tree of float32 arrays.
+    params: tree of the same shapes in the new dtypes; leaves that are not half precision stay as they are.
+    correction: see `master_weights`.
+  """
+
+  def leaf(path: KeyPath, master: Array, p: Array) -> _Pair:
+    if not is_half_array(p):
+      return _Pair(p, optax.MaskedNode())
+    key = leaf_key(0, jnp.zeros([], jnp.int32), path)
+    return _Pair(*split(master.astype(jnp.float32), correction, p.dtype, key, nearest=True))
+
+  return _apart(jax.tree_util.tree_map_with_path(leaf, masters, params))
 
 
 def apply_bits(params: PyTree, updates: PyTree) -> PyTree:
@@ -162,9 +179,14 @@ def is_half_array(x: object) -> bool:
   return getattr(x, "dtype", None) in _HALF
 
 
-class _Leaf(NamedTuple):
-  update: Array
+class _Pair(NamedTuple):
+  given: Array
   correction: Array | optax.MaskedNode
+
+
+def _apart(pairs: PyTree) -> tuple[PyTree, PyTree]:
+  pick = lambda i: jax.tree.map(lambda pair: pair[i], pairs, is_leaf=lambda x: isinstance(x, _Pair))
+  return pick(0), pick(1)
 
 
 def _first(path: KeyPath, p: Array, correction: str) -> Array | optax.MaskedNode:

@@ -20,12 +20,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
 from jaxtyping import Float32
 
-from mpjax._types import Array, Mesh, PyTree
-from mpjax.optim._stochastic import stochastic_round
+from mpjax import _compat
+from mpjax._types import Array, PyTree
+from mpjax.dtypes import cast_like
+from mpjax.optim._stochastic import leaf_key, stochastic_round
 
+SEED = 0  # rounding noise need not differ between runs
 _SHIFT = 20  # leaves three bits of a float32's mantissa
 _ONE = 127 << 3  # float32 1.0, shifted: the code of the largest entry
 _UNSIGNED, _SIGNED = 255, 127  # the largest codes
@@ -74,17 +78,8 @@ def rebuild(tree: PyTree) -> PyTree:
   return jax.tree.map(make, tree, is_leaf=is_leaf)
 
 
-def scales_of(x: Float32[Array, "..."], dtype: np.dtype, group: int) -> Float32[Array, "..."] | None:
-  """Returns the scales of the groups of an array, of any shape.
-
-  Args:
-    x: f32 array.
-    dtype: dtype of the codes.
-    group: the most entries that share a scale. The groups of a row have equal sizes, except the last one.
-  """
-  if dtype == jnp.bfloat16:
-    return None
-  groups = math.ceil(x.shape[-1] / group) if x.ndim else 1
+def scales_of(x: Float32[Array, "..."], groups: int) -> Float32[Array, "..."]:
+  """Returns the scales of the groups of each row of an array; they have equal sizes, except the last one."""
   least = _by_group(jnp.min, x, groups)
   # Compares bits, of which a NaN has the largest: XLA's maximum for a CPU loses a NaN.
   magnitudes = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
@@ -94,6 +89,13 @@ def scales_of(x: Float32[Array, "..."], dtype: np.dtype, group: int) -> Float32[
   return jnp.where(least < 0, -largest, largest)
 
 
+def scales_like(stored: Array | Quantized, x: Array) -> Float32[Array, "..."] | None:
+  """Returns the scales of an array in the groups of a stored one; `None` if that has no scales."""
+  if not isinstance(stored, Quantized) or stored.scales is None:
+    return None
+  return scales_of(x.astype(jnp.float32), stored.scales.shape[-1])
+
+
 def quantize(
   x: Float32[Array, "..."], scales: Float32[Array, "..."] | None, dtype: np.dtype, key: Array
 ) -> Quantized:
@@ -101,7 +103,7 @@ def quantize(
 
   Args:
     x: f32 array of any shape.
-    scales: what `scales_of` returns.
+    scales: what `scales_of` returns; `None` for bfloat16.
     dtype: dtype of the codes.
     key: key for the rounding to bfloat16.
   """
@@ -118,6 +120,23 @@ def quantize(
     y = jnp.where((inverse > 0) & (y > 0), jnp.maximum(y, _E4M3_SMALLEST / _E4M3_TOP), y) * _E4M3_TOP
     return Quantized(jnp.clip(y, -_E4M3_TOP, _E4M3_TOP).astype(dtype), scales)
   return Quantized(_encode(y, inverse < 0), scales)
+
+
+def quantize_like(
+  stored: Array | Quantized, x: Array, scales: Float32[Array, "..."] | None, path: KeyPath, steps: Array
+) -> Array | Quantized:
+  """Stores an array in the form of another: in the same codes, or in the same dtype if that has none.
+
+  Args:
+    stored: the other.
+    x: array of the same shape.
+    scales: what `scales_like` returns.
+    path: path in the optimiser's state, for the noise of rounding to bfloat16.
+    steps: i32[]; updates so far, for the same.
+  """
+  if not isinstance(stored, Quantized):
+    return cast_like(x, stored)
+  return quantize(x.astype(jnp.float32), scales, stored.codes.dtype, leaf_key(SEED, steps, path))
 
 
 def dequantize(stored: Quantized) -> Float32[Array, "..."]:
@@ -167,32 +186,20 @@ def _offset(has_sign: Array) -> Array:
 
 def _by_group(reduce: Callable[..., Array], x: Array, groups: int) -> Array:
   """Reduces each group of the last dimension: [..., n] to [..., groups]."""
-  sharding = jax.typeof(x).sharding
-  spec = sharding.spec
+  kind = jax.typeof(x)
+  sharding, spec = kind.sharding, kind.sharding.spec
   if x.ndim and spec[-1] is not None:
     axes = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
     whole = groups % math.prod(sharding.mesh.shape[axis] for axis in axes)
     spec = PartitionSpec(*spec[:-1], None if whole else spec[-1])
   spec = spec if x.ndim else PartitionSpec(None)
-  return _without_explicit(lambda x: _reduced(reduce, x, groups), sharding.mesh, spec)(x)
+  out = kind.update(shape=(*x.shape[:-1], groups), sharding=sharding.update(spec=spec))
+  return _compat.with_auto_axes(lambda x: _reduced(reduce, x, groups), out)(x)
 
 
 def _spread(of_groups: Array, like: Array) -> Array:
   """Gives each entry of an array the value of its group: [..., groups] to the shape of `like`."""
-  sharding = jax.typeof(like).sharding
-  return _without_explicit(lambda x: _repeated(x, like.shape), sharding.mesh, sharding.spec)(of_groups)
-
-
-def _without_explicit(
-  fun: Callable[[Array], Array], mesh: Mesh, spec: PartitionSpec
-) -> Callable[[Array], Array]:
-  """Returns a function that may reshape an array divided over explicit axes; `spec` divides its result."""
-  axes = tuple(
-    a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
-  )
-  if not axes:
-    return fun
-  return jax.sharding.auto_axes(fun, axes=axes, out_sharding=NamedSharding(mesh, spec))
+  return _compat.with_auto_axes(lambda x: _repeated(x, like.shape), jax.typeof(like))(of_groups)
 
 
 def _reduced(reduce: Callable[..., Array], x: Array, groups: int) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Never
 
@@ -12,9 +13,20 @@ from jax.tree_util import KeyPath
 
 from mpjax._calls import refuse_keywords, require_transform
 from mpjax._types import Array, PyTree
-from mpjax.dtypes import STATE_DTYPES, cast_like, did_you_mean, widen_floating
+from mpjax.dtypes import STATE_DTYPES, did_you_mean, widen_floating
+from mpjax.loss_scale import keep_dtypes
 from mpjax.optim._exact_leaves import is_exact, is_sum
-from mpjax.optim._quantized import Quantized, is_quantized, quantize, rebuild, scales_of, unstored
+from mpjax.optim._quantized import (
+  SEED,
+  Quantized,
+  is_quantized,
+  quantize,
+  quantize_like,
+  rebuild,
+  scales_like,
+  scales_of,
+  unstored,
+)
 from mpjax.optim._stochastic import leaf_key
 from mpjax.patterns import component_regex, named_leaves, parameter_of, path_text
 
@@ -23,7 +35,6 @@ _ELSEWHERE = {
   **dict.fromkeys(("bits", "optim_bits"), "name the format, as in mpjax.quantized_state(tx, 'int8')"),
   **dict.fromkeys(("block_size", "blocksize"), "pass group=128"),
 }
-_SEED = 0  # rounding noise need not differ between runs
 
 
 class QuantizedState(NamedTuple):
@@ -114,9 +125,11 @@ def quantized_state(
       if stays:
         return leaf
       leaf = leaf.astype(jnp.float32)
-      key = leaf_key(_SEED, jnp.zeros([], jnp.int32), path)
+      key = leaf_key(SEED, jnp.zeros([], jnp.int32), path)
       kept_in = STATE_DTYPES["bfloat16"] if grows else code_dtype
-      return quantize(leaf, scales_of(leaf, kept_in, group), kept_in, key)
+      groups = math.ceil(leaf.shape[-1] / group) if leaf.ndim else 1
+      scales = None if kept_in == STATE_DTYPES["bfloat16"] else scales_of(leaf, groups)
+      return quantize(leaf, scales, kept_in, key)
 
     state = inner.init(params)
     exact = is_exact(inner, params, state)
@@ -133,32 +146,47 @@ def quantized_state(
     def step(stored: PyTree) -> tuple[PyTree, PyTree]:
       plain = unstored(stored)
       updates, new = inner.update(grads, plain, masters, **extra_args)
-      if (made := str(jax.tree.structure(new))) != (expected := str(jax.tree.structure(plain))):
-        raise ValueError(
-          f"the wrapped transform changed the structure of its state from {expected} to {made}"
-        )
-      return updates, new
+      return updates, keep_dtypes(new, plain)
 
     # Computed twice, with only the scales kept from the first: otherwise a GPU's compiler would write the
     # whole new state in float32 between the maximum of a group and its codes. Other compilers merge the two.
     is_leaf, barrier = is_quantized, jax.lax.optimization_barrier
     _, new = step(state.inner_state)
-    scales = jax.tree.map(lambda old, x: _scales(old, x, group), state.inner_state, new, is_leaf=is_leaf)
+    scales = jax.tree.map(scales_like, state.inner_state, new, is_leaf=is_leaf)
     stored, scales = jax.lax.platform_dependent(
       (state.inner_state, scales), cuda=barrier, rocm=barrier, default=lambda x: x
     )
     updates, new = step(stored)
 
-    def store(path: KeyPath, old: Array | Quantized, x: Array, scales: Array | None) -> Array | Quantized:
-      if not isinstance(old, Quantized):
-        return cast_like(x, old)
-      return quantize(x.astype(jnp.float32), scales, old.codes.dtype, leaf_key(_SEED, steps, path))
-
+    store = lambda path, old, x, scales: quantize_like(old, x, scales, path, steps)
     stored = jax.tree_util.tree_map_with_path(store, state.inner_state, new, scales, is_leaf=is_leaf)
     return updates, QuantizedState(stored, steps)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _scales(old: Array | Quantized, x: Array, group: int) -> Array | None:
-  return scales_of(x.astype(jnp.float32), old.codes.dtype, group) if isinstance(old, Quantized) else None
+def in_full_bytes(state: PyTree) -> PyTree:
+  """Returns a state with that of the wrapped transform, in float32, for each `QuantizedState` in it."""
+  is_state = lambda x: isinstance(x, QuantizedState)
+  plain = lambda x: in_full_bytes(rebuild(x.inner_state)) if is_state(x) else x
+  return unstored(jax.tree.map(plain, state, is_leaf=lambda x: is_state(x) or is_quantized(x)))
+
+
+def store_like(stored: PyTree, plain: PyTree, steps: Array | int = 0) -> PyTree:
+  """Returns a plain state stored like another: quantised in the same leaves, to the same codes and groups.
+
+  Args:
+    stored: a state.
+    plain: the plain form of a state of that structure, as from `in_full_bytes`; or what a step makes of
+      `unstored(stored)`, with a `QuantizedState` in the same places.
+    steps: updates so far, for the noise of rounding to bfloat16; those of a `QuantizedState` in `plain`.
+  """
+
+  def leaf(path: KeyPath, old: Array | Quantized | QuantizedState, x: PyTree) -> PyTree:
+    if isinstance(old, QuantizedState):
+      inner, now = x if isinstance(x, QuantizedState) else (x, steps)
+      return old._replace(inner_state=store_like(old.inner_state, inner, now))
+    return quantize_like(old, x, scales_like(old, x), path, jnp.asarray(steps, jnp.int32))
+
+  is_stored = lambda x: isinstance(x, (Quantized, QuantizedState))
+  return jax.tree_util.tree_map_with_path(leaf, stored, plain, is_leaf=is_stored)

@@ -120,27 +120,6 @@ def test_a_loss_scale_deep_in_other_transforms(name):
   run_both(ADAM, wrapped, {}, scaler=mpjax.get_loss_scale)
 
 
-def accumulated(tx, scale):
-  """What three steps, the second of which is not finite, add up to, and the last state."""
-  update, state, total = jax.jit(tx.update), tx.init(PARAMS), jax.tree.map(np.zeros_like, PARAMS)
-  for i, finite in enumerate([True, False, True]):
-    grads = gradients(i, finite, scale if i < 2 else float(mpjax.get_loss_scale(state).scale))
-    updates, state = update(grads, state, PARAMS)
-    total = jax.tree.map(np.add, total, updates)
-  return total, state
-
-
-def test_multi_steps_drops_a_bad_micro_step_and_goes_on():
-  mean = jax.tree.map(lambda a, b: -(a + b) / 2, gradients(0), gradients(2))
-  total, state = accumulated(SCALED(optax.MultiSteps(SGD, 2).gradient_transformation()), 2.0**16)
-  close(total, mean)
-  assert int(state.inner_state.gradient_step) == 1
-  # Outside a static scale it has to be told.
-  static = mpjax.static_loss_scale(SGD, 8.0)
-  tx = optax.MultiSteps(static, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
-  close(accumulated(tx, 8.0)[0], mean)
-
-
 def test_multi_steps_outside_is_refused_by_whoever_sees_the_transform():
   multi = optax.MultiSteps(optax.chain(SCALED(SGD)), 2)
   tx = optax.masked(multi.gradient_transformation(), True)

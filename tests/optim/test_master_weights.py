@@ -9,8 +9,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.optim._convert import split_like
-from mpjax.optim._master_weights import join
+from mpjax.optim import join, split_like
 from tests.optim._forms import normal, same_bits
 
 F32 = np.float32

@@ -12,9 +12,8 @@ from jax.experimental import checkify
 
 import mpjax
 from mpjax.dtypes import STATE_DTYPES
-from mpjax.optim import Quantized, is_quantized
-from mpjax.optim._convert import in_full_bytes  # as a step that hands its state out does
-from mpjax.optim._quantized import dequantize, quantize, scales_of  # for arrays of any shape and size
+from mpjax.optim import Quantized, dequantize, in_full_bytes, is_quantized
+from mpjax.optim._quantized import quantize, scales_of  # for arrays of any shape and size
 from tests.optim._forms import described, normal
 
 F32 = np.float32
@@ -23,8 +22,9 @@ BYTES = ("int8", "float8_e4m3fn")
 
 
 def stored(x, dtype, group=128):
-  dtype = STATE_DTYPES[dtype]
-  return quantize(x, scales_of(x, dtype, group), dtype, jax.random.key(0))
+  groups = -(-x.shape[-1] // group) if x.ndim else 1
+  scales = None if dtype == "bfloat16" else scales_of(x, groups)
+  return quantize(x, scales, STATE_DTYPES[dtype], jax.random.key(0))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

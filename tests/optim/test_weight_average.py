@@ -8,8 +8,7 @@ import optax.contrib
 import pytest
 
 import mpjax
-from mpjax.optim import WeightAverageState, average_weights, evaluation_weights
-from mpjax.optim._master_weights import join  # a loop has no other way to its master weights
+from mpjax.optim import WeightAverageState, average_weights, evaluation_weights, join
 
 F32 = np.float32
 RNG = np.random.default_rng(0)

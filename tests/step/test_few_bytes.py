@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.optim._convert import in_full_bytes
+from mpjax.optim import in_full_bytes
 from tests.step._problems import (
   WIDE_BATCH as BATCH,
   WIDE_PARAMS as PARAMS,
