@@ -11,9 +11,6 @@ import pytest
 import yaml
 
 import mpjax
-
-# What a report says of loss scales in words is not said where none is good.
-from mpjax.numerics.advice._loss_scales import scale_limits
 from mpjax.policy import Override
 from tests.numerics._by_hand import at_scale
 from tests.numerics._planted_models import chain
@@ -80,6 +77,8 @@ def test_a_fault_is_found_in_its_layer_and_the_advised_policy_leaves_no_problem(
   report = inspected(fault, policy)
   assert problems(report) == WANTED[fault, policy]
   assert all(f.module.split("/")[0] in f.text for f in report.findings if f.module)
+  order = [(f.severity != "problem", f.order) for f in report.findings]
+  assert order == sorted(order)
   advice, text = report.advice, str(report)
   assert len(text.splitlines()) <= 12
   everything = " ".join(report.table("all").split())
@@ -187,15 +186,29 @@ def test_what_is_not_finite_in_float32_is_not_blamed_on_the_policy(place):
 
 
 @pytest.mark.slow
-def test_a_loss_scale_of_the_optimisers_own_is_left_to_it():
-  params, batch, loss_fn = model("underflow")
-  tx = mpjax.static_loss_scale(optax.sgd(1e-2), 2.0)
-  report = mpjax.inspect_numerics(loss_fn, params, batch, policy=POLICIES["no scale"], tx=tx)
-  assert report.loss_scale == 2.0
-  assert problems(report) == {UNDERFLOW}
-  advised = mpjax.get_policy(report.advice.policy)
-  assert advised.loss_scaling is None
-  assert advised.overrides == (("small", Override("bfloat16")),)
+@pytest.mark.parametrize(
+  ("fault", "policy", "tx", "advised"),
+  [
+    (
+      "underflow",  # the optimiser's own loss scale is left to it
+      POLICIES["no scale"],
+      mpjax.static_loss_scale(optax.sgd(1e-2), 2.0),
+      {"loss_scaling": None, "overrides": (("small", Override("bfloat16")),)},
+    ),
+    (
+      "overflow",  # an override needs autocast, and that float32 weights
+      {"base": "float16", "master_weights": "stochastic"},
+      TX,
+      {"autocast": True, "param_dtype": "float32", "master_weights": None},
+    ),
+  ],
+  ids=["own scale", "stochastic weights"],
+)
+def test_the_advice_goes_with_what_the_optimiser_and_the_weights_have(fault, policy, tx, advised):
+  params, batch, loss_fn = model(fault)
+  report = mpjax.inspect_numerics(loss_fn, params, batch, policy=policy, tx=tx)
+  found = mpjax.get_policy(report.advice.policy)
+  assert {name: getattr(found, name) for name in advised} == advised
   assert left(report, loss_fn, params, batch, tx=tx) == set()
 
 
@@ -228,12 +241,12 @@ def test_what_fp8_is_too_narrow_for_goes_back_to_bfloat16():
 
   fp8 = {"emulate": True, "min_dim": 1, "first_layer": True, "last_layer": True}
   policy = {"base": "fp8", "fp8": fp8}
-  report = mpjax.inspect_numerics(loss_fn, params, {"x": X, "size": size}, policy=policy, pieces=1)
+  report = mpjax.inspect_numerics(loss_fn, params, {"x": X, "size": size}, policy=policy)
   assert ("error", "spiky") in problems(report)
   advised = mpjax.get_policy(report.advice.policy)
   assert "spiky" in dict(advised.overrides)
   assert advised.fp8.emulate
-  after = left(report, loss_fn, params, {"x": X, "size": size}, pieces=1)
+  after = left(report, loss_fn, params, {"x": X, "size": size})
   assert "error" not in {kind for kind, _ in after}
 
 
@@ -284,10 +297,7 @@ def test_a_loss_scale_that_overflows_nothing_is_among_those_that_are_good():
 def test_an_overflow_is_said_where_a_step_at_that_scale_is_skipped(options):
   """The gradients of the weights are far larger than those of the activations."""
   rng = np.random.default_rng(0)
-  x, y = (
-    rng.standard_normal((256, 32)).astype(np.float32) + 1,
-    rng.standard_normal((256, 1)).astype(np.float32),
-  )
+  x, y = (rng.standard_normal((256, width)).astype(np.float32) + 1 for width in (32, 1))
   params = {"in": np.full((32, 64), 0.05, np.float32), "out": np.full((64, 1), 0.05, np.float32)}
 
   def loss_fn(params, batch):
@@ -297,12 +307,14 @@ def test_an_overflow_is_said_where_a_step_at_that_scale_is_skipped(options):
   start = step.init(params)
   for exponent in (12, 16) if options else (16, 23):
     state = at_scale(start, 2.0**exponent)
-    report = mpjax.inspect_numerics(step, state, (x, y), advise=False, pieces=1)
+    report = mpjax.inspect_numerics(step, state, (x, y), advise=False)
     skipped = not step(state, (x, y))[1]["grads_finite"]
     assert skipped == (exponent == (16 if options else 23)), exponent
     found = [f for f in report.findings if f.kind == "gradient overflow"]
     assert bool(found) == skipped, exponent
     assert all("the scale will fall" in f.text for f in found)
+    wrong = [f for f in report.findings if (f.kind, f.severity) == ("gradient error", "problem")]
+    assert ["mpjax.loss_scale.check_loss_scaling(step, " in f.text for f in wrong] == [True] * skipped
 
 
 @pytest.mark.parametrize(
@@ -322,10 +334,12 @@ def test_good_loss_scales_keep_the_share_of_all_gradients_and_overflow_none(faul
       kept = sum(m.kept("float16", 2.0**exponent) * (m.count - m.zero) for m in gradients)
       over = max(m.shares("float16", 2.0 ** (exponent + 1)).overflow for m in gradients + products)
       if not over:
-        good.append((2.0**exponent, kept >= keep * sum(m.count - m.zero for m in gradients)))
-    low = next((scale for scale, enough in good if enough), None)
+        good.append((exponent, kept >= keep * sum(m.count - m.zero for m in gradients)))
+    low = next((f"2^{exponent}" for exponent, enough in good if enough), None)
     assert low is not None or keep == 0.999
-    assert scale_limits(report) == (low, good[-1][0]), keep
+    [text] = [f.text for f in report.findings if f.kind == "range"]
+    said = re.search(r"(?:from (\S+) to|overflow,) (2\^\d+)", text).groups()
+    assert said == (low, f"2^{good[-1][0]}"), keep
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -345,17 +359,8 @@ def test_an_error_of_a_sum_that_cancels_is_named_and_is_a_problem_if_it_is_the_g
   [finding] = [f for f in report.findings if f.kind == "gradient error"]
   assert finding.severity == ("problem" if alone else "note")
   assert finding.text.startswith("b: the error of its gradient")
+  assert "check_loss_scaling" not in finding.text  # there is no scale
   assert ("good as it is" in str(report)) != alone
-
-
-@pytest.mark.slow
-def test_advice_that_needs_float32_weights_drops_what_half_precision_ones_had_besides():
-  params, batch, loss_fn = model("overflow")
-  policy = {"base": "float16", "master_weights": "stochastic"}
-  report = mpjax.inspect_numerics(loss_fn, params, batch, policy=policy, tx=TX)
-  advised = mpjax.get_policy(report.advice.policy)
-  assert (advised.autocast, advised.param_dtype, advised.master_weights) == (True, "float32", None)
-  assert left(report, loss_fn, params, batch, tx=TX) == set()
 
 
 def test_an_override_is_for_the_module_that_is_meant_and_for_no_other_of_its_name():

@@ -43,7 +43,7 @@ def loss_fn(params, batch):
 
 def inspect(kind, policy="bf16"):
   x, w = setting(kind)
-  return mpjax.inspect_numerics(loss_fn, {"w": w}, x, policy=policy, advise=False, pieces=1)
+  return mpjax.inspect_numerics(loss_fn, {"w": w}, x, policy=policy, advise=False)
 
 
 def by_hand(x, w):

@@ -57,12 +57,9 @@ def _master_weights(look: Look) -> list[Change]:
   if not paths:
     buys = "the optimiser computes in float32, where its divisions are safe"
     return [Change("param_dtype", "float32", buys)] if look.problems(rules.broken_update) else []
-  stalled = [t for t in look.report.of("update") if t.path in paths]
-  shares = ", ".join(f"{t.path} {percent(t.lost_here)}" for t in stalled[:3])
-  more = f" and {len(stalled) - 3} more" if len(stalled) > 3 else ""
-  buys = f"master weights take the updates that are lost now: {shares}{more}"
+  buys = "master weights take the updates that are lost now"
   if look.report.policy.param_dtype.name == "bfloat16":
-    lost = percent(max((t.lost or {})["int8"] for t in stalled))
+    lost = percent(max((t.lost or {})["int8"] for t in look.report.of("update") if t.path in paths))
     corrections = f"int16, or int8 (3 bytes a weight instead of 4; loses {lost})"
     buys += f"; bfloat16 weights take them too, with master_weights: {corrections}"
   return [Change("param_dtype", "float32", buys)]

@@ -287,31 +287,20 @@ def _check(look: Look) -> str:
   return f"; {call} says whether a backward rule is not linear" if look.report.loss_scale != 1 else ""
 
 
-@Rule("fragile", "note", digits_kept=4)  # half of bfloat16's
-def difference(look: Look, digits_kept: float) -> Iterator[Said]:
-  """Finds differences of products that keep few digits."""
-  for t, dtype, digits in _fragile(look, "difference"):
-    if t.error is not None and t.error > 2.0**-digits_kept:
+# Half of bfloat16's binary digits; a hundredth of a period.
+@Rule("fragile", "note", digits_kept=4, finest=2.0**-4)
+def fragile(look: Look, digits_kept: float, finest: float) -> Iterator[Said]:
+  """Finds differences of products in half precision that keep few digits, and angles that are far apart."""
+  dtype = look.report.policy.compute_dtype
+  digits = int(FORMATS[dtype.name].mantissa_bits) + 1
+  for t in look.report.of("activation") if dtype.itemsize == 2 else ():
+    apart = 2.0 ** (_binade(t) - digits)
+    if t.fragile == "difference" and t.error is not None and t.error > 2.0**-digits_kept:
       kept = f"keeps {max(0.0, -math.log2(t.error)):.1f} of their {digits} binary digits"
       yield t, f"{_name(t)}: a difference of products in {dtype} {kept}"
-
-
-@Rule("fragile", "note", finest=2.0**-4)  # a hundredth of a period
-def angle(look: Look, finest: float) -> Iterator[Said]:
-  """Finds angles from a product that are far apart."""
-  for t, dtype, digits in _fragile(look, "angle"):
-    apart = 2.0 ** (_binade(t) - digits)
-    if apart > finest:
+    elif t.fragile == "angle" and apart > finest:
       text = f"{_name(t)}: a product in {dtype} computes angles of up to {_top(t)}"
       yield t, f"{text}; numbers of that size are {apart:.2g} apart, and a period is 6.3"
-
-
-def _fragile(look: Look, what: str) -> Iterator[tuple[Tensor, str, int]]:
-  """Yields such activations in half precision, with the name of the dtype and its binary digits."""
-  dtype = look.report.policy.compute_dtype
-  for t in look.report.of("activation"):
-    if t.fragile == what and dtype.itemsize == 2:
-      yield t, dtype.name, int(FORMATS[dtype.name].mantissa_bits) + 1
 
 
 @Rule("weight gradient", "note")
