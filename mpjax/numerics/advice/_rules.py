@@ -143,13 +143,13 @@ def hidden_overflow(look: Look) -> Iterator[Said]:
     yield None, f"{what}: what computes it from the model's outputs overflows; mpjax.find_nonfinite finds it"
 
 
-def _falls(look: Look, _: Any = None) -> str:
-  """Returns `note` if the loss scale will fall to one that fits."""
+def _will_fall(look: Look) -> bool:
+  """Returns whether a loss scale that is too large falls to one that fits."""
   scaling = look.report.policy.loss_scaling
-  return "note" if scaling and scaling.kind == "dynamic" and look.scales[1] else "problem"
+  return scaling is not None and scaling.kind == "dynamic" and look.scales[1] is not None
 
 
-@Rule("gradient overflow", _falls, unless=[overflow])
+@Rule("gradient overflow", lambda look, t: "note" if _will_fall(look) else "problem", unless=[overflow])
 def gradient_overflow(look: Look) -> Iterator[Said]:
   """Finds gradients that overflow at the loss scale: the largest, or all if no scale fits them."""
   # A gradient that is finite in the policy's own run, in the dtype in which it is read, did not overflow.
@@ -161,7 +161,7 @@ def gradient_overflow(look: Look) -> Iterator[Said]:
     if is_half(dtype) and _is_finite(t) and t.magnitudes.shares(dtype, look.report.loss_scale).overflow > 0
   ]
   falls = ""
-  if high and _falls(look) == "note" and any(t.not_finite for t in look.report.of("weight gradient")):
+  if high and _will_fall(look) and any(t.not_finite for t in look.report.of("weight gradient")):
     falls = f"; the scale will fall towards {power_of_two_text(high)}, and each fall skips a step"
   for t, dtype in sorted(over, key=lambda pair: -_binade(pair[0]))[: 1 if high else None]:
     yield t, f"{_name(t)}: its gradient times the loss scale of {_scale(look)} overflows {dtype}{falls}"
