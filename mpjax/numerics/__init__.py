@@ -8,14 +8,12 @@ from mpjax._gone import missing
 from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._inspection import inspect_numerics
 from mpjax.numerics._report import NumericsReport
-from mpjax.numerics._report_figures import NumericsFigures
 from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
 
 __all__ = [
   "Advice",
   "Finding",
   "NonfiniteReport",
-  "NumericsFigures",
   "NumericsReport",
   "Origin",
   "find_nonfinite",

@@ -19,17 +19,21 @@ class Finding:
     severity: `problem`, or `note` for an effect that does no harm now.
     module: module path or a parameter's tree path; empty for the step.
     text: one or two sentences that say what was measured.
+    tensor: the parameter's tree path, or the tensor's name; empty for the step.
+    order: position in the program; -1 for the step, and for a parameter that is not finite.
   """
 
   kind: str
   severity: str
   module: str
   text: str
+  tensor: str = ""
+  order: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-  """A policy to use instead.
+  """A policy to use instead, as the findings suggest it; `mpjax.tune` measures it.
 
   Attributes:
     policy: the policy, as `mpjax.get_policy` takes it.

@@ -13,10 +13,10 @@ from typing import Any, Self
 import yaml
 
 from mpjax._render.html_sections import Shown
+from mpjax._render.plain_data import plain_data
 from mpjax._render.plain_text import bytes_text, fold, table, with_prefix
 from mpjax._render.text_sections import TextSection, answer_lines, of_rows
 from mpjax.fp8 import Recipe
-from mpjax.numerics.render import plain_data
 from mpjax.policy import Policy, get_policy
 from mpjax.tuning._gradient_error import Noise
 from mpjax.tuning._picture import save_picture

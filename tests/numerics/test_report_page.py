@@ -158,7 +158,14 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path, report, case):
     report |= {"tensors": [], "findings": [], "advice": None, "loss_scale": 1.0, "title": ""}
     report["loss"] = {"policy": math.nan, "reference": None}
   if case == "nasty names":
-    report["title"] = report["tensors"][0]["module"] = report["advice"]["yaml"] = NASTY.replace("\ud800", "")
+    name = NASTY.replace("\ud800", "")
+    report["title"] = report["tensors"][0]["module"] = name
+    report["advice"] = {
+      "policy": {},
+      "yaml": name,
+      "lines": [{"key": name, "buys": name}],
+      "unchanged": False,
+    }
   save_html(report, tmp_path / "report.html")
   options = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),

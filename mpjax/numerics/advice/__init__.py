@@ -1,4 +1,4 @@
-"""The findings of a report, and a policy that fixes the problems among them."""
+"""The findings of a report, and a policy that should fix the problems among them."""
 
 from mpjax.numerics.advice._advice import with_conclusions
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mpjax._render.plain_text import percent, power_of_two_text
-from mpjax.numerics._conclusions import Advice, Finding
+from mpjax.numerics._conclusions import Advice
 from mpjax.numerics._report import NumericsReport
-from mpjax.numerics.advice import _findings as seen
+from mpjax.numerics.advice import _rules as rules
+from mpjax.numerics.advice._rules import Look
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy, as_changes, get_policy
 
@@ -32,115 +33,94 @@ class Change(NamedTuple):
     if self.key == "overrides":
       return f"overrides: {self.value[0]}: {self.value[1]}"
     if self.key == "loss_scaling":
-      if self.value is None:
-        return "loss_scaling: none"
       return f"loss_scaling: {self.value['kind']}, init_scale {power_of_two_text(self.value['init_scale'])}"
     return f"{self.key}: {self.value}".replace("True", "true").replace("None", "none")
 
 
 def with_conclusions(report: NumericsReport, advise: bool) -> NumericsReport:
   """Returns a report with its findings, and if `advise` with a policy that should fix the problems."""
-  findings = seen.find(report)
+  look = Look(report)
+  report = dataclasses.replace(report, findings=look.findings())
   if not advise:
-    return dataclasses.replace(report, findings=findings)
-  changes = _changes(report, findings)
-  advice = Advice(_spec(report.policy, changes), tuple((str(change), change.buys) for change in changes))
-  return dataclasses.replace(report, findings=findings, advice=advice)
-
-
-def _changes(report: NumericsReport, findings: Iterable[Finding]) -> list[Change]:
-  """Returns the changes that the problems of a report ask for."""
-  kinds = {f.kind for f in findings if f.severity == "problem"}
-  changes: list[Change] = []
-  if "lost updates" in kinds:
-    changes += _master_weights(report)
-  changes += _loss_scale(report, findings)
-  overrides = _overrides(report, findings)
+    return report
+  changes, overrides = [*_master_weights(look), *_loss_scale(look)], _overrides(look)
   if overrides and not report.policy.autocast:
-    changes.append(
-      Change("autocast", True, "precision by module, and float32 where range or digits are critical")
-    )
-    if report.policy.param_dtype.itemsize < 4 and all(c.key != "param_dtype" for c in changes):
-      buys = "autocast takes float32 weights, which serve as master weights"
-      changes = [c for c in changes if c.key != "master_weights"]
-      changes.append(Change("param_dtype", "float32", buys))
-      if report.policy.master_weights is not None:
-        changes.append(Change("master_weights", None, "float32 weights do not need them"))
-    if report.policy.output_dtype.itemsize < 4:
-      changes.append(Change("output_dtype", "float32", "the loss keeps its digits"))
-  return changes + overrides
+    changes += _for_overrides(report.policy, changes)
+  changes += overrides
+  lines = tuple((str(change), change.buys) for change in changes)
+  return dataclasses.replace(report, advice=Advice(_spec(report.policy, changes), lines))
 
 
-def _master_weights(report: NumericsReport) -> list[Change]:
-  """Returns changes after which the weights take the updates that are lost now."""
-  worst = seen.stalled(report)
-  if not worst:
+def _master_weights(look: Look) -> list[Change]:
+  """Returns a change after which the weights take the updates that are lost now."""
+  paths = [finding.module for finding in look.problems(rules.lost_updates)]
+  if not paths:
     buys = "the optimiser computes in float32, where its divisions are safe"
-    return [Change("param_dtype", "float32", buys)]
-  shares = ", ".join(f"{t.path} {percent(t.lost_here)}" for t in worst[:3])
-  more = f" and {len(worst) - 3} more" if len(worst) > 3 else ""
-  buys = f"master weights take the updates that are lost now: {shares}{more}"
-  if report.policy.param_dtype.name == "bfloat16":
-    lost = max((t.lost or {})["int8"] for t in worst)
-    buys += (
-      "; bfloat16 weights take them too, with master_weights: int16, or int8 (3 bytes a weight instead of "
-    )
-    buys += f"4; loses {percent(lost)})"
+    return [Change("param_dtype", "float32", buys)] if look.problems(rules.broken_update) else []
+  buys = "master weights take the updates that are lost now"
+  if look.report.policy.param_dtype.name == "bfloat16":
+    lost = percent(max((t.lost or {})["int8"] for t in look.report.of("update") if t.path in paths))
+    corrections = f"int16, or int8 (3 bytes a weight instead of 4; loses {lost})"
+    buys += f"; bfloat16 weights take them too, with master_weights: {corrections}"
   return [Change("param_dtype", "float32", buys)]
 
 
-def _loss_scale(report: NumericsReport, findings: Iterable[Finding]) -> list[Change]:
+def _loss_scale(look: Look) -> list[Change]:
   """Returns a better loss scale, if gradients underflow or overflow under the present one."""
-  if report.own_scale:
-    return []
-  problems = [f for f in findings if f.severity == "problem"]
-  small = any(f.kind == "underflow" for f in problems)
-  large = any(f.kind == "gradient overflow" for f in problems)
-  low, high = seen.scale_limits(report)
+  report, (low, high) = look.report, look.scales
   now = report.loss_scale
-  if high is None or not ((small and high > now) or (large and high < now)):
+  if report.own_scale or high is None:
+    return []
+  if not (
+    (high > now and look.problems(rules.underflow)) or (high < now and look.problems(rules.gradient_overflow))
+  ):
     return []
   lost = lambda scale: percent(report.lost("activation gradient", "float16", scale))
   why = f"keeps {percent(report.keep)} of the gradients" if low else "is the largest without an overflow"
-  buys = f"{power_of_two_text(high)} {why}: {lost(high)} of them underflow to zero in float16, "
-  buys += f"{lost(now)} at {power_of_two_text(now)}"
-  return [Change("loss_scaling", {"kind": "dynamic", "init_scale": high}, buys)]
+  buys = f"{power_of_two_text(high)} {why}: {lost(high)} of them underflow to zero in float16"
+  value = {"kind": "dynamic", "init_scale": high}
+  return [Change("loss_scaling", value, f"{buys}, {lost(now)} at {power_of_two_text(now)}")]
 
 
-def _overrides(report: NumericsReport, findings: Iterable[Finding]) -> list[Change]:
+def _for_overrides(policy: Policy, changes: list[Change]) -> list[Change]:
+  """Returns what overrides need of a policy that computes in one dtype, after other changes."""
+  why = "precision by module, and float32 where range or digits are critical"
+  needs = [Change("autocast", True, why)]
+  if policy.param_dtype.itemsize < 4 and all(change.key != "param_dtype" for change in changes):
+    buys = "autocast takes float32 weights, which serve as master weights"
+    needs.append(Change("param_dtype", "float32", buys))
+    if policy.master_weights is not None:
+      needs.append(Change("master_weights", None, "float32 weights do not need them"))
+  if policy.output_dtype.itemsize < 4:
+    needs.append(Change("output_dtype", "float32", "the loss keeps its digits"))
+  return needs
+
+
+def _overrides(look: Look) -> list[Change]:
   """Returns wider formats for the modules that need them."""
-  first = "bf16" if report.policy.compute_dtype.name == "float16" else "fp32"
+  report, high = look.report, look.scales[1]
+  # bfloat16 has float32's range, and matrix units multiply it as fast as float16.
+  wide = "bf16" if report.policy.compute_dtype.name == "float16" else "fp32"
+  exact, normal = ("fp32", wide) if report.policy.fp8 is None else ("bf16", "bf16")
+  best = report.loss_scale if report.own_scale else max(high or 1.0, report.loss_scale)
+  at_best = Look(dataclasses.replace(report, loss_scale=best))
+  scale = "the optimiser's loss scale" if report.own_scale else "any loss scale"
+  gradient_overflows = [] if high and not report.own_scale else look.problems(rules.gradient_overflow)
+  gradient_errors = look.problems(rules.gradient_error, rules.weight_gradient_error)
   wanted: dict[str, tuple[str, str]] = {}
   scopes = {t.module: t.scope for t in report.tensors}
-  _, high = seen.scale_limits(report)
-  for f in findings:
-    if f.severity != "problem":
-      continue
-    if f.kind == "overflow":
-      # bfloat16 has float32's range, and matrix units multiply it as fast as float16.
-      wanted.setdefault(scopes.get(f.module, f.module), (first, "its values stay finite"))
-    elif f.kind == "gradient overflow" and (report.own_scale or not high):
-      wanted.setdefault(scopes.get(f.module, f.module), (first, "its gradients stay finite"))
-    elif f.kind == "error":
-      wanted[scopes.get(f.module, f.module)] = (
-        "bf16" if report.policy.fp8 else "fp32",
-        "its values come close to float32's",
-      )
-    elif f.kind == "gradient error":
-      # Often the cause is float16's subnormal numbers, which have few digits.
-      wanted[scopes.get(f.module, f.module)] = (
-        "bf16" if report.policy.fp8 else first,
-        "its gradients come close to float32's",
-      )
-  best = report.loss_scale if report.own_scale else max(high or 1.0, report.loss_scale)
-  for t in seen.harmful_underflows(report, best):
-    scale = "the optimiser's loss scale" if report.own_scale else "any loss scale"
-    wanted.setdefault(t.scope, (first, f"its gradients are too small for {scale}"))
-  changes = []
-  for pattern, module in _patterns(list(wanted), report).items():
-    policy, buys = wanted[module]
-    changes.append(Change("overrides", (pattern, policy), buys))
-  return changes
+  for findings, policy, buys in (
+    (look.problems(rules.error), exact, "its values come close to float32's"),
+    # Often the cause is float16's subnormal numbers, which have few digits.
+    (gradient_errors, normal, "its gradients come close to float32's"),
+    (look.problems(rules.overflow, rules.hidden_overflow), wide, "its values stay finite"),
+    (gradient_overflows, wide, "its gradients stay finite"),
+    (at_best.problems(rules.underflow), wide, f"its gradients are too small for {scale}"),
+  ):
+    for finding in findings:
+      wanted.setdefault(scopes.get(finding.module, finding.module), (policy, buys))
+  patterns = _patterns(list(wanted), report)
+  return [Change("overrides", (pattern, wanted[m][0]), wanted[m][1]) for pattern, m in patterns.items()]
 
 
 def _patterns(modules: list[str], report: NumericsReport) -> dict[str, str]:

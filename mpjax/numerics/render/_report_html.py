@@ -7,12 +7,13 @@ import hashlib
 import html
 import importlib.resources
 import json
-import math
 import os
 import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from mpjax._render.plain_data import plain_data
 
 _VERSION = 1
 
@@ -70,16 +71,3 @@ def _json(report: Mapping[str, Any]) -> str:
   """Returns strict JSON in ASCII that cannot end its HTML element."""
   text = json.dumps(plain_data(report), allow_nan=False, separators=(",", ":"))
   return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def plain_data(value: Any) -> Any:
-  """Returns data for JSON: NaN and the infinities as the strings that `float` reads, arrays as lists."""
-  if isinstance(value, Mapping):
-    return {str(key): plain_data(item) for key, item in value.items()}
-  if isinstance(value, (list, tuple)):
-    return [plain_data(item) for item in value]
-  if hasattr(value, "tolist"):  # arrays and scalars of NumPy
-    return plain_data(value.tolist())
-  if isinstance(value, float) and not math.isfinite(value):
-    return str(value)
-  return value

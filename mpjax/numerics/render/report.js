@@ -80,11 +80,11 @@ function showFacts() {
   const pairs = [["Policy", `${REPORT.policy} (computes in ${REPORT.compute_dtype})`]];
   const scale = number(REPORT.loss_scale), loss = (value) => (Number.isFinite(number(value)) ? value.toPrecision(5) : digits(value));
   pairs.push(["Loss scale", scale === 1 ? "none" : Number.isInteger(RUN) ? [...power(RUN), ` = ${digits(scale)}`] : digits(scale)]);
-  if (REPORT.loss) pairs.push(["Loss", `${loss(REPORT.loss.policy)}${number(REPORT.loss.reference) === null ? "" : `, in float32 ${loss(REPORT.loss.reference)}`}`]);
+  pairs.push(["Loss", `${loss(REPORT.loss.policy)}${number(REPORT.loss.reference) === null ? "" : `, in float32 ${loss(REPORT.loss.reference)}`}`]);
   const plural = (count, word) => `${digits(count)} ${word}${count === 1 ? "" : word === "batch" ? "es" : "s"}`;
-  pairs.push(["Run on", `${plural(REPORT.batches, "batch")}, ${plural(REPORT.rows, "row")}${REPORT.step === null || REPORT.step === undefined ? "" : `, at step ${digits(REPORT.step)}`}, ${REPORT.backend}`]);
+  pairs.push(["Run on", `${plural(REPORT.batches, "batch")}, ${plural(REPORT.rows, "row")}, at step ${digits(REPORT.step)}, ${REPORT.backend}`]);
   byId("facts").replaceChildren(...pairs.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
-  byId("footer").textContent = Object.entries(REPORT.versions || {}).map(([name, version]) => `${name} ${version}`).join(" · ");
+  byId("footer").textContent = Object.entries(REPORT.versions).map(([name, version]) => `${name} ${version}`).join(" · ");
 }
 
 const card = (finding) => element("li", { class: finding.severity },
@@ -96,8 +96,6 @@ const sentence = (text) => `${text.slice(0, 1).toUpperCase()}${text.slice(1)}${t
 
 function showVerdict() {
   const verdict = REPORT.verdict;
-  byId("verdict").hidden = !verdict;
-  if (!verdict) return;
   byId("verdict-text").classList.add(verdict.good ? "good" : "bad");
   byId("verdict-text").textContent = sentence(verdict.text.replace("policy below", "policy under Advice"));
   byId("figures").replaceChildren(...verdict.figures.map((figure) => element("li", {},
@@ -108,7 +106,7 @@ function showVerdict() {
 const note = (finding) => element("li", {}, element("span", { class: "what" }, finding.kind), element("div", {}, link(finding.module), element("p", {}, finding.text)));
 
 function showFindings() {
-  const all = REPORT.findings || [], problems = all.filter((finding) => finding.severity === "problem");
+  const all = REPORT.findings, problems = all.filter((finding) => finding.severity === "problem");
   const notes = all.filter((finding) => finding.severity !== "problem"), few = 12;
   byId("findings").hidden = byId("to-findings").hidden = !all.length;
   byId("findings-title").textContent = byId("to-findings").textContent = problems.length ? "Findings" : "Notes";
@@ -238,7 +236,7 @@ function showErrors() {
   const series = kinds.map((kind) => ({ name: PLURALS[kind], mark: ERROR_MARKS[kind], values: visits.map((visit) => visit[kind] ?? null) }));
   const marked = new Map();
   for (const [found, kind, words] of [["error", "activation", "error"], ["gradient error", "activation gradient", "gradients' error"]]) {
-    for (const finding of (REPORT.findings || []).filter((finding) => finding.kind === found)) {
+    for (const finding of REPORT.findings.filter((finding) => finding.kind === found)) {
       const of = (visit) => (visit.module === finding.module ? visit[kind] ?? 0 : 0), most = Math.max(...visits.map(of));
       const at = visits.findIndex((visit) => of(visit) > 0 && of(visit) >= most / 2);
       if (at >= 0 && !marked.has(at)) marked.set(at, `${words} grows at `);
@@ -258,10 +256,10 @@ function showErrors() {
 
 const weightsIn = (name) => ({ int8: "bfloat16 with int8 corrections", int16: "bfloat16 with int16 corrections", stochastic: "bfloat16, rounded stochastically (on average)" }[name] || (FORMATS[name] || { title: name }).title);
 
-function showState() {
-  const lost = Object.entries(REPORT.lost_updates || {});
+function showWeights() {
+  const lost = Object.entries(REPORT.lost_updates);
   const cell = (content) => element("td", { class: "number" }, content), first = (content) => element("th", { scope: "row" }, content);
-  byId("state").hidden = byId("to-state").hidden = !lost.length;
+  byId("weights").hidden = byId("to-weights").hidden = !lost.length;
   byId("rounding").tBodies[0].replaceChildren(...lost.map(([name, share]) => element("tr", {}, first(weightsIn(name)), cell(column(share)))));
 }
 
@@ -269,10 +267,8 @@ function showAdvice() {
   const advice = REPORT.advice;
   byId("advice").hidden = byId("to-advice").hidden = !advice || advice.unchanged;
   if (byId("advice").hidden) return;
-  const lines = advice.lines || [];
-  byId("yaml").textContent = advice.yaml || "";
-  byId("yaml-block").hidden = !advice.yaml;
-  byId("buys").replaceChildren(...lines.flatMap((line) => [element("dt", {}, element("code", {}, line.key)), element("dd", {}, line.buys)]));
+  byId("yaml").textContent = advice.yaml;
+  byId("buys").replaceChildren(...advice.lines.flatMap((line) => [element("dt", {}, element("code", {}, line.key)), element("dd", {}, line.buys)]));
 }
 
 async function copyYaml() {

@@ -168,7 +168,7 @@ function start() {
   onChange("next", "click", () => filter({ page: state.page + 1 }));
   onChange("copy", "click", copyYaml);
   showAdvice();
-  showState();
+  showWeights();
   const draw = () => { showHistogram(); showErrors(); showTable(); };
   draw();
   let width = innerWidth;
