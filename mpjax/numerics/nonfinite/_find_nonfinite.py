@@ -77,18 +77,14 @@ def find_nonfinite(
     found = _hunt(step, state, batch, whole=of_step, names=given.names)
     if found.finite or not reference or as_it_stands:
       return found
-    if _is_float32(step, found):
-      return dataclasses.replace(found, in_float32=True)
     wide_step = step.with_policy("fp32")
+    if wide_step.policy == step.policy and found.loss_scale == 1:
+      return dataclasses.replace(found, in_float32=True)
     wide = wide_step.adopt(state, step, warn=False)
+    if found.of_gradients:  # which need no optimiser, with a loss scale of the user's own
+      wide = wide.replace(opt_state=())
     same = _hunt(wide_step, wide, batch, whole=of_step and not found.of_gradients, names=given.names)
     return dataclasses.replace(found, in_float32=not same.finite, reference=same)
-
-
-def _is_float32(step: TrainStep, found: NonfiniteReport) -> bool:
-  policy = step.policy
-  narrow = policy.compute_dtype.itemsize < 4 or policy.param_dtype.itemsize < 4
-  return not narrow and not policy.fp8 and not policy.overrides and found.loss_scale == 1
 
 
 class _Seen(NamedTuple):
