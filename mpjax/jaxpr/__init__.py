@@ -23,7 +23,7 @@ from mpjax.jaxpr._bodies import (
 )
 from mpjax.jaxpr._derivatives import custom_jvp_rule, custom_vjp_rules
 from mpjax.jaxpr._flops import flops, taps
-from mpjax.jaxpr._flow import Backward, Calls, Facts, Forward, inputs_read, live, needed_inside, outputs_of
+from mpjax.jaxpr._flow import Backward, Calls, Facts, Forward, inputs_read, live, needed, outputs_of
 from mpjax.jaxpr._interpret import (
   Rule,
   bind_again,

@@ -302,17 +302,16 @@ class _Computed(Forward[bool]):
     return result or choice
 
 
+def needed(jaxpr: AnyJaxpr, outputs: Sequence[bool]) -> Facts[bool]:
+  """Returns which values of a jaxpr, and of its bodies, some of its outputs depend on."""
+  return _Needed().solve(jaxpr, outputs)
+
+
 def inputs_read(jaxpr: AnyJaxpr, outputs: Sequence[bool]) -> list[bool]:
   """Returns which inputs of a jaxpr some of its outputs depend on."""
-  return _Needed().solve(jaxpr, outputs).inputs
+  return needed(jaxpr, outputs).inputs
 
 
 def outputs_of(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
   """Returns which outputs of a jaxpr depend on some of its inputs."""
   return _Computed().solve(jaxpr, inputs).outputs
-
-
-def needed_inside(equation: JaxprEqn, results: Sequence[bool]) -> list[list[bool]]:
-  """Returns, for each body of a call, which of its outputs some results of the call depend on."""
-  bodies, _ = _Needed().enter(equation, call_layout(equation), results)
-  return [facts.outputs for facts in bodies]

@@ -49,7 +49,7 @@ def bind_again(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 def interpret(
   jaxpr: AnyJaxpr,
-  arguments: Sequence[Any],
+  arguments: Iterable[Any],
   rule: Rule,
   outputs: Sequence[bool] | None = None,
   *,
@@ -60,25 +60,29 @@ def interpret(
   Args:
     jaxpr: the jaxpr, with its constants.
     arguments: its inputs: values of any kind that the rule takes.
-    rule: (equation, operands) -> results, such as `bind_again`.
+    rule: (equation, operands) -> results, such as `bind_again`. Literals and constants reach it as they are.
     outputs: which outputs to return; all by default.
     effects: also evaluate equations with an effect.
   """
   body = open_jaxpr(jaxpr)
-  environment: dict[Var, Any] = dict(zip(body.constvars, constants_of(jaxpr), strict=True))
-  environment |= zip(body.invars, arguments, strict=True)
+  equations, needed = live(body, outputs, effects=effects)
+  results = body.outvars if outputs is None else list(itertools.compress(body.outvars, outputs))
+  environment: dict[Var, Any] = {}
 
   def read(atom: Atom) -> Any:
     return atom.val if isinstance(atom, Literal) else environment[atom]
 
-  equations = live(body, outputs, effects=effects).equations
-  results = body.outvars if outputs is None else list(itertools.compress(body.outvars, outputs))
+  def keep(variables: Iterable[Var], values: Iterable[Any]) -> None:
+    environment.update((v, x) for v, x in zip(variables, values, strict=True) if v in needed)
+
+  keep(body.constvars, constants_of(jaxpr))
+  keep(body.invars, arguments)
   expired = last_reads([equation.invars for equation in equations], results)
   for equation, last in zip(equations, expired, strict=True):
     operands = [read(atom) for atom in equation.invars]
     for variable in last:
       del environment[variable]
-    environment |= zip(equation.outvars, rule(equation, operands), strict=True)
+    keep(equation.outvars, rule(equation, operands))
   return [read(atom) for atom in results]
 
 

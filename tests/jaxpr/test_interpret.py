@@ -1,5 +1,7 @@
 """The evaluator of jaxprs: last reads, evaluation again, into bodies; closures."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,20 @@ def test_what_no_chosen_output_needs_is_left_out():
   interpret(closed, [X, X], rule)
   assert "cos" not in seen
   assert "debug_callback" in seen
+
+
+def test_a_value_lives_until_its_last_read_and_one_that_nothing_reads_does_not():
+  alive = weakref.WeakSet()
+
+  def rule(equation, operands):
+    counts.append(len(alive))
+    results = [type("Value", (), {})() for _ in equation.outvars]
+    alive.update(results)
+    return results
+
+  counts = []
+  interpret(traced(lambda x: jnp.sin(jax.lax.cos(jax.lax.top_k(x, 2)[0])), X), iter([X]), rule)
+  assert counts == [0, 1, 1]  # of the two results of `top_k` one, which `cos` reads; then that of `cos`
 
 
 CALLS = {  # what `into_bodies` enters

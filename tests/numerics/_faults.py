@@ -93,5 +93,5 @@ class LinenModel(nn.Module):
 def plain(params, x, faults):
   for i, fault in enumerate(faults):
     with jax.named_scope(f"layer_{i}"):
-      x = FAULTS[fault](x @ params["w"][i])
+      x = FAULTS[fault](x @ params["w"][i])  # line of: product
   return x

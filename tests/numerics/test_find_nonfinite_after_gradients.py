@@ -181,11 +181,3 @@ def test_what_is_not_trained_is_not_looked_at():
     report = hunt(tx, "bf16_lean", skip_nonfinite=True, **options)
     assert report.finite
     assert not report.compiled
-
-
-def test_a_parameter_that_leaves_float16_asks_for_a_wider_one():
-  report = hunt(
-    optax.chain(optax.sgd(-1.0), optax.scale(1e5)), {"base": "float16", "optimizer_dtype": "float32"}
-  )
-  assert report.results.keys() == {"parameters after the step ['w']"}
-  assert "param_dtype: float32" in str(report)

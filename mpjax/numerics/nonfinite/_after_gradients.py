@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Bool
 
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import cast_like
@@ -16,35 +14,22 @@ from mpjax.optim import unstored
 from mpjax.step import TrainState, TrainStep, state_of, unrounded, with_policy, with_step_arguments
 
 
-class AfterGradients(NamedTuple):
-  """What a step computes from its gradients.
-
-  Attributes:
-    updates: unrounded updates of the master weights that move.
-    params: the moving parameters after the step.
-    opt_state: the optimiser's state after the step, before it is stored in few bytes.
-    skipped: bool[]; whether a loss scale inside the user's own optimiser has replaced them by zeros and the
-      old state although the gradients are finite.
-  """
-
-  updates: PyTree
-  params: PyTree
-  opt_state: PyTree
-  skipped: Bool[Array, ""]
-
-
-def after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], AfterGradients]:
-  """Returns a function from (loss, gradients, state) to what the step computes from unscaled gradients.
+def after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], tuple[PyTree, ...]]:
+  """Returns a function from (loss, unscaled gradients, state) to what the step computes from them.
 
   It leaves out the skip that the step puts around its optimiser, which shows zeros in place of a NaN. A skip
   inside the user's optimiser stays.
+
+  It returns the unrounded updates of the master weights that move, these parameters after the step, and the
+  optimiser's state before it is stored in few bytes. The last result is bool[]: whether a loss scale inside
+  the user's own optimiser has replaced these by zeros and the old state although the gradients are finite.
   """
   policy = step.policy
   skips = policy.loss_scaling is not None or step.options.skip_nonfinite
   given = with_step_arguments(step.inner_tx)
   tx = with_policy(given, dataclasses.replace(policy, loss_scaling=None), guarded=False)
 
-  def run(loss: Array, grads: PyTree, state: TrainState) -> AfterGradients:
+  def run(loss: Array, grads: PyTree, state: TrainState) -> tuple[PyTree, ...]:
     grads, params = step.trained.arguments(state, grads)
     masters, layers = unrounded(params, step.layers(state))
     before = unstored(state_of(layers._replace(scaler=None)))
@@ -58,8 +43,6 @@ def after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], Af
     skipped = jnp.asarray(False)
     if scaler is not None:
       skipped = get_loss_scale(after).skipped_steps > scaler.skipped_steps
-    return AfterGradients(
-      step.trained.moving(state, updates), step.trained.moving(state, new), after, skipped
-    )
+    return step.trained.moving(state, updates), step.trained.moving(state, new), after, skipped
 
   return run

@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from mpjax._types import ClosedJaxpr, PolicyLike, PyTree
-from mpjax.dtypes import cast_floating
-from mpjax.loss_scale import NonFinite, find_loss_scales, get_loss_scale, is_inexact, map_parts
+from mpjax._types import Array, PolicyLike, PyTree
+from mpjax.loss_scale import NonFinite, find_loss_scales, get_loss_scale, is_inexact
 from mpjax.numerics._arguments import arguments_of, on_axes_of, step_of
 from mpjax.numerics.nonfinite._after_gradients import after_gradients
-from mpjax.numerics.nonfinite._evaluate import Evaluation
-from mpjax.numerics.nonfinite._origins import Origin, count, is_finite
-from mpjax.numerics.nonfinite._places import Place
+from mpjax.numerics.nonfinite._evaluate import Evaluation, Source
+from mpjax.numerics.nonfinite._origins import Origin, Place, count, is_finite
 from mpjax.numerics.nonfinite._report import NonfiniteReport
 from mpjax.patterns import path_text
 from mpjax.sharding import on_device
@@ -27,6 +25,8 @@ from mpjax.step import TrainState, TrainStep
 _MOST_OTHERS = 8
 # Stands for the counts of updates that a loss scale inside the user's optimiser has replaced.
 _NOT_SHOWN = NonFinite(0, 0, 0, 0)
+_STATE = "optimiser state "
+_SKIPPED = ""  # in the place of a name
 
 
 def find_nonfinite(
@@ -77,21 +77,32 @@ def find_nonfinite(
     found = _hunt(step, state, batch, whole=of_step, names=given.names)
     if found.finite or not reference or as_it_stands:
       return found
-    under = step.policy
-    narrow = under.compute_dtype.itemsize < 4 or under.param_dtype.itemsize < 4
-    if not narrow and not under.fp8 and not under.overrides and found.loss_scale == 1:
-      return dataclasses.replace(found, in_float32=True)
     wide_step = step.with_policy("fp32")
-    if found.of_gradients:
-      wide = state.replace(
-        arrays=map_parts(lambda p: cast_floating(p, jnp.float32), lambda p: p, state.arrays),
-        opt_state=(),
-        fp8_state={},
-      )
-    else:
-      wide = wide_step.adopt(state, step, warn=False)
+    if wide_step.policy == step.policy and found.loss_scale == 1:
+      return dataclasses.replace(found, in_float32=True)
+    wide = wide_step.adopt(state, step, warn=False)
+    if found.of_gradients:  # which need no optimiser, with a loss scale of the user's own
+      wide = wide.replace(opt_state=())
     same = _hunt(wide_step, wide, batch, whole=of_step and not found.of_gradients, names=given.names)
     return dataclasses.replace(found, in_float32=not same.finite, reference=same)
+
+
+class _Seen(NamedTuple):
+  """The findings in one program.
+
+  Attributes:
+    arrays: its results, computed operation by operation.
+    results: counts of its non-finite results, by name.
+    compiled: the same of the compiled program.
+    blamed: the operations and inputs to blame.
+    parts: the parts of a step that the results belong to.
+  """
+
+  arrays: list[Any]
+  results: dict[str, NonFinite]
+  compiled: dict[str, NonFinite]
+  blamed: list[Source]
+  parts: list[str]
 
 
 def _hunt(
@@ -108,130 +119,94 @@ def _hunt(
   """
   # Over several devices it would be one operation; an overflow only in their sum is found below.
   alone, state = step.without_mesh(), on_device(state)
-  with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
-    closed, shapes = jax.make_jaxpr(alone.loss_and_gradients, return_shape=True)(state, batch)
-  results = ["loss" if len(p) == 1 else "gradients" + _text(p[1:]) for p, _ in _leaves(shapes)]
-  of_loss = tuple(name == "loss" for name in results)
-  seen = _evaluated(closed, _inputs(state, batch, names), results, Place(of_loss=of_loss), step.accumulate)
-  loss, grads = step.gradients(state, batch)
-  compiled = _nonfinite(results, jax.tree.leaves((loss, grads)))
-  parts, found = ["loss", "gradients"], [seen]
-  if whole and not seen.results and not compiled:
-    found = [_carried(step, alone, state, batch), _after(step, state, (loss, grads), seen)]
-    parts += [part for one in found for part in one.parts]
-    compiled = {name: counts for one in found for name, counts in one.compiled.items()}
-  origins = _places([origin for one in found for origin in one.origins])
-  inputs = {name: counts for one in found for name, counts in one.inputs.items()}
-  others = origins if inputs else origins[1:]
+  of_state = _named("", state)
+  parts = zip(names, batch, strict=True) if names else [("batch", batch)]
+  inputs = of_state + [leaf for part in parts for leaf in _named(*part, may_mask=True)]
+  compiled = step.gradients(state, batch)
+  kinds: tuple[str, ...] = ("loss", "gradients")
+  found = [_examined(step, kinds, alone.loss_and_gradients, (state, batch), inputs, compiled)]
+  if whole and not found[0].results and not found[0].compiled:
+    if any(map(is_inexact, jax.tree.leaves((state.model_state, state.fp8_state)))):
+      carried = jax.jit(step.carried)(state, batch)
+      kinds = ("model state ", "FP8 state ")
+      found.append(_examined(step, kinds, alone.carried, (state, batch), inputs, carried))
+    run = after_gradients(step)
+    loss, grads = jax.tree.unflatten(jax.tree.structure(compiled), found[0].arrays)
+    inputs = [*_named("loss", loss), *_named("gradients", grads), *of_state]
+    kinds = ("updates", "parameters after the step ", _STATE, _SKIPPED)
+    place = Place(of_optimizer=True)
+    after = jax.jit(run)(*compiled, state)
+    found.append(_examined(step, kinds, run, (loss, grads, state), inputs, after, place))
+  blamed = [source for seen in found for source in seen.blamed]
+  of_inputs = [source for source in blamed if source.counts is not None]
+  origins = _places([x.origin for x in blamed if x.counts is None and x.origin is not None])
   has_scale = bool(find_loss_scales(state.opt_state))
   return NonfiniteReport(
-    origin=origins[0] if origins and not inputs else None,
-    inputs=inputs,
-    others=tuple(others[:_MOST_OTHERS]),
-    results={name: counts for one in found for name, counts in one.results.items()},
-    compiled=compiled,
-    gradients=len(results) - 1,
+    origin=origins[0] if origins and not of_inputs else None,
+    inputs={source.name: source.counts for source in of_inputs if source.counts is not None},
+    others=tuple(origins if of_inputs else origins[1:])[:_MOST_OTHERS],
+    results={name: counts for seen in found for name, counts in seen.results.items()},
+    compiled={name: counts for seen in found for name, counts in seen.compiled.items()},
+    gradients=len(jax.tree.leaves(compiled[1])),
     loss_scale=float(get_loss_scale(state.opt_state).scale) if has_scale else 1.0,
     policy=str(step.policy),
     compute_dtype=step.policy.compute_dtype.name,
     autocast=step.policy.autocast,
-    parts=tuple(parts),
+    parts=tuple(part for seen in found for part in seen.parts),
     summed=_summed(step),
+    readers={source.name: source.origin for source in reversed(of_inputs) if source.origin is not None},
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Seen:
-  """The findings in one program.
-
-  Attributes:
-    arrays: its results.
-    results: counts of its non-finite results, by name.
-    origins: the operations to blame.
-    inputs: the inputs to blame, by name.
-    parts: the parts of a step that the results belong to.
-    compiled: counts of the non-finite results of the compiled program.
-  """
-
-  arrays: list[Any]
-  results: dict[str, NonFinite]
-  origins: list[Origin]
-  inputs: dict[str, NonFinite]
-  parts: tuple[str, ...] = ()
-  compiled: dict[str, NonFinite] = dataclasses.field(default_factory=dict)
-
-
-def _evaluated(
-  closed: ClosedJaxpr, inputs: list[tuple[str, Any, bool]], names: list[str], place: Place, accumulate: int
+def _examined(
+  step: TrainStep,
+  kinds: tuple[str, ...],
+  run: Callable[..., Any],
+  args: tuple[PyTree, ...],
+  inputs: list[tuple[str, Array, bool]],
+  compiled: PyTree,
+  place: Place | None = None,
 ) -> _Seen:
-  """Evaluates a program; ignores results without a name."""
-  evaluation = Evaluation(accumulate)
-  values = evaluation.run(closed, inputs, place)
-  judged = [value for value, name in zip(values, names, strict=True) if name]
-  sources = [evaluation.sources[i] for i in sorted({i for value in judged for i in value.blame})]
-  to_blame = [source for source in sources if not source.meant] or sources
-  arrays = [value.array for value in values]
-  results = _nonfinite(names, arrays)
-  if not results and any(not name and array for name, array in zip(names, arrays, strict=True)):
-    # A skip hides the fault: the first faulty operation does not lead to a result.
-    to_blame = [source for source in evaluation.sources if not source.meant][:1]
-    results = {"updates": _NOT_SHOWN}
-  return _Seen(
-    arrays,
-    results,
-    [source.origin for source in to_blame if source.origin is not None],
-    {source.name: source.counts for source in to_blame if source.counts is not None},
-  )
-
-
-def _carried(step: TrainStep, alone: TrainStep, state: TrainState, batch: PyTree) -> _Seen:
-  """Examines the model's state and the histories of FP8 products after a step."""
-  if not any(map(is_inexact, jax.tree.leaves((state.model_state, state.fp8_state)))):
-    return _Seen([], {}, [], {})
-  with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
-    closed, shapes = jax.make_jaxpr(alone.carried, return_shape=True)(state, batch)
-  kinds = ("model state ", "FP8 state ")
-  names = [kinds[path[0].idx] + _text(path[1:]) for path, _ in _leaves(shapes)]
-  of_loss = tuple(name.startswith(kinds[0]) for name in names)
-  seen = _evaluated(closed, _inputs(state, batch), names, Place(of_loss=of_loss), step.accumulate)
-  compiled = jax.tree.leaves(jax.jit(step.carried)(state, batch))
-  parts = tuple(kind.strip() for kind in kinds if any(name.startswith(kind) for name in names))
-  return dataclasses.replace(seen, parts=parts, compiled=_nonfinite(names, compiled))
-
-
-def _after(step: TrainStep, state: TrainState, compiled: tuple[Any, PyTree], seen: _Seen) -> _Seen:
-  """Examines what a step computes from its gradients.
+  """Examines one function of a step.
 
   Args:
     step: the step.
-    state: the state before it.
-    compiled: loss and gradients of the compiled step.
-    seen: the findings on loss and gradients, operation by operation.
+    kinds: what to call the parts of its result; the loss depends on the first, or on all in an optimiser.
+    run: the function.
+    args: its arguments.
+    inputs: the name and array of each leaf of these, and whether negative infinities in it may be a mask's.
+    compiled: its result when it is compiled.
+    place: the place of an optimiser.
   """
-  run = after_gradients(step)
-  loss, grads = jax.tree.unflatten(jax.tree.structure(compiled), seen.arrays)
-  closed, shapes = jax.make_jaxpr(run, return_shape=True)(loss, grads, state)
-  names = [*map(_name_after, (path for path, _ in _leaves(shapes)))]
-  inputs = [(name, jnp.asarray(leaf), False) for name, leaf in _named("gradients", grads)]
-  inputs = [("loss", jnp.asarray(loss), False), *inputs, *_inputs(state, {})]
-  place = Place(of_loss=(True,) * len(names), of_optimizer=True)
-  after = _evaluated(closed, inputs, names, place, 1)
-  made = jax.jit(run)(*compiled, state)
-  found = _nonfinite(names, jax.tree.leaves(made))
-  if made.skipped:
-    found = {"updates": _NOT_SHOWN}
-  parts = ("updates", "parameters after the step", "optimiser state")
-  return dataclasses.replace(after, parts=parts, compiled=found)
+  with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
+    closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+  names = [_name(kind, path) for kind, part in zip(kinds, shapes, strict=True) for path, _ in _leaves(part)]
+  of_loss = [place is not None or name.startswith(kinds[0]) for name in names]
+  evaluation = Evaluation(step.accumulate)
+  values = evaluation.run(closed, inputs, of_loss, place or Place())
+  arrays = [value.array for value in values]
+  results = _nonfinite(names, arrays)
+  blame = sorted({i for value, name in zip(values, names, strict=True) if name for i in value.blame})
+  if results and not blame:  # a skip hides the fault, which does not lead to a result
+    blame = [i for i, source in enumerate(evaluation.sources) if not source.meant][:1]
+  sources = [evaluation.sources[i] for i in blame]
+  blamed = [source for source in sources if not source.meant] or sources
+  parts = [kind.strip() for kind in kinds if any(kind and name.startswith(kind) for name in names)]
+  return _Seen(arrays, results, _nonfinite(names, jax.tree.leaves(compiled)), blamed, parts)
 
 
-def _name_after(path: KeyPath) -> str:
-  """Returns the name of a result of `after_gradients`; empty for `skipped`."""
-  field, rest = path[0].name, path[1:]
-  if field == "opt_state":
-    return f"optimiser state ['{path_text(rest).removeprefix('inner_state/')}']"
-  return {"updates": f"updates{_text(rest)}", "params": f"parameters after the step {_text(rest)}"}.get(
-    field, ""
-  )
+def _name(kind: str, path: KeyPath) -> str:
+  if kind == _STATE:
+    return f"{kind}['{path_text(path).removeprefix('inner_state/')}']"
+  return kind + _text(path)
+
+
+def _nonfinite(names: list[str], arrays: list[Any]) -> dict[str, NonFinite]:
+  """Returns the counts of the arrays that are not finite, by name; of updates if a skip has replaced them."""
+  named = list(zip(names, arrays, strict=True))
+  found = {name: count(array) for name, array in named if name != _SKIPPED and not is_finite(array)}
+  hidden = any(name == _SKIPPED and array for name, array in named)
+  return {"updates": _NOT_SHOWN} if hidden and not found else found
 
 
 def _summed(step: TrainStep) -> str:
@@ -241,16 +216,9 @@ def _summed(step: TrainStep) -> str:
   return f"{dtype.name} over {layout.shards} devices"
 
 
-def _inputs(state: TrainState, batch: PyTree, names: tuple[str, ...] = ()) -> list[tuple[str, Any, bool]]:
+def _named(what: str, tree: PyTree, may_mask: bool = False) -> list[tuple[str, Array, bool]]:
   """Returns the name and array of each leaf, and whether its negative infinities may be a mask's."""
-  named = [(_text(path).lstrip("."), leaf, False) for path, leaf in _leaves(state)]
-  parts = zip(names, batch, strict=True) if names else [("batch", batch)]
-  named += [(name, leaf, True) for part, tree in parts for name, leaf in _named(part, tree)]
-  return [(name, jnp.asarray(leaf), mask) for name, leaf, mask in named]
-
-
-def _named(what: str, tree: PyTree) -> list[tuple[str, Any]]:
-  return [(what + _text(path), leaf) for path, leaf in _leaves(tree)]
+  return [((what + _text(path)).lstrip("."), jnp.asarray(leaf), may_mask) for path, leaf in _leaves(tree)]
 
 
 def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
@@ -259,12 +227,6 @@ def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
 
 def _text(path: KeyPath) -> str:
   return jax.tree_util.keystr(path)
-
-
-def _nonfinite(names: list[str], arrays: list[Any]) -> dict[str, NonFinite]:
-  """Returns the counts of the arrays that are not finite."""
-  named = zip(names, arrays, strict=True)
-  return {name: count(array) for name, array in named if name and not is_finite(array)}
 
 
 def _places(origins: list[Origin]) -> list[Origin]:

@@ -13,7 +13,17 @@ import numpy as np
 
 from mpjax import _compat
 from mpjax._types import Array, JaxprEqn
-from mpjax.jaxpr import Trait, facts, has
+from mpjax.jaxpr import (
+  BACKWARD,
+  Trait,
+  facts,
+  has,
+  inside,
+  module_path,
+  phase_of,
+  source_line,
+  transform_place,
+)
 from mpjax.loss_scale import NonFinite, is_inexact
 
 
@@ -88,7 +98,7 @@ class Origin:
   shape: tuple[int, ...]
   nonfinite: NonFinite
   operands: tuple[Operand, ...]
-  float32_largest: float | None
+  float32_largest: float | None = None
   whole: bool = False
   constant: bool = False
   of_optimizer: bool = False
@@ -97,6 +107,41 @@ class Origin:
   def overflowed(self) -> bool:
     """Returns whether the result is beyond the range of its dtype, but finite in float32."""
     return self.float32_largest is not None and bool(np.isfinite(self.float32_largest))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """The place of an equation in the program.
+
+  Attributes:
+    module: path of its module.
+    line: file and line of the user's program.
+    backward: whether only the gradient needs it.
+    iterations: the iterations of the loops around it.
+    of_optimizer: whether the program is an optimiser, whose modules are its transforms.
+  """
+
+  module: str = ""
+  line: str = ""
+  backward: bool = False
+  iterations: tuple[Iteration, ...] = ()
+  of_optimizer: bool = False
+
+  def at(self, equation: JaxprEqn, of_loss: bool) -> Place:
+    """Returns the place of an equation in the body at this place; the loss may depend on its results."""
+    if self.of_optimizer:
+      module, line = transform_place(equation)
+      return dataclasses.replace(self, module=module or self.module, line=line or self.line)
+    return dataclasses.replace(
+      self,
+      module=inside(self.module, module_path(equation)),
+      line=source_line(equation) or self.line,
+      backward=self.backward or not of_loss or phase_of(equation) == BACKWARD,
+    )
+
+  def in_iteration(self, index: int, length: int | None, micro_batch: bool = False) -> Place:
+    """Returns this place in one iteration of the loop."""
+    return dataclasses.replace(self, iterations=(*self.iterations, Iteration(index, length, micro_batch)))
 
 
 @jax.jit

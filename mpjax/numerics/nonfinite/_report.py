@@ -15,7 +15,8 @@ from mpjax._render.text_sections import TextSection, answer_lines, of_rows
 from mpjax.loss_scale import NonFinite
 from mpjax.numerics.nonfinite._origins import Origin
 
-_MOST_INPUTS = 3  # the most inputs that the verdict names
+_MOST = 3  # the most names in a list of a sentence
+_LOWER_RATE = "a lower learning rate, clipped gradients or an earlier checkpoint"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -48,6 +49,7 @@ class NonfiniteReport(Shown):
     in_float32: whether the same step has non-finite results in float32 without loss scaling; `None` if not
       tested.
     reference: the report in float32, or `None`.
+    readers: for each of `inputs`, the first operation that computes with it and passes NaN or infinity on.
   """
 
   origin: Origin | None
@@ -64,6 +66,7 @@ class NonfiniteReport(Shown):
   summed: str = ""
   in_float32: bool | None = None
   reference: NonfiniteReport | None = None
+  readers: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
   @property
   def finite(self) -> bool:
@@ -90,22 +93,17 @@ class NonfiniteReport(Shown):
   @property
   def verdict(self) -> str:
     """The operation or input to blame, and whether the same step is finite in float32, in one line."""
-    return _finite_text(self).partition("\n")[0] if self.finite else " ".join(_verdict(self))
+    return _finite_answer(self)[0] if self.finite else " ".join(_verdict(self))
 
   def _answer(self) -> list[str]:
     if self.finite:
-      return _finite_text(self).split("\n")
-    found = _results_text(self.results, self.gradients)
+      return _finite_answer(self)
     fine = "" if self.of_gradients else "the loss and the gradients are finite; "
-    lines = [*_verdict(self), f"{fine}non-finite: {found}"]
+    lines = [*_verdict(self), f"{fine}non-finite: {_names(self.results, self.gradients)}"]
     if not self.compiled:
-      lines.append(
-        "the compiled step is finite on this batch: it does not round all values between operations"
-      )
+      lines.append("the compiled step, which rounds in fewer places, is finite on this batch")
     if self.others:
-      shown = [f"{_where(other)} {_what(other)}" for other in self.others[:3]]
-      more = f"; and {len(self.others) - 3} more" if len(self.others) > 3 else ""
-      lines.append(f"independent of it: {'; '.join(shown)}{more}")
+      lines.append(f"independent of it: {_listed([_said(other) for other in self.others], '; ')}")
     first, *others = _advice(self)
     return answer_lines([*lines, f"try: {first}"], [f"  or {other}" for other in others])
 
@@ -130,39 +128,48 @@ def _origin_row(origin: Origin) -> list[str]:
   column = lambda value: "\n".join(value(operand) for operand in origin.operands)
   operands, largest = column(lambda o: o.dtype), column(lambda o: f"{o.largest:.3g}")
   result = f"{origin.dtype}: {_counts_text(origin.nonfinite)}"
-  return [_where(origin), _what(origin), result, operands, largest, column(lambda o: str(o.zeros))]
+  did = f"{_fault(origin)[0]}, {_when(origin)}"
+  return [_where(origin), did, result, operands, largest, column(lambda o: str(o.zeros))]
 
 
 def _verdict(report: NonfiniteReport) -> list[str]:
   """Returns the sentences of the verdict."""
-  text = f"{_cause(report, full=True)}."
+  text = f"{_cause(report)}."
   if report.in_float32 is False:
     return [text, "In float32 the same step is finite."]
-  if report.reference is None:
+  wide = report.reference
+  if wide is None:
     return [text]
-  return [text, f"In float32 it is non-finite too: {_cause(report.reference)}."]
+  same = wide.inputs or (wide.origin and report.origin and _said(wide.origin) == _said(report.origin))
+  return [text, f"In float32 it is non-finite too{'' if same else f': {_cause(wide)}'}."]
 
 
-def _cause(report: NonfiniteReport, full: bool = False) -> str:
+def _cause(report: NonfiniteReport) -> str:
   if report.inputs:
-    said = [f"{name} holds {counts}" for name, counts in report.inputs.items()]
-    more = len(said) - _MOST_INPUTS
-    return "; ".join([*said[:_MOST_INPUTS], *([f"and {more} more inputs"] if more > 0 else [])])
-  if report.origin is None:
-    return "no operation was found to blame"
+    return _listed([_input_text(report, name) for name in report.inputs], "; ")
   origin = report.origin
-  text = f"{_where(origin)} {_what(origin)}"
-  if not full:
-    return text
-  scaled = f" at loss scale {report.loss_scale:g}" if origin.backward and report.loss_scale != 1 else ""
-  text += f": {_counts_text(origin.nonfinite)}"
-  if origin.operands and not origin.whole:
-    largest = [f"{operand.largest:.3g}" for operand in origin.operands]
-    text += f"; the largest {'operand is' if len(largest) == 1 else 'operands are'} {' and '.join(largest)}"
-    text += f" ({' and '.join(dict.fromkeys(operand.dtype for operand in origin.operands))}{scaled})"
+  if origin is None:
+    return "no operation was found to blame"
+  text = f"{_said(origin)}: {_counts_text(origin.nonfinite)}"
+  if origin.operands and not origin.whole and not _fault(origin)[1]:
+    largest = " and ".join(f"{operand.largest:.3g}" for operand in origin.operands)
+    several = "s" if len(origin.operands) > 1 else ""
+    dtypes = " and ".join(dict.fromkeys(operand.dtype for operand in origin.operands))
+    scaled = f" at loss scale {report.loss_scale:g}" if origin.backward and report.loss_scale != 1 else ""
+    text += f"; operand{several} up to {largest} ({dtypes}{scaled})"
   if origin.overflowed and origin.primitive != lax.convert_element_type_p.name:
-    text += f", and the result would reach {origin.float32_largest:.3g}"
+    text += f", result up to {origin.float32_largest:.3g}"
   return text
+
+
+def _input_text(report: NonfiniteReport, name: str) -> str:
+  reader = report.readers.get(name)
+  read = f", first read by {_where(reader)}, {_when(reader)}" if reader else ""
+  return f"{name} holds {report.inputs[name]}{read}"
+
+
+def _said(origin: Origin) -> str:
+  return f"{_where(origin)} {_fault(origin)[0]}, {_when(origin)}"
 
 
 def _where(origin: Origin) -> str:
@@ -170,56 +177,51 @@ def _where(origin: Origin) -> str:
   return f"{origin.module + ': ' if origin.module else ''}{origin.primitive}{line}"
 
 
-_DIVIDE = {
-  lax.div_p.name: "divided by zero",
-  lax.log_p.name: "took the logarithm of zero",
-  str(newer("log2_p")): "took the logarithm of zero",
-  lax.rsqrt_p.name: "took the reciprocal of zero",
-  lax.pow_p.name: "raised zero to a negative power",
-  lax.integer_pow_p.name: "raised zero to a negative power",
-}
-
-
-# Reasons for NaN from finite operands.
-_OUTSIDE = {
-  lax.sqrt_p.name: "took the root of a negative number",
-  lax.rsqrt_p.name: "took the root of a negative number",
-  lax.log_p.name: "took the logarithm of a negative number",
-  lax.log1p_p.name: "took the logarithm of a negative number",
-  lax.gather_p.name: "read at an index out of range, which JAX fills with NaN",
-}
-
-
-def _at_zero(origin: Origin) -> bool:
-  operands = origin.operands
-  return (
-    origin.primitive in _DIVIDE
-    and bool(operands)
-    and operands[origin.primitive == lax.div_p.name and -1].zeros > 0
-  )
-
-
-def _from_infinities(origin: Origin) -> bool:
-  return any(o.nonfinite.posinf or o.nonfinite.neginf for o in origin.operands) and origin.nonfinite.nan > 0
-
-
-def _what(origin: Origin) -> str:
+def _when(origin: Origin) -> str:
   phase = "optimiser" if origin.of_optimizer else "backward pass" if origin.backward else "forward pass"
-  where = ", ".join([phase, *map(str, origin.iterations)])
+  return ", ".join([phase, *map(str, origin.iterations)])
+
+
+# What an operation did to an operand of zero, and to finite operands that gave NaN.
+_DID = {
+  lax.div_p.name: ("divided by zero", ""),
+  lax.log_p.name: ("took the logarithm of zero", "took the logarithm of a negative number"),
+  str(newer("log2_p")): ("took the logarithm of zero", "took the logarithm of a negative number"),
+  lax.log1p_p.name: ("", "took the logarithm of a negative number"),
+  lax.sqrt_p.name: ("", "took the root of a negative number"),
+  lax.rsqrt_p.name: ("took the reciprocal of zero", "took the root of a negative number"),
+  lax.pow_p.name: ("raised zero to a negative power", ""),
+  lax.integer_pow_p.name: ("raised zero to a negative power", ""),
+  lax.gather_p.name: ("", "read at an index out of range, which JAX fills with NaN"),
+}
+
+
+def _fault(origin: Origin) -> tuple[str, str]:
+  """Returns what an operation did, and what to write in its place; empty if the program may stay."""
+  nan = origin.nonfinite.nan
+  at = f" at {origin.line}" if origin.line else ""
+  to_zero, to_finite = _DID.get(origin.primitive, ("", ""))
   if origin.constant:
-    value = "NaN" if origin.nonfinite.nan else "an infinity"
-    return f"reads {value} that the program itself holds, {where}"
+    value = "NaN" if nan else "an infinity"
+    return f"reads {value} that the program itself holds", f"a finite number in its place{at}"
   if origin.whole:
-    return f"gave non-finite values as a whole, although each iteration alone is finite, {where}"
+    return "gave non-finite values as a whole, although each iteration alone is finite", ""
   if origin.overflowed:
-    return f"overflowed in {origin.dtype}, {where}"
-  if _from_infinities(origin):
-    return f"made NaN from infinities, {where}"
-  if _at_zero(origin):
-    return f"{_DIVIDE[origin.primitive]}, {where}"
-  if origin.nonfinite.nan:
-    return f"{_OUTSIDE.get(origin.primitive, 'made NaN from finite values')}, {where}"
-  return f"overflowed in {origin.dtype}, {where}"
+    return f"overflowed in {origin.dtype}", ""
+  if nan and any(operand.nonfinite.posinf or operand.nonfinite.neginf for operand in origin.operands):
+    return "made NaN from infinities", f"a mask with an entry in each row, or a finite number for -inf{at}"
+  if to_zero and _meets_zero(origin):
+    return to_zero, f"an operand kept away from zero{at} (epsilon, jnp.where)"
+  if nan and origin.primitive == lax.gather_p.name:
+    return to_finite, f"indices below the size of the table{at}"
+  if nan and to_finite:
+    return to_finite, f"an operand kept in range{at} (jnp.maximum, jnp.where)"
+  return ("made NaN from finite values" if nan else f"overflowed in {origin.dtype}"), ""
+
+
+def _meets_zero(origin: Origin) -> bool:
+  operands = origin.operands[-1:] if origin.primitive == lax.div_p.name else origin.operands[:1]
+  return any(operand.zeros for operand in operands)
 
 
 def _counts_text(counts: NonFinite) -> str:
@@ -228,45 +230,40 @@ def _counts_text(counts: NonFinite) -> str:
   return f"{bad} of {counts.size} {'value' if counts.size == 1 else 'values'}"
 
 
-def _results_text(results: dict[str, NonFinite], gradients: int) -> str:
-  names = [name for name in results if name.startswith("gradients")]
-  parts = ["the loss"] if "loss" in results else []
-  if names:
-    paths = ["/".join(re.findall(r"\w+", name.removeprefix("gradients"))) for name in names]
-    shown = ", ".join(paths[:3]) + (", ..." if paths[3:] else "")
-    parts.append(f"{len(names)} of {gradients} gradients ({shown})")
-  return " and ".join(parts) if parts else _after_text(results)
+def _listed(texts: list[str], separator: str = ", ") -> str:
+  more = [f"and {len(texts) - _MOST} more"] if len(texts) > _MOST else []
+  return separator.join([*texts[:_MOST], *more])
 
 
-def _after_text(results: dict[str, NonFinite]) -> str:
-  """Returns the names of non-finite results after finite gradients, at most three of each kind."""
+def _names(results: dict[str, NonFinite], gradients: int) -> str:
+  """Returns the names of non-finite results, the first of each kind."""
   kinds: dict[str, list[str]] = {}
   for name, counts in results.items():
     hidden = "" if counts.size else ", which the loss scale inside the optimiser replaces with zeros"
     kinds.setdefault(name.partition("[")[0], []).append(name + hidden)
-  more = lambda of_kind: f" and {len(of_kind) - 3} more" if of_kind[3:] else ""
-  return ", ".join(", ".join(of_kind[:3]) + more(of_kind) for of_kind in kinds.values())
+  texts = {kind: _listed(names) for kind, names in kinds.items()}
+  if "loss" in kinds:
+    texts["loss"] = "the loss"
+  if found := kinds.get("gradients"):
+    paths = ["/".join(re.findall(r"\w+", name.removeprefix("gradients"))) for name in found]
+    texts["gradients"] = f"{len(found)} of {gradients} gradients ({_listed(paths)})"
+  return " and ".join(texts.values())
 
 
-def _finite_text(report: NonfiniteReport) -> str:
-  text = (
-    f"every value is finite when the step is computed operation by operation ({', '.join(report.parts)}): "
-  )
-  text += "the failure does not repeat"
+def _finite_answer(report: NonfiniteReport) -> list[str]:
+  text = f"every value is finite, operation by operation ({', '.join(report.parts)})"
   if not report.compiled:
-    return f"{text} on this batch, and the compiled step does not give NaN or infinity either"
-  if report.summed and "loss" not in report.compiled and any(n.startswith("grad") for n in report.compiled):
-    found = _results_text(report.compiled, report.gradients)
-    return (
-      f"the sum of gradients in {report.summed} overflowed: {found}; each device's gradients are finite\n"
-      "try: policy: {reduce_dtype: float32}, or bfloat16; or a lower loss scale, to which a dynamic one "
-      "falls by skipping steps if loss_scaling.min_scale allows it"
-    )
-  return (
-    f"{text}, but the compiled step gives {_results_text(report.compiled, report.gradients)}: compiled "
-    "code rounds in other places, and a value here is at the edge of its dtype's range\n"
-    "try: policy: bf16, which has float32's range; or policy: fp32; or a lower loss scale"
-  )
+    return [f"{text}, and the compiled step does not give NaN or infinity"]
+  found = _names(report.compiled, report.gradients)
+  if report.summed and all(name.startswith("gradients") for name in report.compiled):
+    return [
+      f"the sum of gradients in {report.summed} overflowed: {found}; each device's gradients are finite",
+      "try: policy: {reduce_dtype: float32}, or bfloat16; or a lower loss scale",
+    ]
+  return [
+    f"{text}, but the compiled step, which rounds in other places, gives {found}",
+    "try: policy: bf16 or fp32, or a lower loss scale",
+  ]
 
 
 def _advice(report: NonfiniteReport) -> list[str]:
@@ -276,62 +273,43 @@ def _advice(report: NonfiniteReport) -> list[str]:
   if origin is None:
     return ["policy: fp32"]
   at = f" at {origin.line}" if origin.line else ""
-  if origin.of_optimizer and not origin.constant:
-    return _optimizer_advice(report, origin, at)
+  change = _fault(origin)[1]
   options = []
-  if origin.constant:
-    options.append(f"a finite number in its place{at}")
+  diverges = bool(report.in_float32)
+  if origin.of_optimizer and not origin.constant:
+    if origin.dtype in ("float16", "bfloat16"):
+      of_updates = any(name.startswith("updates") for name in report.results)
+      wider = "optimizer_dtype" if of_updates else "param_dtype"
+      options.append(f"{wider}: float32 in the policy, instead of {origin.dtype}")
+    if not at:  # inside an optax transform
+      least = "1e-4, since float16 rounds 1e-8 to 0" if origin.dtype == "float16" else "1e-8"
+      eps = f"an eps (or eps_root) of the optimiser that is not 0: {least}"
+      change = eps if change and _meets_zero(origin) else ""
+    diverges = not change
   elif origin.overflowed:
-    scale = report.largest_scale
-    if scale is not None:
-      options.append(
-        f"a loss scale of at most {scale:g}, to which a dynamic one falls by skipping steps if loss_scaling."
-        "min_scale allows it"
-      )
-    if origin.dtype != report.compute_dtype:
-      options.append(f"float32 instead of {origin.dtype}{at}")
-    elif origin.module:
-      needs = "" if report.autocast else "autocast: true and "
-      options.append(f"in the policy, {needs}overrides: {{{_quoted(origin.module)}: fp32}}")
-    elif scale is None:
-      options.append(f"mpjax.full_precision around the computation{at}")
-    if origin.dtype == report.compute_dtype == "float16":
-      options.append("policy: bf16, which has float32's range")
-  elif _from_infinities(origin):
-    options.append(f"a mask that leaves an entry in each row, or a large finite number for -inf{at}")
-  elif _at_zero(origin):
-    options.append(f"an operand that is kept away from zero{at}, with an epsilon or with jnp.where")
-  elif origin.primitive == lax.gather_p.name:
-    options.append(f"data with indices from 0 to below the size of the table{at}")
-  elif origin.primitive in _OUTSIDE:
-    options.append(f"an operand that is kept in range{at}, with jnp.maximum or jnp.where")
-  elif origin.whole:
-    options.append("policy: fp32")
-  if report.in_float32 and not origin.constant:
-    too = " since float32 fails too:" if report.reference else ""
-    options.append(f"{too} a lower learning rate, clipped gradients or an earlier checkpoint".strip())
+    options += _wider(report, origin, at)
+  options += [change] if change else []
+  if diverges and not origin.constant:
+    options.append(f"{'since float32 fails too: ' if report.reference else ''}{_LOWER_RATE}")
   return options or ["policy: fp32, to see whether the model itself diverges", "a lower learning rate"]
 
 
-def _optimizer_advice(report: NonfiniteReport, origin: Origin, at: str) -> list[str]:
-  """Returns what to change in an optimiser, or in the dtype in which it computes."""
+def _wider(report: NonfiniteReport, origin: Origin, at: str) -> list[str]:
+  """Returns what makes a result of the loss or a gradient fit its dtype, or gives it a wider one."""
   options = []
-  half = origin.dtype in ("float16", "bfloat16")
-  if half and not any(name.startswith("updates") for name in report.results):
-    options.append("param_dtype: float32 in the policy, where the updated parameters fit")
-  elif half:
-    options.append(f"optimizer_dtype: float32 in the policy, instead of {origin.dtype}")
-  if _at_zero(origin) and not origin.line:
-    least = float(jnp.finfo(origin.dtype).smallest_subnormal)
-    small = ": 1e-8" if origin.dtype != "float16" else f" in float16 (the least is {least:.1g}): 1e-4"
-    options.append(f"an eps (or eps_root) of the optimiser that is not 0{small}")
-  elif _at_zero(origin):
-    options.append(f"an operand that is kept away from zero{at}")
-  elif origin.primitive in _OUTSIDE:
-    options.append(f"an operand that is kept in range{at or ', with an eps_root'}")
-  elif not _from_infinities(origin):
-    options.append("clipped gradients (optax.clip_by_global_norm), or a lower learning rate")
-  return options or ["an earlier checkpoint, and from there a lower learning rate"]
+  scale = report.largest_scale
+  if scale is not None:
+    options.append(f"a loss scale of at most {scale:g} (a dynamic one falls, down to loss_scaling.min_scale)")
+  if origin.dtype != report.compute_dtype:
+    options.append(f"float32 instead of {origin.dtype}{at}")
+  elif origin.module:
+    needs = "" if report.autocast else "autocast: true and "
+    options.append(f"in the policy, {needs}overrides: {{{_quoted(origin.module)}: fp32}}")
+  elif scale is None:
+    options.append(f"mpjax.full_precision around the computation{at}")
+  if origin.dtype == report.compute_dtype == "float16":
+    options.append("policy: bf16, which has float32's range")
+  return options
 
 
 # Names that the inputs of a step begin with; those of a loss function are its own.
