@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# An attribute by its package, or a key by the mapping that had it: `optim.name`, `loss_scaling.key`.
+# An attribute by its package, a key by the mapping that had it, or a flag by its command: `optim.name`,
+# `loss_scaling.key`, `numerics.--flag`.
 INSTEAD: dict[str, str] = {
   **dict.fromkeys(
     ("loss_scale.import_loss_scale", "loss_scale.export_loss_scale"),
@@ -42,7 +43,11 @@ INSTEAD: dict[str, str] = {
     "the guide to switching the policy compares log-probabilities in a few lines of JAX",
   ),
   "numerics.NumericsFigures": "mpjax.NumericsReport has its attributes",
-  "numerics.save_pictures": "save_html writes a page that draws them",
+  **dict.fromkeys(
+    ("numerics.save_pictures", "numerics.--pictures"),
+    "save_html writes a page that draws them, --html says where",
+  ),
+  "numerics.--no-advice": "leave it out: advice runs nothing",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
 }

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from mpjax._gone import instead
 from mpjax.cli._config_arguments import add_config, add_plugin, add_tables, with_default
 from mpjax.registry._names import keys_meant, nearest
 
@@ -65,6 +66,8 @@ def _advice(command: str, parser: argparse.ArgumentParser, flag: str, arguments:
   if not equals:
     after = arguments[arguments.index(flag) + 1 :]
     value = after[0] if after and not after[0].startswith("-") else "..."
+  if went := instead(flag, command):
+    return f"{flag}{went}"
   word = flag.lstrip("-")
   keys = keys_meant(word, KEYS.get(command, ()))
   if not keys and takes_config(command):

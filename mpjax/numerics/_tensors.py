@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.numerics._seen import FP8, INTEREST, Seen
+from mpjax.numerics._seen import INTEREST, Seen
 
 # In the order of reports.
 KINDS = ("activation", "activation gradient", "parameter", "weight gradient", "update")
@@ -115,7 +115,6 @@ class Tensor:
       "inf": m.inf,
       "shares": shares(1.0),
       "scaled_shares": shares(loss_scale) if self.kind in GRADIENTS else None,
-      "own_scale_shares": {name: m.shares(name, m.own_scale(name))._asdict() for name in FP8},
       "policy": None if self.policy is None else dict(zip(keys, self.policy, strict=True)),
       "error": self.error,
       "cosine": self.cosine,
