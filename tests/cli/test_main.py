@@ -75,7 +75,10 @@ print([name for name in ("jax", "numpy", "flax", "omegaconf", "pydantic", "rich"
     ("numerics --steps 3", "numerics has no option --steps: write steps=3"),
     ("export runs/x --dtype bf16", "export has no option --dtype: write dtype=bf16"),
     ("plan --fitt", "plan has no option --fitt: did you mean --fit?"),
-    ("numerics --pictures x", "numerics has no option --pictures: save_html writes a page that draws them"),
+    (
+      "numerics --pictures x",
+      "numerics has no option --pictures: save_html writes a page that draws them, --html says where",
+    ),
     ("train --epochs 3", "train has no option --epochs: mpjax train --help says what it takes"),
   ],
 )
