@@ -1,4 +1,4 @@
-"""A batch in micro-batches: the division of rows, and the merging of metrics."""
+"""A batch in micro-batches: the division of rows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree, Shaped
 
-from mpjax._average import Average, is_average, sum_of
 from mpjax._types import Array
-from mpjax.dtypes import at_least_float32
 from mpjax.patterns import named_leaves
 
 
@@ -56,12 +54,3 @@ def require_same_rows(batch: PyTree, divided: str) -> None:
 def first_of_batch(n: int, batch: PyTree) -> PyTree:
   """Returns the first of the `n` micro-batches of a batch."""
   return jax.tree.map(lambda x: x[0], split_batch(n, batch))
-
-
-def over_micro_batches(x: Array | Average) -> Array | Average:
-  """Averages a floating metric over micro-batches in float32 or wider, and sums others."""
-  if is_average(x):
-    return sum_of(x)
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    return x.sum(0)
-  return x.mean(0, dtype=at_least_float32(x.dtype))

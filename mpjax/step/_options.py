@@ -50,6 +50,11 @@ class StepOptions:
       )
 
   @property
+  def shards(self) -> int:
+    """The number of devices that share a batch."""
+    return 1 if self.layout is None else self.layout.shards
+
+  @property
   def filter(self) -> nnx.filterlib.Filter:
     """The filter for the parameters of an `nnx.Module`: `nnx.Param`, and what else `wrt` trains."""
     return nnx.Param if self.wrt is None else nnx.Any(nnx.Param, self.wrt)

@@ -35,7 +35,7 @@ from mpjax.step._layers import (
   with_policy,
 )
 from mpjax.step._layout import Layout
-from mpjax.step._loss import GradientPass, StepLoss
+from mpjax.step._loss import Pass, StepLoss
 from mpjax.step._mesh_step import gathers, value_and_grad_on_mesh
 from mpjax.step._optimizer_arguments import with_step_arguments
 from mpjax.step._options import StepOptions
@@ -70,7 +70,7 @@ class StepViews:
     self._jitted_gradients = jax.jit(self.loss_and_gradients)
     self._jitted_user_state = jax.jit(self._user_state)
 
-  def _gradient_pass(self, state: TrainState, batch: PyTree) -> GradientPass:
+  def _gradient_pass(self, state: TrainState, batch: PyTree) -> Pass:
     """Runs the loss forward and backward over a batch, on one device or the mesh.
 
     Missing gradients are `optax.MaskedNode`s.

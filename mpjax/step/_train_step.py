@@ -134,7 +134,7 @@ class TrainStep(StepViews):
     return state if self.layout is None else self.layout.place(state)
 
   def _init_fp8(self, state: TrainState, batch: PyTree) -> PyTree:
-    parts = self.accumulate * (1 if self.layout is None else self.layout.shards)
+    parts = self.accumulate * self.options.shards
     if parts > 1:
       batch = jax.eval_shape(lambda batch: first_of_batch(parts, batch), batch)
     args, keywords = self.loss.arguments(state, batch)
@@ -222,9 +222,9 @@ class TrainStep(StepViews):
     return self.layout.put_away(state), metrics
 
   def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    average, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)
-    loss = worth(average)
-    grads, params = self.trained.arguments(state, grads)
+    out = self._gradient_pass(state, batch)
+    loss, metrics, model_state, fp8_state = worth(out.loss), out.metrics, out.model_state, out.fp8_state
+    grads, params = self.trained.arguments(state, out.grads)
     extra: dict[str, Array] = {"value": loss}
     pairs = zip(*map(jax.tree.leaves, (model_state, state.model_state)), strict=True)
     changed = [(new, old) for new, old in pairs if new is not old and is_inexact(new)]
