@@ -113,17 +113,23 @@ class Layout:
     """Moves what `offload` names from the devices to the host; inside `jit`."""
     return state if self.offload is None else state.replace(opt_state=to_host(state.opt_state))
 
-  def run(self, fun: Callable[..., _Out], state: TrainState, batch: PyTree, out: PyTree) -> _Out:
+  def run(
+    self,
+    fun: Callable[[TrainState, PyTree], _Out],
+    state: TrainState,
+    batch: PyTree,
+    out: Callable[[TrainState], PyTree],
+  ) -> _Out:
     """Calls `fun(state, batch)` on axes that the compiler divides, also if the surrounding mesh is explicit.
 
     Args:
       fun: the computation of a step, with all its state on the devices.
       state: a state.
       batch: a batch.
-      out: the shardings of the results; a prefix of their tree, with specs or shardings.
+      out: makes the shardings of the results, or a prefix of their tree, from those of the state.
     """
     if has_explicit_axes(self._typed_mesh()):
-      fun = jax.sharding.auto_axes(fun, out_sharding=out)
+      fun = jax.sharding.auto_axes(fun, out_sharding=out(self.device_shardings(state)))
     return fun(on_device(state), batch)
 
   def in_mesh(self) -> contextlib.AbstractContextManager[object]:

@@ -29,17 +29,7 @@ from mpjax.loss_scale import (
   unscaled_norm,
 )
 from mpjax.optim import rebuild
-from mpjax.step._checks import (
-  require_arrays,
-  require_differentiable,
-  require_given,
-  require_in_place,
-  require_param_dtype,
-  require_state,
-)
-from mpjax.step._layers import (
-  apply_step,
-)
+from mpjax.step import _checks, _layers
 from mpjax.step._micro_batches import first_of_batch
 from mpjax.step._options import StepOptions
 from mpjax.step._static_leaves import arrays_of
@@ -103,7 +93,7 @@ class TrainStep(StepViews):
         "step.init(..., batch=batch), or its shapes; or use recipe 'current'"
       )
     keywords = self.loss.keywords
-    require_given(keywords, self.loss.random, rng, "step.init(..., rng=...)")
+    _checks.require_given(keywords, self.loss.random, rng, "step.init(..., rng=...)")
     graphdef = None
     if isinstance(params, nnx.Module):
       if model_state is not None or "model_state" in keywords:
@@ -111,8 +101,8 @@ class TrainStep(StepViews):
       graphdef, params, model_state = nnx.split(params, self.options.filter, ...)
       params, model_state = nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
     else:
-      require_given(keywords, "model_state", model_state, "step.init(..., model_state=...)")
-      require_arrays(params)
+      _checks.require_given(keywords, "model_state", model_state, "step.init(..., model_state=...)")
+      _checks.require_arrays(params)
       params = arrays_of(params)
     state = TrainState(
       step=jnp.zeros([], jnp.int32),
@@ -124,7 +114,7 @@ class TrainStep(StepViews):
     )
     self.trained.require_some(state)
     trained = self.trained.parameters(state)
-    require_differentiable(trained)
+    _checks.require_differentiable(trained)
     # Owned first: an optimiser's zeros would not be divided like weakly typed arrays.
     params = _owned(self.trained.whole(state, self.policy.cast_to_param(trained), params))
     opt_state = self.tx.init(self.trained.seen(state, params))
@@ -169,7 +159,7 @@ class TrainStep(StepViews):
       )
     if rng is not None:
       raise TypeError("a TrainState carries its own key: pass rng to step.init(..., rng=...) instead")
-    require_state(*args)
+    _checks.require_state(*args)
     return self._run(self.jitted, *args)
 
   def update_in_place(
@@ -188,13 +178,13 @@ class TrainStep(StepViews):
       ValueError: if the optimizer does not have this step's `tx`, the parameters have another dtype, `rng` is
         missing or not taken, or the policy needs state that a module cannot hold.
     """
-    require_in_place(model, optimizer, self.tx)
+    _checks.require_in_place(model, optimizer, self.tx)
     if self.needs_batch:
       raise ValueError(
         "fp8 recipe 'delayed' keeps its histories in a TrainState: use state = step.init(model, batch=batch) "
         "and step(state, batch), or recipe 'current'"
       )
-    require_given(self.loss.keywords, self.loss.random, rng, "step(model, optimizer, batch, rng=...)")
+    _checks.require_given(self.loss.keywords, self.loss.random, rng, "step(model, optimizer, batch, rng=...)")
     graphdef, params, model_state = nnx.split(model, self.options.filter, ...)
     state = TrainState(
       step=jnp.asarray(optimizer.step[...], jnp.int32),
@@ -204,7 +194,7 @@ class TrainStep(StepViews):
       rng=None if rng is None else jnp.copy(rng),  # the step reuses the state's buffers
       graphdef=graphdef,
     )
-    require_param_dtype(self.trained.parameters(state), self.policy)
+    _checks.require_param_dtype(self.trained.parameters(state), self.policy)
     if self.layout is not None:
       state = self.layout.place(state)
     state, metrics = self.jitted(state, batch)
@@ -215,11 +205,8 @@ class TrainStep(StepViews):
 
   def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     """Takes a training step; this function is jitted."""
-    if self.layout is None:
-      return self._update(state, batch)
-    out = (self.layout.device_shardings(state), PartitionSpec())
-    state, metrics = self.layout.run(self._update, state, batch, out)
-    return self.layout.put_away(state), metrics
+    state, metrics = self._laid(self._update, state, batch, lambda laid: (laid, PartitionSpec()))
+    return state if self.layout is None else self.layout.put_away(state), metrics
 
   def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     out = self._gradient_pass(state, batch)
@@ -253,7 +240,7 @@ class TrainStep(StepViews):
       }
     state = state.replace(
       step=state.step + 1,
-      arrays=self.trained.moved(state, apply_step(self.policy, params, updates)),
+      arrays=self.trained.moved(state, _layers.apply_step(self.policy, params, updates)),
       model_state=model_state,
       opt_state=opt_state,
       fp8_state=fp8_state,
