@@ -104,10 +104,10 @@ class Layout:
 
   def keep(self, state: TrainState) -> TrainState:
     """Constrains a state on the devices to its shardings; inside `jit`."""
-    if has_explicit_axes(self._typed_mesh()):
-      kept: TrainState = jax.sharding.reshard(state, self.device_shardings(state))
-      return kept
-    return jax.lax.with_sharding_constraint(state, self.device_shardings(state))
+    is_explicit = has_explicit_axes(self._typed_mesh())
+    constrain = jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
+    kept: TrainState = constrain(state, self.device_shardings(state))
+    return kept
 
   def put_away(self, state: TrainState) -> TrainState:
     """Moves what `offload` names from the devices to the host; inside `jit`."""
@@ -175,15 +175,11 @@ def make_layout(
   if offload not in _OFFLOADS:
     raise ValueError(f"offload={offload!r}: expected 'optimizer', or None")
   if mesh is None:
-    if offload is not None:
+    given = {"offload": offload is not None, "sharding": sharding is not None, "gather": gather != "step"}
+    for name in [name for name, is_given in given.items() if is_given]:
       raise ValueError(
-        f"offload={offload!r} places state by a mesh: pass mesh=, too; one device is enough, as in "
-        "jax.make_mesh((1,), ('data',))"
+        f"{name} needs a mesh: pass mesh=, too; one device is enough, as in jax.make_mesh((1,), ('data',))"
       )
-    if sharding is not None:
-      raise ValueError("sharding divides parameters over a mesh: pass mesh=, too")
-    if gather != "step":
-      raise ValueError(f"gather={gather!r} says when to gather parameters on a mesh: pass mesh=, too")
     return None
   mesh = check_mesh(mesh)
   if gather == "block" and "fsdp" not in mesh.shape:

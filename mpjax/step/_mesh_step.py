@@ -61,7 +61,7 @@ def value_and_grad_on_mesh(
     over_fsdp = jax.tree.map(lambda spec: keep_axes(spec, ("fsdp",)), specs, is_leaf=is_spec)
     out, mine = devices.run(of_parts, params, jax.tree.unflatten(structure, wide), scales, over_fsdp)
   reduced = only(trained, specs)
-  grads = _collectives.reduce(mesh, out.grads, reduced, policy.reduce_dtype, over_fsdp=by_step)
+  grads = _collectives.reduce(mesh, out.grads, reduced, policy.reduce_dtype, by_step)
   fp8_state = jax.tree.map(lambda x: x.max(0), out.fp8_state)
   total = _collectives.over_shards
   unfolded = lambda new, folded, old: new if is_masked(new) else _unfold(total(new), total(folded), old)

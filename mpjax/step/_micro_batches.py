@@ -35,11 +35,7 @@ def require_same_rows(batch: PyTree, divided: str) -> None:
   """Raises `ValueError` for a batch whose leaves have different numbers of rows; scalars have none.
 
   After the division a device or micro-batch could have rows that broadcast, and the loss would be wrong
-  without an error.
-
-  Args:
-    batch: tree of arrays, or shapes.
-    divided: what divides it, for the error.
+  without an error. It names what has `divided` the batch.
   """
   with_rows = [(name, leaf) for name, leaf in named_leaves(batch) if leaf.ndim]
   for name, leaf in with_rows[1:]:

@@ -20,10 +20,6 @@ class StepOptions:
   """The options of a training step: arguments of `make_train_step`, which explains each.
 
   Its `mesh`, `sharding`, `gather` and `offload` are a `layout` here, `None` without a mesh.
-
-  Raises:
-    ValueError: for a policy that asks for something that this step does not do, a number of micro-batches
-      that is not a positive integer, or an unknown choice of `recompute`.
   """
 
   policy: Policy
