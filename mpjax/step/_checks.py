@@ -21,7 +21,7 @@ from mpjax.sharding import on_device
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import in_containers
 
-_METRICS = {"loss", "loss_scale", "grads_finite", "updates_finite", "skipped_steps", "consecutive_skips"}
+METRICS_OF_SCALER = ("grads_finite", "updates_finite", "skipped_steps", "consecutive_skips")
 _CALLS = (
   "make one with state = step.init(params), of an nnx.Module step.init(model), and call step(state, batch), "
   "or step(model, optimizer, batch) with optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)"
@@ -165,7 +165,8 @@ def unpack(
       f"loss_fn returned metrics of type {type(metrics).__name__}: expected a dict of arrays. If aux is "
       "something else, pass the loss alone, as in lambda *args: loss_fn(*args)[0]"
     )
-  if taken := metrics.keys() & (_METRICS | {"grad_norm"} if grad_norm else _METRICS):
+  reported = {"loss", "loss_scale", *METRICS_OF_SCALER, *(["grad_norm"] if grad_norm else [])}
+  if taken := metrics.keys() & reported:
     raise ValueError(f"loss_fn returned a metric named {min(taken)!r}, which a step reports: rename it")
   loss, metrics = jax.tree.map(jnp.asarray, (loss, metrics))
   for name, average in {"loss": loss, **metrics}.items():

@@ -33,11 +33,11 @@ _OfRows = Callable[[PyTree, TrainState, PyTree, Array | None, _Scales], PyTree]
 
 
 def value_and_grad_on_mesh(
-  loss: StepLoss, layout: Layout, params: PyTree, state: TrainState, batch: PyTree, trained: PyTree[bool]
+  loss: StepLoss, layout: Layout, state: TrainState, batch: PyTree, trained: PyTree[bool]
 ) -> Pass:
   """Computes what `loss.value_and_grad` does, for a whole batch: each device runs it on its rows."""
   mesh, specs, policy = layout.mesh, layout.specs(state.arrays), loss.options.policy
-  devices = _Devices(loss, layout, state, batch)
+  devices, params = _Devices(loss, layout, state, batch), loss.compute_params(state)
   parts, by_step = devices.parts(params), layout.gather == "step"
   scales = _collectives.scales_of(mesh, params, parts)
   if by_step:
@@ -70,18 +70,15 @@ def value_and_grad_on_mesh(
 
 
 def gathers(
-  loss: StepLoss, layout: Layout, params: PyTree, state: TrainState, batch: PyTree
+  loss: StepLoss, layout: Layout, state: TrainState, batch: PyTree
 ) -> list[tuple[str, tuple[int, ...], str, str]]:
-  """Returns path, shape, dtype and gathered dtype of each parameter that is divided over `fsdp`.
-
-  All trees may be shapes; `params` are as the loss takes them.
-  """
+  """Returns path, shape, dtype and gathered dtype of each parameter that is divided over `fsdp`."""
   parts: list[Part | None] = []
 
-  def run(params: PyTree, state: TrainState, batch: PyTree) -> None:
-    parts[:] = _Devices(loss, layout, state, batch).parts(params)
+  def run(state: TrainState, batch: PyTree) -> None:
+    parts[:] = _Devices(loss, layout, state, batch).parts(loss.compute_params(state))
 
-  jax.eval_shape(run, params, state, batch)
+  jax.eval_shape(run, state, batch)
   return [
     (name, tuple(leaf.shape), np.dtype(leaf.dtype).name, part.gather_dtype.name)
     for (name, leaf), part in zip(named_leaves(state.arrays), parts, strict=True)

@@ -61,14 +61,13 @@ class StepViews:
     Missing gradients are `optax.MaskedNode`s.
     """
     trained = self.trained.read(state)
+    if self.layout is not None:
+      self.layout.check_batch(batch, self.options.accumulate)
     with matmul_precision(self.policy):
-      params = self.loss.compute_params(state)
-      if self.layout is not None:
-        self.layout.check_batch(batch, self.options.accumulate)
       if self.layout is not None and self.layout.shards > 1:
-        out = value_and_grad_on_mesh(self.loss, self.layout, params, state, batch, trained)
+        out = value_and_grad_on_mesh(self.loss, self.layout, state, batch, trained)
       else:
-        keys = self.loss.keys(state, batch)
+        params, keys = self.loss.compute_params(state), self.loss.keys(state, batch)
         with contextlib.nullcontext() if self.layout is None else self.layout.in_mesh():
           out = self.loss.value_and_grad(params, state, batch, keys, trained, like=state.arrays)
     return out._replace(
@@ -219,8 +218,7 @@ class StepViews:
     explanation = explain_as_run(self.fun, args, keywords, self.policy, recompute=recompute)
     if self.layout is None or self.layout.shards == 1:
       return explanation
-    gathered = jax.eval_shape(self.loss.compute_params, state)
-    found = gathers(self.loss, self.layout, gathered, state, batch)
+    found = gathers(self.loss, self.layout, state, batch)
     return dataclasses.replace(explanation, gathers=tuple(ExplainedGather(*row) for row in found))
 
   def _explain_(self, *args: Any, policy: PolicyLike | None) -> Explanation:

@@ -23,7 +23,6 @@ from mpjax.loss_scale import (
   all_finite,
   find_scaler,
   find_states,
-  get_loss_scale,
   is_inexact,
   keep_if,
   unscaled_norm,
@@ -215,29 +214,24 @@ class TrainStep(StepViews):
     extra: dict[str, Array] = {"value": loss}
     pairs = zip(*map(jax.tree.leaves, (model_state, state.model_state)), strict=True)
     changed = [(new, old) for new, old in pairs if new is not old and is_inexact(new)]
-    if changed and find_scaler(state.opt_state) is not None:
+    before = find_scaler(state.opt_state)
+    if changed and before is not None:
       # An infinity from before the step, as in a mask, may stay.
       extra["state_finite"] = all_finite([jnp.where(jnp.isfinite(old), new, 0) for new, old in changed])
     updates, opt_state = self._exact_tx.update(grads, state.opt_state, params, **extra)
     if self.options.grad_norm:
-      metrics |= {"grad_norm": unscaled_norm(grads, find_scaler(state.opt_state))}
+      metrics |= {"grad_norm": unscaled_norm(grads, before)}
     metrics = _stated_rate(opt_state) | metrics | {"loss": loss}
     scaler = find_scaler(opt_state)
-    if scaler is not None:
+    if scaler is not None and before is not None:
       keep = functools.partial(keep_if, scaler.taken)
       model_state = jax.tree.map(keep, model_state, state.model_state)
       fp8_state = jax.tree.map(keep, fp8_state, state.fp8_state)
       # The next step's gradients belong to a loss with a larger scale: their amaxes will be larger, too.
-      growth = scaler.scale / get_loss_scale(state.opt_state).scale
-      fp8_state = grow_gradients(fp8_state, jnp.maximum(growth, 1))
-      metrics |= {
-        # The scale of this loss, not of the next one.
-        "loss_scale": get_loss_scale(state.opt_state).scale,
-        "grads_finite": scaler.grads_finite,
-        "updates_finite": scaler.updates_finite,
-        "skipped_steps": scaler.skipped_steps,
-        "consecutive_skips": scaler.consecutive_skips,
-      }
+      fp8_state = grow_gradients(fp8_state, jnp.maximum(scaler.scale / before.scale, 1))
+      # The scale of this loss, not of the next one.
+      metrics |= {"loss_scale": before.scale}
+      metrics |= {name: getattr(scaler, name) for name in _checks.METRICS_OF_SCALER}
     state = state.replace(
       step=state.step + 1,
       arrays=self.trained.moved(state, _layers.apply_step(self.policy, params, updates)),
