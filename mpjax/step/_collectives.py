@@ -27,7 +27,7 @@ from mpjax.sharding import axes_of_batch, batch_shards, dimension_over, is_spec,
 _WHOLE = PartitionSpec()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Part:
   """A device's part of a parameter along `fsdp`. Its methods are for the inside of `on_each`.
 

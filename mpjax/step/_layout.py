@@ -175,11 +175,13 @@ def make_layout(
   if offload not in _OFFLOADS:
     raise ValueError(f"offload={offload!r}: expected 'optimizer', or None")
   if mesh is None:
-    given = {"offload": offload is not None, "sharding": sharding is not None, "gather": gather != "step"}
-    for name in [name for name, is_given in given.items() if is_given]:
-      raise ValueError(
-        f"{name} needs a mesh: pass mesh=, too; one device is enough, as in jax.make_mesh((1,), ('data',))"
-      )
+    needs = [
+      (offload is not None, f"offload={offload!r} places state by a mesh"),
+      (sharding is not None, "sharding divides parameters over a mesh"),
+      (gather != "step", f"gather={gather!r} says when to gather parameters on a mesh"),
+    ]
+    for text in (text for is_given, text in needs if is_given):
+      raise ValueError(f"{text}: pass mesh=, too; one device is enough, as in jax.make_mesh((1,), ('data',))")
     return None
   mesh = check_mesh(mesh)
   if gather == "block" and "fsdp" not in mesh.shape:
