@@ -60,7 +60,7 @@ class StepViews:
 
     Missing gradients are `optax.MaskedNode`s.
     """
-    trained = self.trained.read(state)
+    trained = self.trained.masks(state).read
     if self.layout is not None:
       self.layout.check_batch(batch, self.options.accumulate)
     with matmul_precision(self.policy):
@@ -193,7 +193,7 @@ class StepViews:
         return worth(out.loss), out.grads
       return worth(out.loss), show(out.grads, unscale(hide(out.grads), scaler.scale), out.grads)
 
-    of_read = lambda laid: (PartitionSpec(), only(self.trained.read(state), laid.arrays))
+    of_read = lambda laid: (PartitionSpec(), only(self.trained.masks(state).read, laid.arrays))
     return self._laid(unscaled, state, batch, of_read)
 
   def carried(self, state: TrainState, batch: PyTree) -> tuple[PyTree, PyTree]:

@@ -19,14 +19,7 @@ from mpjax._lazy import nnx
 from mpjax._types import Array, LossFunction, Metrics, PyTree
 from mpjax.casting import init_fp8_state
 from mpjax.fp8._delayed import grow_gradients
-from mpjax.loss_scale import (
-  all_finite,
-  find_scaler,
-  find_states,
-  is_inexact,
-  keep_if,
-  unscaled_norm,
-)
+from mpjax.loss_scale import all_finite, find_scaler, find_states, is_inexact, keep_if, unscaled_norm
 from mpjax.optim import rebuild
 from mpjax.step import _checks, _layers
 from mpjax.step._micro_batches import first_of_batch

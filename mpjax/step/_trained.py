@@ -106,23 +106,19 @@ class Trained:
     if wrt is None or not names:
       return
     found = any(jax.tree.leaves(self._chosen(state)))
-    if state.graphdef is not None and not found:
+    if state.graphdef is not None:
+      if found:
+        return
       raise ValueError(
         f"wrt={wrt!r} selects no variable of the module: expected a filter such as nnx.Param, "
         "nnx.LoRAParam or nnx.PathContains('lora'); a regular expression is for a tree of parameters"
       )
-    if state.graphdef is not None:
-      return
     shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     for pattern in [wrt] if isinstance(wrt, str) else wrt if isinstance(wrt, (list, tuple)) else ():
       if isinstance(pattern, str) and not any(component_regex(pattern).search(name) for name in names):
         raise ValueError(f"wrt pattern {pattern!r} matches no parameter; parameters: {shown}")
     if not found:
       raise ValueError(f"wrt={wrt!r} leaves nothing to train of {shown}")
-
-  def read(self, state: TrainState) -> PyTree[bool]:
-    """Returns, for each parameter, whether its gradient is read."""
-    return self._masks(state).read
 
   def parameters(self, state: TrainState) -> PyTree:
     """Returns the parameters that the optimiser sees, as it sees them."""
@@ -156,11 +152,11 @@ class Trained:
   def moved(self, state: TrainState, part: PyTree) -> PyTree:
     """Returns the parameters after a step: `part` as the optimiser sees them, the others as they were."""
     new = self.whole(state, part, state.arrays)
-    return merged(only(self._masks(state).moving, new), state.arrays)
+    return merged(only(self.masks(state).moving, new), state.arrays)
 
   def moving(self, state: TrainState, part: PyTree) -> PyTree:
     """Returns what may change of a tree that the optimiser sees, with `optax.MaskedNode`s for the others."""
-    return only(self.seen(state, self._masks(state).moving), part)
+    return only(self.seen(state, self.masks(state).moving), part)
 
   def _chosen(self, state: TrainState) -> PyTree[bool]:
     if state.graphdef is None:
@@ -171,7 +167,8 @@ class Trained:
     flat = nnx.traversals.flatten_mapping(state.arrays)
     return _nested({path: path in chosen for path in flat}, state.arrays)
 
-  def _masks(self, state: TrainState) -> Flow:
+  def masks(self, state: TrainState) -> Flow:
+    """Returns which gradients the optimiser reads, and which parameters may move."""
     leaves, structure = jax.tree.flatten(state.arrays)
     key = (structure, state.graphdef, *((x.shape, x.dtype) for x in leaves))
     if key not in self._known:
