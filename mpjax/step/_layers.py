@@ -180,10 +180,7 @@ def user_state(tx: optax.GradientTransformation, params: PyTree, layers: Layers)
 def adopted(new: Layers, old: Layers, same_scaling: bool) -> tuple[Layers, list[str]]:
   """Returns new layers with what fits of old ones, and the names of the parts that begin anew, for a person.
 
-  Args:
-    new: the first state under the new policy.
-    old: a state under the old policy.
-    same_scaling: also keeps the loss scale.
+  `new` is a first state; `same_scaling` keeps the loss scale of `old`, too.
   """
   scaled = new.scaler is not None and old.scaler is not None
   anew = ["the loss scale"] if scaled and not same_scaling else []
