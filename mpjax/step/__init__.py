@@ -15,8 +15,7 @@ from mpjax.step._layers import (
 from mpjax.step._layout import GATHERS, Layout
 from mpjax.step._loss import (
   KEYWORDS as KEYWORDS,
-  GradientPass,
-  LossOutput,
+  Pass,
   StepLoss,
   Transform,
   row_count as row_count,
@@ -34,9 +33,8 @@ from mpjax.step._trained import merged as merged, only as only
 # What is imported as itself is for other folders of mpjax, not for users.
 __all__ = [
   "GATHERS",
-  "GradientPass",
   "Layout",
-  "LossOutput",
+  "Pass",
   "StepLoss",
   "StepOptions",
   "TrainState",

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Float
 
@@ -22,7 +21,7 @@ from mpjax.sharding import on_device
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import in_containers
 
-_METRICS = {"loss", "loss_scale", "grads_finite", "updates_finite", "skipped_steps", "consecutive_skips"}
+METRICS_OF_SCALER = ("grads_finite", "updates_finite", "skipped_steps", "consecutive_skips")
 _CALLS = (
   "make one with state = step.init(params), of an nnx.Module step.init(model), and call step(state, batch), "
   "or step(model, optimizer, batch) with optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)"
@@ -30,15 +29,7 @@ _CALLS = (
 
 
 def require_honoured(policy: Policy, over_devices: bool = True) -> None:
-  """Raises if the policy asks for something that `make_train_step` does not do: nothing is ignored silently.
-
-  Args:
-    policy: the policy.
-    over_devices: whether the step has a mesh.
-
-  Raises:
-    ValueError: names the field of the policy and the way out.
-  """
+  """Raises `ValueError` for a key of the policy that has no effect in a step; `over_devices`: with a mesh."""
   needs: dict[str, str] = {}
   if not policy.autocast:
     needs |= dict.fromkeys(("accum_dtype", "grad_dtype", "overrides", "fp8"), "autocast: true in the policy")
@@ -52,22 +43,19 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
   if policy.autocast:
     make_rules(policy, None, None)
   if policy.optimizer_dtype == jnp.float16:
-    raise ValueError(
-      "policy key optimizer_dtype='float16': second moments leave its range; expected float32, bfloat16, "
-      "int8 or float8_e4m3fn"
-    )
+    few = "float32, bfloat16, int8 or float8_e4m3fn"
+    raise ValueError(f"policy key optimizer_dtype='float16': second moments leave its range; expected {few}")
 
 
 def require_arrays(params: PyTree) -> None:
-  """Raises `ValueError` for a number instead of an array, and for an object that is not a parameter tree."""
+  """Raises `ValueError` for a number instead of an array, and for what is not a tree of parameters."""
   if jax.tree_util.all_leaves([params]) and (is_linen_module(params) or not hasattr(params, "dtype")):
     raise ValueError(
       f"params is a {type(params).__name__}: expected a tree of parameters, an Equinox module or an "
-      "nnx.Module; for a linen module call step.init(model.init(key, x)['params'])"
+      "nnx.Module; for a linen module step.init(model.init(key, x)['params'])"
     )
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    is_number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, (bool, np.generic))
-    if is_number and in_containers(path):
+    if type(leaf) in (int, float, complex) and in_containers(path):
       raise ValueError(f"parameter {path_text(path)!r} is a {type(leaf).__name__}: expected an array")
 
 
@@ -87,9 +75,8 @@ def require_makings(loss_fn: object, tx: object) -> None:
     raise TypeError("the arguments are swapped: call make_train_step(loss_fn, tx, policy)")
   if isinstance(loss_fn, nnx.Module) or is_linen_module(loss_fn):
     raise TypeError(
-      f"loss_fn is the module {type(loss_fn).__name__}: expected a function that computes a loss with it, "
-      "def loss_fn(model, batch): ...; for a linen module def loss_fn(params, batch): "
-      "logits = model.apply({'params': params}, batch['x']); ..."
+      f"loss_fn is the module {type(loss_fn).__name__}: expected a function, def loss_fn(model, batch): ...; "
+      "for a linen module def loss_fn(params, batch): logits = model.apply({'params': params}, ...); ..."
     )
   if not callable(loss_fn):
     raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: expected a function (params, batch) -> loss")
@@ -131,40 +118,30 @@ def require_param_dtype(params: PyTree, policy: Policy) -> None:
   for (name, p), q in zip(named_leaves(params), jax.tree.leaves(expected), strict=True):
     if p.dtype != q.dtype:
       raise ValueError(
-        f"parameter {name!r} of the model is {p.dtype.name}, but the policy has param_dtype={q.dtype.name}: "
-        "cast the parameters before the optimizer is made, as in "
-        "nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))"
+        f"parameter {name!r} is {p.dtype.name}, but the policy has param_dtype={q.dtype.name}: first call "
+        "nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param))), then make the optimizer"
       )
 
 
 def require_kept(state: TrainState) -> None:
-  """Raises `ValueError` for a state whose buffers an earlier step has reused.
-
-  Checks one leaf, before JAX does: JAX would also raise, but end the process on a mesh of CPU devices.
-  """
-  leaf = state.step
+  """Raises `ValueError` for a state whose buffers an earlier step has reused."""
+  leaf = state.step  # JAX's own check would end the process on a mesh of CPU devices
   if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
     raise ValueError(
-      "this TrainState is deleted: a step reuses the buffers of its state for the new state, so "
-      "use the new one, or keep the old one with make_train_step(..., donate=False)"
+      "this TrainState is deleted, because a step reuses the buffers of its state: use the new one, or keep "
+      "the old one with make_train_step(..., donate=False)"
     )
 
 
 def require_given(keywords: tuple[str, ...], name: str, value: object, call: str) -> None:
   """Raises `ValueError` if `loss_fn` takes an argument that is `None`, or does not take one that is given.
 
-  Args:
-    keywords: the arguments that `loss_fn` takes.
-    name: name of the argument.
-    value: its value; `None` if not given.
-    call: the call that gives it, such as `step.init(..., rng=...)`.
+  `keywords` are those that it takes; `call` gives the argument, as `step.init(..., rng=...)` does.
   """
   if name in keywords and value is None:
     raise ValueError(f"loss_fn takes {name!r}, which was not given: pass it with {call}")
   if name not in keywords and value is not None:
-    raise ValueError(
-      f"loss_fn does not take {name!r}, which {call} gives: leave it out, or let loss_fn take it"
-    )
+    raise ValueError(f"loss_fn does not take {name!r}, which {call} gives: leave it out")
 
 
 def unpack(
@@ -172,39 +149,31 @@ def unpack(
 ) -> tuple[Float[Array, ""] | Average, dict[str, Array | Average], PyTree | None]:
   """Returns loss, metrics and model state (or `None`) from the output of a loss function.
 
-  Args:
-    out: the output.
-    takes_state: whether it takes, and so returns, model state.
-    grad_norm: whether the step reports `grad_norm`, so that no metric can have the name.
-
-  Raises:
-    ValueError: shows the output and the expected form.
+  Raises `ValueError` for another form than that of a function that `takes_state`, and for a metric with a
+  name that the step uses, which `grad_norm` may be.
   """
   parts = out if isinstance(out, tuple) else (out,)
   expected = "(loss, metrics, model_state)" if takes_state else "loss or (loss, metrics)"
   if len(parts) not in ((3,) if takes_state else (1, 2)):
     raise ValueError(f"loss_fn returned {len(parts)} value(s): expected {expected}")
-  given: tuple[Any, ...] = (*parts, {}, None) if len(parts) == 1 else (*parts, None)
-  loss, metrics, model_state = given[:3]
+  given: tuple[Any, ...] = (*parts, *({}, None)[len(parts) - 1 :])
+  loss, metrics, model_state = given
   if not (is_average(loss) or hasattr(loss, "dtype") or isinstance(loss, (int, float))):
     raise ValueError(f"loss_fn returned a loss of type {type(loss).__name__}: expected {expected}")
   if not isinstance(metrics, dict):
     raise ValueError(
-      f"loss_fn returned metrics of type {type(metrics).__name__}: expected (loss, metrics) with a dict of "
-      "arrays. If aux is something else, pass the loss alone, as in lambda *args: loss_fn(*args)[0]"
+      f"loss_fn returned metrics of type {type(metrics).__name__}: expected a dict of arrays. If aux is "
+      "something else, pass the loss alone, as in lambda *args: loss_fn(*args)[0]"
     )
-  taken = (_METRICS | {"grad_norm"} if grad_norm else _METRICS) & metrics.keys()
-  if taken:
-    raise ValueError(
-      f"loss_fn returned a metric named {min(taken)!r}, which the step itself reports: rename it"
-    )
+  reported = {"loss", "loss_scale", *METRICS_OF_SCALER, *(["grad_norm"] if grad_norm else [])}
+  if taken := metrics.keys() & reported:
+    raise ValueError(f"loss_fn returned a metric named {min(taken)!r}, which a step reports: rename it")
   loss, metrics = jax.tree.map(jnp.asarray, (loss, metrics))
   for name, average in {"loss": loss, **metrics}.items():
     if is_average(average) and jnp.shape(average.total) + jnp.shape(average.count) != ():
       raise ValueError(
         f"loss_fn returned a {name} whose total is {jax.typeof(average.total)} and whose count is "
-        f"{jax.typeof(average.count)}: expected scalars, as in mpjax.Average(jnp.sum(losses * mask), "
-        "jnp.sum(mask))"
+        f"{jax.typeof(average.count)}: expected scalars, as in Average(jnp.sum(losses * mask), jnp.sum(mask))"
       )
   total = loss.total if is_average(loss) else loss
   if jnp.shape(total) != () or not jnp.issubdtype(jnp.result_type(total), jnp.floating):

@@ -27,7 +27,7 @@ from mpjax.sharding import axes_of_batch, batch_shards, dimension_over, is_spec,
 _WHOLE = PartitionSpec()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Part:
   """A device's part of a parameter along `fsdp`. Its methods are for the inside of `on_each`.
 
@@ -77,15 +77,7 @@ class Part:
     )(x)
 
   def gather(self, shard: Array, scale: Array | None = None) -> Array | InFp8:
-    """Gathers the parameter, cast first.
-
-    Args:
-      shard: this device's part.
-      scale: f32[], for FP8.
-
-    Returns:
-      The parameter in the program's dtype; with a scale also as it crossed.
-    """
+    """Returns the parameter in the program's dtype, cast first, then gathered; with a scale also in FP8."""
     gather = lambda x: jax.lax.all_gather(x, "fsdp", axis=self.dimension, tiled=True)
     if scale is None:
       return self._on_each(gather, shard.astype(self.gather_dtype)).astype(self.dtype)
@@ -93,12 +85,7 @@ class Part:
     return InFp8((codes.astype(jnp.float32) / scale).astype(self.dtype), codes, scale)
 
   def reduce(self, gradient: Array, dtype: np.dtype) -> Array:
-    """Sums a gradient of the parameter over `fsdp`; each device gets its part.
-
-    Args:
-      gradient: gradient of the whole parameter.
-      dtype: dtype of the result.
-    """
+    """Sums a gradient of the whole parameter over `fsdp`; each device gets its part, in `dtype`."""
     scatter = lambda x: jax.lax.psum_scatter(x, "fsdp", scatter_dimension=self.dimension, tiled=True)
     return self._on_each(scatter, to_reduce(gradient, self.reduce_dtype)).astype(dtype)
 
@@ -131,17 +118,7 @@ def scales_of(mesh: Mesh, params: PyTree, parts: Sequence[Part | None]) -> list[
 def gather(
   mesh: Mesh, params: PyTree, parts: Sequence[Part | None], scales: Sequence[Array | None]
 ) -> PyTree:
-  """Gathers parameters that are divided over `fsdp`: cast first, then gathered.
-
-  Args:
-    mesh: the step's mesh.
-    params: tree of arrays.
-    parts: the division of each.
-    scales: what `scales_of` returns.
-
-  Returns:
-    The tree; gathered leaves are in the dtype of their `Part`, the rest is unchanged.
-  """
+  """Returns parameters, of which those that are divided are gathered; `scales` are those of `scales_of`."""
   leaves, structure = jax.tree.flatten(params)
   divided = {i: part for i, part in enumerate(parts) if part is not None}
   if not divided:
@@ -151,13 +128,10 @@ def gather(
     rows = zip(divided.values(), shards, scales, strict=True)
     return [value_of(part.gather(shard, scale)) for part, shard, scale in rows]
 
-  gathered = jax.shard_map(
-    body,
-    mesh=mesh,
-    in_specs=([part.spec for part in divided.values()], _WHOLE),
-    out_specs=[keep_axes(part.spec, ("tensor",)) for part in divided.values()],
-    check_vma=False,
-  )([leaves[i] for i in divided], [scales[i] for i in divided])
+  specs = [part.spec for part in divided.values()]
+  out_specs = [keep_axes(spec, ("tensor",)) for spec in specs]
+  run = jax.shard_map(body, mesh=mesh, in_specs=(specs, _WHOLE), out_specs=out_specs, check_vma=False)
+  gathered = run([leaves[i] for i in divided], [scales[i] for i in divided])
   for i, whole in zip(divided, gathered, strict=True):
     leaves[i] = whole
   return jax.tree.unflatten(structure, leaves)
@@ -173,26 +147,20 @@ def on_each(
   """Runs a function of a device's rows on each device, and stacks the results: one leading entry per device.
 
   Args:
-    mesh: the step's mesh; the compiler handles `tensor`.
+    mesh: the compiler handles its `tensor`.
     fun: takes the replicated trees, and a device's rows of the batch.
     replicated: trees that are the same for all rows.
     batch: tree whose leaves have the rows as first dimension; a scalar is the same for all.
     specs: the division of the first of the replicated trees, if it is divided.
   """
   axes = axes_of_batch(mesh)
-
-  def body(*args: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], fun(*args))
-
+  rows = PartitionSpec(axes)
+  of_batch = jax.tree.map(lambda x: rows if x.ndim else _WHOLE, batch)
   return jax.shard_map(
-    body,
+    lambda *args: jax.tree.map(lambda x: jnp.asarray(x)[None], fun(*args)),
     mesh=mesh,
-    in_specs=(
-      specs,
-      *(_WHOLE,) * (len(replicated) - 1),
-      jax.tree.map(lambda x: PartitionSpec(axes) if x.ndim else _WHOLE, batch),
-    ),
-    out_specs=PartitionSpec(axes),
+    in_specs=(specs, *[_WHOLE] * (len(replicated) - 1), of_batch),
+    out_specs=rows,
     axis_names=set(axes),
     check_vma=False,
   )(*replicated, batch)
@@ -205,12 +173,7 @@ def to_reduce(gradient: Array, dtype: np.dtype | None) -> Array:
 
 
 def reduce(
-  mesh: Mesh,
-  stacked: PyTree,
-  specs: PyTree[PartitionSpec],
-  dtype: np.dtype | None,
-  *,
-  over_fsdp: bool = True,
+  mesh: Mesh, stacked: PyTree, specs: PyTree[PartitionSpec], dtype: np.dtype | None, over_fsdp: bool
 ) -> PyTree:
   """Averages gradients over the devices that share a batch: one sum for each array, in one dtype.
 
@@ -221,8 +184,8 @@ def reduce(
   Args:
     mesh: the step's mesh.
     stacked: tree of local gradients, as `on_each` returns them.
-    specs: tree of `PartitionSpec` of the results.
-    dtype: the dtype in which they cross; `None` for float32, or their own if that is wider.
+    specs: those of the results.
+    dtype: see `Part.reduce_dtype`.
     over_fsdp: `False` if gradients of divided parameters are already summed over `fsdp` (`Part.reduce`).
   """
   axes, shards = axes_of_batch(mesh), batch_shards(mesh)

@@ -25,17 +25,6 @@ Shard: TypeAlias = tuple[Array, Array | None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Parameter:
-  """A divided parameter, or a slice of one; two of them are never equal.
-
-  Attributes:
-    part: its division, and the dtypes in which it crosses.
-  """
-
-  part: Part
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Made:
   """How a value is computed from parameters: a cast, a transpose, a norm, a normalised weight.
 
@@ -50,21 +39,19 @@ class Made:
   index: int
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass, data_fields=["shards"], meta_fields=["origin", "parameters"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["shards"], meta_fields=["origin", "parts"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class Delayed:
   """A value that is computed from divided parameters alone; for JAX a tree of their parts.
 
   Attributes:
-    origin: a parameter, or how it is computed from parameters.
-    parameters: the parameters.
+    origin: the division of a parameter, or how it is computed from parameters.
+    parts: the division of each parameter; no two values that `divided` makes have the same object.
     shards: the device's part of each.
   """
 
-  origin: Parameter | Made
-  parameters: tuple[Parameter, ...]
+  origin: Part | Made
+  parts: tuple[Part, ...]
   shards: list[Shard]
 
 
@@ -73,8 +60,8 @@ Value: TypeAlias = Array | Delayed
 
 def divided(part: Part, shard: Shard, casts: Iterable[JaxprEqn] = ()) -> Delayed:
   """Returns a parameter of which a device has this part, cast by some equations."""
-  parameter = Parameter(part)
-  x = Delayed(parameter, (parameter,), [shard])
+  part = dataclasses.replace(part)  # no two are equal
+  x = Delayed(part, (part,), [shard])
   for equation in casts:
     (x,) = delay(equation, [x])
   return x
@@ -88,10 +75,10 @@ def delay(equation: JaxprEqn, operands: Sequence[Any]) -> list[Delayed]:
   return [Delayed(origin, tuple(shards), list(shards.values())) for origin in made]
 
 
-def shards_of(values: Iterable[Any]) -> dict[Parameter, Shard]:
+def shards_of(values: Iterable[Any]) -> dict[Part, Shard]:
   """Returns the parameters that values are computed from, each once, and the device's part of each."""
   delayed = [x for x in values if isinstance(x, Delayed)]
-  return {key: shard for x in delayed for key, shard in zip(x.parameters, x.shards, strict=True)}
+  return {part: shard for x in delayed for part, shard in zip(x.parts, x.shards, strict=True)}
 
 
 def parameter_of(x: Any) -> tuple[Part, Shard, list[JaxprEqn]] | None:
@@ -100,7 +87,7 @@ def parameter_of(x: Any) -> tuple[Part, Shard, list[JaxprEqn]] | None:
   while isinstance(origin, Made) and origin.equation.primitive is jax.lax.convert_element_type_p:
     casts.append(origin.equation)
     (origin,) = origin.operands
-  return (origin.part, x.shards[0], casts[::-1]) if isinstance(origin, Parameter) else None
+  return (origin, x.shards[0], casts[::-1]) if isinstance(origin, Part) else None
 
 
 def read(
@@ -117,19 +104,19 @@ def read(
   found = shards_of(operands)
   if not found:
     return fun(*operands)
-  parameters, in_codes = list(found), {i: operands[i].parameters[0] for i in in_fp8}
+  parts, in_codes = list(found), {i: operands[i].parts[0] for i in in_fp8}
   origins = [x.origin if isinstance(x, Delayed) else None for x in operands]
 
   def of_gathered(gathered: Sequence[Any], others: Sequence[PyTree]) -> list[Array]:
-    crossed, given = dict(zip(parameters, gathered, strict=True)), iter(others)
+    crossed, given = dict(zip(parts, gathered, strict=True)), iter(others)
     made: dict[int, list[Array]] = {}
     inputs = [next(given) if origin is None else _whole(origin, crossed, made) for origin in origins]
-    for i, parameter in in_codes.items():
-      inputs[i] = crossed[parameter]._replace(value=inputs[i])
+    for i, part in in_codes.items():
+      inputs[i] = crossed[part]._replace(value=inputs[i])
     return fun(*inputs)
 
   def gather(shards: Sequence[Shard]) -> list[Array | InFp8]:
-    return [key.part.gather(*shard) for key, shard in zip(parameters, shards, strict=True)]
+    return [part.gather(*shard) for part, shard in zip(parts, shards, strict=True)]
 
   @jax.custom_vjp
   def run(shards: Sequence[Shard], others: Sequence[PyTree]) -> list[Array]:
@@ -144,16 +131,16 @@ def read(
     if fenced:
       shards, cotangents = jax.lax.optimization_barrier((shards, cotangents))
     gradients, of_others = derivative(lambda: gather(shards), cotangents)
-    rows = zip(parameters, gradients, shards, strict=True)
-    return [(key.part.reduce(value_of(g), x.dtype), None) for key, g, (x, _) in rows], of_others
+    rows = zip(parts, gradients, shards, strict=True)
+    return [(part.reduce(value_of(g), x.dtype), None) for part, g, (x, _) in rows], of_others
 
   run.defvjp(forward, backward)
   return run(list(found.values()), [x for x in operands if not isinstance(x, Delayed)])
 
 
-def _whole(origin: Any, gathered: Mapping[Parameter, Array | InFp8], made: dict[int, list[Array]]) -> Array:
+def _whole(origin: Any, gathered: Mapping[Part, Array | InFp8], made: dict[int, list[Array]]) -> Array:
   """Returns the value of an origin, from gathered parameters; `made` holds the results of equations."""
-  if isinstance(origin, Parameter):
+  if isinstance(origin, Part):
     return value_of(gathered[origin])
   if not isinstance(origin, Made):
     return origin  # a literal

@@ -104,26 +104,32 @@ class Layout:
 
   def keep(self, state: TrainState) -> TrainState:
     """Constrains a state on the devices to its shardings; inside `jit`."""
-    if has_explicit_axes(self._typed_mesh()):
-      kept: TrainState = jax.sharding.reshard(state, self.device_shardings(state))
-      return kept
-    return jax.lax.with_sharding_constraint(state, self.device_shardings(state))
+    is_explicit = has_explicit_axes(self._typed_mesh())
+    constrain = jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
+    kept: TrainState = constrain(state, self.device_shardings(state))
+    return kept
 
   def put_away(self, state: TrainState) -> TrainState:
     """Moves what `offload` names from the devices to the host; inside `jit`."""
     return state if self.offload is None else state.replace(opt_state=to_host(state.opt_state))
 
-  def run(self, fun: Callable[..., _Out], state: TrainState, batch: PyTree, out: PyTree) -> _Out:
+  def run(
+    self,
+    fun: Callable[[TrainState, PyTree], _Out],
+    state: TrainState,
+    batch: PyTree,
+    out: Callable[[TrainState], PyTree],
+  ) -> _Out:
     """Calls `fun(state, batch)` on axes that the compiler divides, also if the surrounding mesh is explicit.
 
     Args:
       fun: the computation of a step, with all its state on the devices.
       state: a state.
       batch: a batch.
-      out: the shardings of the results; a prefix of their tree, with specs or shardings.
+      out: makes the shardings of the results, or a prefix of their tree, from those of the state.
     """
     if has_explicit_axes(self._typed_mesh()):
-      fun = jax.sharding.auto_axes(fun, out_sharding=out)
+      fun = jax.sharding.auto_axes(fun, out_sharding=out(self.device_shardings(state)))
     return fun(on_device(state), batch)
 
   def in_mesh(self) -> contextlib.AbstractContextManager[object]:
@@ -169,15 +175,13 @@ def make_layout(
   if offload not in _OFFLOADS:
     raise ValueError(f"offload={offload!r}: expected 'optimizer', or None")
   if mesh is None:
-    if offload is not None:
-      raise ValueError(
-        f"offload={offload!r} places state by a mesh: pass mesh=, too; one device is enough, as in "
-        "jax.make_mesh((1,), ('data',))"
-      )
-    if sharding is not None:
-      raise ValueError("sharding divides parameters over a mesh: pass mesh=, too")
-    if gather != "step":
-      raise ValueError(f"gather={gather!r} says when to gather parameters on a mesh: pass mesh=, too")
+    needs = [
+      (offload is not None, f"offload={offload!r} places state by a mesh"),
+      (sharding is not None, "sharding divides parameters over a mesh"),
+      (gather != "step", f"gather={gather!r} says when to gather parameters on a mesh"),
+    ]
+    for text in (text for is_given, text in needs if is_given):
+      raise ValueError(f"{text}: pass mesh=, too; one device is enough, as in jax.make_mesh((1,), ('data',))")
     return None
   mesh = check_mesh(mesh)
   if gather == "block" and "fsdp" not in mesh.shape:

@@ -19,59 +19,35 @@ from mpjax._lazy import nnx
 from mpjax._types import Array, ArrayLike, LossFunction, Metrics, PyTree
 from mpjax.casting import autocast
 from mpjax.casting._nnx_modules import give_scopes
-from mpjax.dtypes import at_least_float32, cast_like
+from mpjax.dtypes import at_least_float32, cast_like, widen_floating
 from mpjax.loss_scale import find_scaler, map_parts, scale_loss
 from mpjax.policy import Policy
 from mpjax.sharding import axes_of_batch
 from mpjax.step._checks import unpack
 from mpjax.step._collectives import over_shards
-from mpjax.step._micro_batches import first_of_batch, over_micro_batches, split_batch
+from mpjax.step._micro_batches import first_of_batch, split_batch
 from mpjax.step._options import StepOptions
 from mpjax.step._static_leaves import whole_of
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import is_masked, merged, only
 
-
-class _Kept(NamedTuple):
-  """The results of each micro-batch: [micro-batches, ...] after all of them."""
-
-  loss: PyTree
-  metrics: PyTree
-  model_state: PyTree
-  weight: Array | None
-
-
 KEYWORDS = ("rng", "row_rngs", "model_state")
 
 
-class LossOutput(NamedTuple):
-  """The outputs of a loss function other than the scaled loss that is differentiated.
+class Pass(NamedTuple):
+  """The outputs of a loss function over rows of a batch, forward or forward and backward.
 
   Attributes:
     loss: f32[], unscaled; rounded to the policy's output dtype. If the loss function returns an `Average`,
       the `Average` over these rows.
-    metrics: arrays by name, in the policy's output dtype, and averages.
+    metrics: arrays by name, in the policy's output dtype, and averages. Over micro-batches and devices
+      floating ones are averaged, and integers summed.
+    grads: tree like the parameters, for the scaled loss; a leaf that is overwritten is its next value. `None`
+      of a pass forward.
     model_state: the new state, in the dtypes of the old; `optax.MaskedNode` for a leaf that did not change.
-    weight: the weight of these rows among all micro-batches: an average's count, over all devices; `None`:
-      the same as the others'.
-  """
-
-  loss: Float32[Array, ""] | Average
-  metrics: Metrics
-  model_state: PyTree
-  weight: Float32[Array, ""] | None
-
-
-class GradientPass(NamedTuple):
-  """The outputs of a pass forward and backward over rows of a batch.
-
-  Attributes:
-    loss: f32[], unscaled; the mean over the rows, or a device's `Average`.
-    metrics: arrays by name; floating ones averaged, integers summed over micro-batches and devices; averages
-      over a device's rows.
-    grads: tree like the parameters, for the scaled loss; a leaf that is overwritten is its next value.
-    model_state: the new state; `optax.MaskedNode` for a leaf that did not change.
     fp8_state: the new amax histories; `{}` for none.
+    weight: the weight of a micro-batch among all: an average's count, over all devices; `None`: the same as
+      the others'.
   """
 
   loss: Float32[Array, ""] | Average
@@ -79,6 +55,7 @@ class GradientPass(NamedTuple):
   grads: PyTree
   model_state: PyTree
   fp8_state: PyTree
+  weight: Float32[Array, ""] | None = None
 
 
 class Transform(Protocol):
@@ -145,10 +122,15 @@ class StepLoss:
 
   def keys(self, state: TrainState, batch: PyTree) -> Array | None:
     """Returns the loss function's `rng` or `row_rngs` in the next step; `None` for neither."""
-    key = state.step_key
-    if key is None or not self.by_row:
-      return key
-    return row_keys(key, row_count(batch))
+    return self.keys_of(state.step_key, batch)
+
+  def keys_of(self, key: Array | None, batch: PyTree, part: Array | None = None) -> Array | None:
+    """Returns what `keys` does, from the key of a step, for one part of a batch that is divided."""
+    if key is None:
+      return None
+    if self.by_row:
+      return row_keys(key, row_count(batch), 0 if part is None else part)
+    return key if part is None else jax.random.fold_in(key, part)
 
   def arguments(self, state: TrainState, batch: PyTree) -> tuple[tuple[PyTree, PyTree], dict[str, PyTree]]:
     """Returns the loss function's positional and keyword arguments; PRNG keys as shapes."""
@@ -170,7 +152,7 @@ class StepLoss:
 
   def scaled(
     self, params: PyTree, fp8_state: PyTree, batch: PyTree, keys: Array | None, state: TrainState
-  ) -> tuple[Float32[Array, ""], LossOutput]:
+  ) -> tuple[Float32[Array, ""], Pass]:
     """Computes the loss times the loss scale, for one micro-batch.
 
     A device's part of an average is divided by the device's share of the count over all devices, so
@@ -183,37 +165,35 @@ class StepLoss:
       keys: for `rng` or `row_rngs`.
       state: for the loss scale and the model's state and structure.
     """
-    policy, model_state = self.options.policy, state.model_state
-    if not policy.autocast and self.options.cast_batch:
+    options, policy, model_state = self.options, self.options.policy, state.model_state
+    if not policy.autocast and options.cast_batch:
       batch = policy.cast_to_compute(batch)
     loss_fn = self.transform(
       self.fun,
       self.autocast_policy if policy.autocast or policy.in_passes else None,
-      recompute=self.options.recompute,
+      recompute=options.recompute,
       fp8_state=fp8_state or None,
     )
-    keywords = self._keywords(keys, state)
-    parts = self.options.accumulate * self._devices
-    if state.graphdef is None:
-      with divided(parts):
-        out = loss_fn(whole_of(params), batch, **keywords)
-    else:
-      model = nnx.merge(state.graphdef, params, model_state)
-      if not policy.autocast:  # autocast names modules itself
-        give_scopes((model,))
-      with divided(parts):
-        out = loss_fn(model, batch, **keywords)
+    in_module = state.graphdef is not None
+    model = nnx.merge(state.graphdef, params, model_state) if in_module else whole_of(params)
+    if in_module and not policy.autocast:  # autocast names modules itself
+      give_scopes((model,))
+    with divided(options.accumulate * options.shards):
+      out = loss_fn(model, batch, **self._keywords(keys, state))
+    if in_module:
       names = {path for path, _ in nnx.traversals.flatten_mapping(params).items()}
       mutated = nnx.split(model, lambda path, _: path in names, ...)[2]
       pure = nnx.as_pure if isinstance(model_state, nnx.State) else nnx.to_pure_dict
       model_state = pure(mutated)
-    loss, metrics, returned = unpack(out, "model_state" in self.keywords, self.options.grad_norm)
+    loss, metrics, returned = unpack(out, "model_state" in self.keywords, options.grad_norm)
     if returned is not None:
       model_state = returned
-    weight = None
+    weight: Array | None = None
     if is_average(loss):
-      weight = self._over_devices(constant(loss.count))
-      share = Average(loss.total, weight / self._devices).value
+      weight = constant(loss.count)
+      if options.layout is not None and options.shards > 1:
+        weight = jax.lax.psum(weight, axes_of_batch(options.layout.mesh))
+      share = Average(loss.total, weight / options.shards).value
     else:
       share = loss
     scaled = share.astype(jnp.float32)
@@ -228,19 +208,7 @@ class StepLoss:
     # In a trace an unchanged leaf is the same object.
     changed = lambda new, old: optax.MaskedNode() if new is old else cast_like(new, old)
     model_state = jax.tree.map(changed, model_state, state.model_state)
-    return scaled, LossOutput(loss, metrics, model_state, weight)
-
-  @property
-  def _devices(self) -> int:
-    layout = self.options.layout
-    return 1 if layout is None else layout.shards
-
-  def _over_devices(self, count: Float32[Array, ""]) -> Float32[Array, ""]:
-    """Returns the sum of a count over the devices that share a batch."""
-    layout = self.options.layout
-    if layout is None or layout.shards == 1:
-      return count
-    return jax.lax.psum(count, axes_of_batch(layout.mesh))
+    return scaled, Pass(loss, metrics, None, model_state, None, weight)
 
   def forward(
     self, params: PyTree, state: TrainState, batch: PyTree, keys: Array | None
@@ -260,7 +228,7 @@ class StepLoss:
     trained: PyTree[bool],
     like: PyTree | None = None,
     of_parts: Callable[[LossFunction], LossFunction] | None = None,
-  ) -> GradientPass:
+  ) -> Pass:
     """Computes loss and gradients of the given rows, micro-batch by micro-batch.
 
     Args:
@@ -281,40 +249,39 @@ class StepLoss:
     if of_parts is not None:
       scaled = of_parts(scaled)
 
-    def grad_fn(params: PyTree, *args: PyTree) -> PyTree:
+    def micro_step(params: PyTree, model_state: PyTree, batch: PyTree, keys: Array | None) -> Pass:
       fun = lambda chosen, *args: scaled(merged(chosen, params), *args)
-      return jax.value_and_grad(fun, argnums=(0, 1), has_aux=True)(only(trained, params), *args)
-
-    def micro_step(
-      params: PyTree, model_state: PyTree, batch: PyTree, keys: Array | None
-    ) -> tuple[GradientPass, Array | None]:
+      grad_fn = jax.value_and_grad(fun, argnums=(0, 1), has_aux=True)
       at_hand = state.replace(model_state=model_state)
-      (_, out), (grads, fp8_state) = grad_fn(params, state.fp8_state, batch, keys, at_hand)
-      return GradientPass(out.loss, out.metrics, grads, out.model_state, fp8_state), out.weight
+      (_, out), (grads, fp8_state) = grad_fn(only(trained, params), state.fp8_state, batch, keys, at_hand)
+      made: Pass = out._replace(grads=grads, fp8_state=fp8_state)
+      return made
 
     if n == 1:
-      out, _ = micro_step(params, state.model_state, batch, keys)
-      return out if like is None else out._replace(grads=cast_like(out.grads, only(trained, like)))
+      out = micro_step(params, state.model_state, batch, keys)
+      grads = out.grads if like is None else cast_like(out.grads, only(trained, like))
+      return out._replace(weight=None, grads=grads)
 
     rows = (split_batch(n, batch), None if keys is None else self._split_keys(keys))
     goes_on = options.model_state == "last"
 
     def body(
       carry: tuple[PyTree, PyTree, PyTree], xs: tuple[PyTree, Array | None]
-    ) -> tuple[tuple[PyTree, PyTree, PyTree], _Kept]:
+    ) -> tuple[tuple[PyTree, PyTree, PyTree], Pass]:
       grads, model_state, fp8_state = carry
       given = params
       if of_parts is not None:  # otherwise a compiler would gather loop invariants before the loop
         given, xs = jax.lax.optimization_barrier((params, xs))
-      out, weight = micro_step(given, model_state, *xs)
+      out = micro_step(given, model_state, *xs)
       if of_parts is not None:  # otherwise it would add up whole gradients, and cut them after the loop
         out = out._replace(grads=jax.lax.optimization_barrier(out.grads))
+      weight = out.weight
       weighed = lambda g, dtype: g.astype(dtype) if weight is None else g.astype(dtype) * weight.astype(dtype)
       grads = map_parts(lambda total, g: total + weighed(g, total.dtype), jnp.maximum, grads, out.grads)
       fp8_state = jax.tree.map(jnp.maximum, fp8_state, out.fp8_state)
       # Where the state goes on, a micro-batch keeps only which leaves change.
       changed = jax.tree.map(lambda x: None if goes_on else x, out.model_state)
-      kept = _Kept(out.loss, out.metrics, changed, weight)
+      kept = out._replace(model_state=changed, grads=None, fp8_state=None)
       if goes_on:
         model_state = merged(out.model_state, model_state)
       return (grads, model_state, fp8_state), kept
@@ -324,14 +291,14 @@ class StepLoss:
     (grads, model_state, fp8_state), kept = jax.lax.scan(body, first, rows)
     counted = n if kept.weight is None else nonzero(kept.weight.sum())
     grads = map_parts(lambda g: g / counted, lambda g: g, grads)
-    loss, metrics = jax.tree.map(over_micro_batches, (kept.loss, kept.metrics), is_leaf=is_average)
+    loss, metrics = over_shards(widen_floating((kept.loss, kept.metrics)), jnp.sum)
     if goes_on:
       keep = lambda mark, new: mark if is_masked(mark) else new
       is_mark = lambda x: x is None or is_masked(x)
       model_state = jax.tree.map(keep, kept.model_state, model_state, is_leaf=is_mark)
     else:
       model_state = over_shards(kept.model_state)
-    return GradientPass(loss, metrics, grads, model_state, fp8_state)
+    return Pass(loss, metrics, grads, model_state, fp8_state)
 
   def _split_keys(self, keys: Array) -> Array:
     """Returns keys for each micro-batch."""

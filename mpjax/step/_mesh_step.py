@@ -21,7 +21,7 @@ from mpjax.step._collectives import Part
 from mpjax.step._gather_dtypes import only_multiplied, read_in
 from mpjax.step._gather_where_read import gather_where_read
 from mpjax.step._layout import Layout
-from mpjax.step._loss import GradientPass, StepLoss, row_count, row_keys
+from mpjax.step._loss import Pass, StepLoss
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import is_masked, only
 
@@ -33,25 +33,11 @@ _OfRows = Callable[[PyTree, TrainState, PyTree, Array | None, _Scales], PyTree]
 
 
 def value_and_grad_on_mesh(
-  loss: StepLoss,
-  layout: Layout,
-  params: PyTree,
-  state: TrainState,
-  batch: PyTree,
-  trained: PyTree[bool],
-) -> GradientPass:
-  """Computes what `loss.value_and_grad` does, for a whole batch: each device runs it on its rows.
-
-  Args:
-    loss: the step's loss; its policy sets the dtypes in which gradients and parameters cross devices.
-    layout: the step's layout.
-    params: parameters as the loss takes them, with their shardings.
-    state: the state.
-    batch: rows of all devices.
-    trained: see `loss.value_and_grad`.
-  """
+  loss: StepLoss, layout: Layout, state: TrainState, batch: PyTree, trained: PyTree[bool]
+) -> Pass:
+  """Computes what `loss.value_and_grad` does, for a whole batch: each device runs it on its rows."""
   mesh, specs, policy = layout.mesh, layout.specs(state.arrays), loss.options.policy
-  devices = _Devices(loss, layout, state, batch)
+  devices, params = _Devices(loss, layout, state, batch), loss.compute_params(state)
   parts, by_step = devices.parts(params), layout.gather == "step"
   scales = _collectives.scales_of(mesh, params, parts)
   if by_step:
@@ -62,7 +48,7 @@ def value_and_grad_on_mesh(
 
     def of_parts(
       params: PyTree, rest: TrainState, batch: PyTree, keys: Array | None, scales: _Scales
-    ) -> GradientPass:
+    ) -> Pass:
       transform = lambda fun: gather_where_read(fun, parts, scales)
       return loss.value_and_grad(params, rest, batch, keys, of_parts=transform, trained=trained)
 
@@ -75,32 +61,24 @@ def value_and_grad_on_mesh(
     over_fsdp = jax.tree.map(lambda spec: keep_axes(spec, ("fsdp",)), specs, is_leaf=is_spec)
     out, mine = devices.run(of_parts, params, jax.tree.unflatten(structure, wide), scales, over_fsdp)
   reduced = only(trained, specs)
-  grads = _collectives.reduce(mesh, out.grads, reduced, policy.reduce_dtype, over_fsdp=by_step)
+  grads = _collectives.reduce(mesh, out.grads, reduced, policy.reduce_dtype, by_step)
   fp8_state = jax.tree.map(lambda x: x.max(0), out.fp8_state)
   total = _collectives.over_shards
   unfolded = lambda new, folded, old: new if is_masked(new) else _unfold(total(new), total(folded), old)
   model_state = jax.tree.map(unfolded, out.model_state, mine, state.model_state, is_leaf=is_masked)
-  return GradientPass(total(out.loss), total(out.metrics, jnp.sum), grads, model_state, fp8_state)
+  return Pass(total(out.loss), total(out.metrics, jnp.sum), grads, model_state, fp8_state)
 
 
 def gathers(
-  loss: StepLoss, layout: Layout, params: PyTree, state: TrainState, batch: PyTree
+  loss: StepLoss, layout: Layout, state: TrainState, batch: PyTree
 ) -> list[tuple[str, tuple[int, ...], str, str]]:
-  """Returns path, shape, dtype and gathered dtype of each parameter that is divided over `fsdp`.
-
-  Args:
-    loss: the step's loss.
-    layout: the step's layout.
-    params: parameters as the loss takes them, or their shapes.
-    state: the state, or its shapes.
-    batch: rows of all devices, or their shapes.
-  """
+  """Returns path, shape, dtype and gathered dtype of each parameter that is divided over `fsdp`."""
   parts: list[Part | None] = []
 
-  def run(params: PyTree, state: TrainState, batch: PyTree) -> None:
-    parts[:] = _Devices(loss, layout, state, batch).parts(params)
+  def run(state: TrainState, batch: PyTree) -> None:
+    parts[:] = _Devices(loss, layout, state, batch).parts(loss.compute_params(state))
 
-  jax.eval_shape(run, params, state, batch)
+  jax.eval_shape(run, state, batch)
   return [
     (name, tuple(leaf.shape), np.dtype(leaf.dtype).name, part.gather_dtype.name)
     for (name, leaf), part in zip(named_leaves(state.arrays), parts, strict=True)
@@ -110,14 +88,7 @@ def gathers(
 
 @dataclasses.dataclass(frozen=True)
 class _Devices:
-  """The devices of a step, each with its rows of a batch.
-
-  Attributes:
-    loss: the step's loss.
-    layout: the step's layout.
-    state: the state.
-    batch: rows of all devices.
-  """
+  """The devices of a step, each with its rows of a batch."""
 
   loss: StepLoss
   layout: Layout
@@ -134,12 +105,8 @@ class _Devices:
   ) -> tuple[PyTree, PyTree]:
     """Runs a function on each device; returns its results and the model's state before, stacked by device.
 
-    Args:
-      fun: the function.
-      params: parameters.
-      like: a tree like them, in the dtypes in which it takes them.
-      scales: scales of the parameters that cross in FP8.
-      specs: the division of parameters over `fsdp`.
+    `like` is a tree like `params`, in the dtypes in which the function takes them; `specs` is their division
+    over `fsdp`.
     """
     mesh, state = self.layout.mesh, self.state
     rest = state.replace(arrays={}, opt_state=_scalars(state.opt_state), rng=None)
@@ -150,7 +117,7 @@ class _Devices:
       index = jax.lax.axis_index(axes_of_batch(mesh))
       params = cast_like(params, like)
       mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
-      keys = _keys(self.loss, key, batch, index)
+      keys = self.loss.keys_of(key, batch, index)
       return fun(params, rest.replace(model_state=mine), batch, keys, scales), mine
 
     replicated = (params, scales, rest, state.step_key)
@@ -182,15 +149,6 @@ class _Devices:
     dtypes = own if self.layout.gather == "block" else read  # where it is read, the program casts it itself
     parts = map(Part, specs, dtypes, crossing, [policy.reduce_dtype] * len(specs))
     return [part if i in divided else None for i, part in enumerate(parts)]
-
-
-def _keys(loss: StepLoss, key: Array | None, batch: PyTree, index: Int32[Array, ""]) -> Array | None:
-  """Returns this device's key, or one key for each of its rows, which are numbered through all devices."""
-  if key is None:
-    return None
-  if not loss.by_row:
-    return jax.random.fold_in(key, index)
-  return row_keys(key, row_count(batch), index)
 
 
 def _scalars(tree: PyTree) -> PyTree:

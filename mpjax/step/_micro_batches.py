@@ -1,4 +1,4 @@
-"""A batch in micro-batches: the division of rows, and the merging of metrics."""
+"""A batch in micro-batches: the division of rows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree, Shaped
 
-from mpjax._average import Average, is_average, sum_of
 from mpjax._types import Array
-from mpjax.dtypes import at_least_float32
 from mpjax.patterns import named_leaves
 
 
@@ -37,11 +35,7 @@ def require_same_rows(batch: PyTree, divided: str) -> None:
   """Raises `ValueError` for a batch whose leaves have different numbers of rows; scalars have none.
 
   After the division a device or micro-batch could have rows that broadcast, and the loss would be wrong
-  without an error.
-
-  Args:
-    batch: tree of arrays, or shapes.
-    divided: what divides it, for the error.
+  without an error. It names what has `divided` the batch.
   """
   with_rows = [(name, leaf) for name, leaf in named_leaves(batch) if leaf.ndim]
   for name, leaf in with_rows[1:]:
@@ -56,12 +50,3 @@ def require_same_rows(batch: PyTree, divided: str) -> None:
 def first_of_batch(n: int, batch: PyTree) -> PyTree:
   """Returns the first of the `n` micro-batches of a batch."""
   return jax.tree.map(lambda x: x[0], split_batch(n, batch))
-
-
-def over_micro_batches(x: Array | Average) -> Array | Average:
-  """Averages a floating metric over micro-batches in float32 or wider, and sums others."""
-  if is_average(x):
-    return sum_of(x)
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    return x.sum(0)
-  return x.mean(0, dtype=at_least_float32(x.dtype))

@@ -30,9 +30,6 @@ def with_step_arguments(tx: optax.GradientTransformation) -> optax.GradientTrans
   A signature does not tell: an update with `**extra_args` may pass them on to one that takes none, as
   `optax.chain` does. So an update of shapes is tried: by `init`, or if there was none, by `update`.
 
-  Args:
-    tx: any optax transform.
-
   Returns:
     A transform with the state of `tx`. Its `update` takes `value`, the unscaled loss; the `grad` of `tx` is
     the gradients given to `update`.
@@ -68,14 +65,7 @@ def _taken(
 ) -> tuple[str, ...]:
   """Returns which of `value` and `grad` an update takes: as many as it works with. Computes nothing.
 
-  Args:
-    tx: the transform.
-    grads: gradients in each of the dtypes in which a step may have them; one of them must work.
-    state: a state of `tx`.
-    params: tree of parameters.
-
-  Raises:
-    ValueError: if no update works, or one has another shape than its parameter.
+  `grads` are gradients in each of the dtypes in which a step may have them; one of them must work.
   """
   # Without shardings: a step runs on axes that the compiler divides.
   grads, state, params = as_shapes((grads, state, params))

@@ -29,21 +29,18 @@ class Flow(NamedTuple):
   """Which gradients and updates of an optimiser matter.
 
   Attributes:
-    read: for each leaf of the gradients, whether an update of this step or a later one depends on it.
-    moving: for each leaf of the updates, whether it can be non-zero; it cannot for a frozen parameter.
+    read: for each parameter, whether an update of this step or a later one depends on its gradient.
+    moving: for each parameter, whether its update can be non-zero; it cannot for a frozen one.
   """
 
-  read: list[bool]
-  moving: list[bool]
+  read: PyTree[bool]
+  moving: PyTree[bool]
 
 
 def flow_of(tx: optax.GradientTransformationExtraArgs, params: PyTree, **extra: object) -> Flow | None:
   """Returns an optimiser's `Flow` over many steps; `None` if a trace cannot tell.
 
-  Args:
-    tx: the optimiser.
-    params: shapes of the parameters, and so of the gradients.
-    **extra: keyword arguments for its update.
+  `params` are shapes, also of the gradients; `extra` are keyword arguments for its update.
   """
 
   def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -57,12 +54,12 @@ def flow_of(tx: optax.GradientTransformationExtraArgs, params: PyTree, **extra: 
     state = jax.eval_shape(tx.init, params)
     closed, (updates, _) = jax.make_jaxpr(update, return_shape=True)(params, state, params)
     sizes = [len(jax.tree.leaves(tree)) for tree in (params, state, updates)]
-    return _flow(closed.jaxpr, *sizes)
+    return Flow(*(jax.tree.unflatten(jax.tree.structure(params), x) for x in _flow(closed.jaxpr, *sizes)))
   return None
 
 
-def _flow(jaxpr: Jaxpr, gradients: int, state: int, updates: int) -> Flow:
-  """Returns the flow of a program from so many gradients and arrays of the state to updates and state."""
+def _flow(jaxpr: Jaxpr, gradients: int, state: int, updates: int) -> tuple[list[bool], list[bool]]:
+  """Returns the fields of `Flow` for a program of so many gradients, arrays of the state and updates."""
   needed = [i < updates for i in range(len(jaxpr.outvars))]
   while True:
     inputs = inputs_read(jaxpr, needed)
@@ -73,7 +70,7 @@ def _flow(jaxpr: Jaxpr, gradients: int, state: int, updates: int) -> Flow:
       break
     needed = after
   content = _Contents().solve(jaxpr, [_Content.ANYTHING] * len(jaxpr.invars)).outputs
-  return Flow(inputs[:gradients], [x is not _Content.ZEROS for x in content[:updates]])
+  return inputs[:gradients], [x is not _Content.ZEROS for x in content[:updates]]
 
 
 class _Content(enum.IntEnum):

@@ -20,10 +20,6 @@ class StepOptions:
   """The options of a training step: arguments of `make_train_step`, which explains each.
 
   Its `mesh`, `sharding`, `gather` and `offload` are a `layout` here, `None` without a mesh.
-
-  Raises:
-    ValueError: for a policy that asks for something that this step does not do, a number of micro-batches
-      that is not a positive integer, or an unknown choice of `recompute`.
   """
 
   policy: Policy
@@ -48,6 +44,11 @@ class StepOptions:
         f"model_state={self.model_state!r}: expected one of {', '.join(MODEL_STATES)}"
         + did_you_mean(str(self.model_state), MODEL_STATES)
       )
+
+  @property
+  def shards(self) -> int:
+    """The number of devices that share a batch."""
+    return 1 if self.layout is None else self.layout.shards
 
   @property
   def filter(self) -> nnx.filterlib.Filter:

@@ -6,6 +6,7 @@ see only arrays.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from mpjax._types import PyTree
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
 class Static:
   """A leaf that is not an array, as a tree without leaves.
 
@@ -24,11 +26,7 @@ class Static:
     value: the leaf.
   """
 
-  def __init__(self, value: Any):
-    self.value = value
-
-  def __repr__(self) -> str:
-    return f"Static({self.value!r})"
+  value: Any
 
   def __hash__(self) -> int:
     try:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +22,9 @@ from mpjax.casting._overrides import Overrides
 from mpjax.loss_scale import find_scaler, hide, show, unscale
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.sharding import on_device
-from mpjax.step._checks import require_kept, require_makings, require_state, require_state_and_batch
-from mpjax.step._layers import (
-  Layers,
-  adopted,
-  layers_of,
-  masters_of,
-  state_of,
-  user_state,
-  warn_of_what_begins_anew,
-  with_masters,
-  with_policy,
-)
+from mpjax.step import _checks, _layers
 from mpjax.step._layout import Layout
-from mpjax.step._loss import GradientPass, StepLoss
+from mpjax.step._loss import Pass, StepLoss
 from mpjax.step._mesh_step import gathers, value_and_grad_on_mesh
 from mpjax.step._optimizer_arguments import with_step_arguments
 from mpjax.step._options import StepOptions
@@ -43,25 +32,21 @@ from mpjax.step._static_leaves import whole_of
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import Trained, merged, only
 
+_Out = TypeVar("_Out")
+
 
 class StepViews:
-  """A loss function and an optimiser under a policy; `TrainStep` runs them.
-
-  Args:
-    loss_fn: the loss function.
-    tx: the user's optimiser.
-    options: the options of the step.
-  """
+  """A loss function and an optimiser under a policy; `TrainStep` runs them."""
 
   def __init__(self, loss_fn: LossFunction, tx: optax.GradientTransformation, options: StepOptions):
-    require_makings(loss_fn, tx)
+    _checks.require_makings(loss_fn, tx)
     self.fun = loss_fn
     self.inner_tx = tx
     self.options = options
     self.policy = options.policy
     self.layout = options.layout
     given = with_step_arguments(tx)
-    wrap = functools.partial(with_policy, given, self.policy, options.skip_nonfinite)
+    wrap = functools.partial(_layers.with_policy, given, self.policy, options.skip_nonfinite)
     # Traces the optimiser without the policy, which does not change its use of gradients.
     self.trained = Trained(options.wrt, optax.GradientTransformationExtraArgs(tx.init, given.update))
     self.tx, self._exact_tx = wrap(), wrap(give_new=True)
@@ -71,20 +56,19 @@ class StepViews:
     self._jitted_gradients = jax.jit(self.loss_and_gradients)
     self._jitted_user_state = jax.jit(self._user_state)
 
-  def _gradient_pass(self, state: TrainState, batch: PyTree) -> GradientPass:
+  def _gradient_pass(self, state: TrainState, batch: PyTree) -> Pass:
     """Runs the loss forward and backward over a batch, on one device or the mesh.
 
     Missing gradients are `optax.MaskedNode`s.
     """
-    trained = self.trained.read(state)
+    trained = self.trained.masks(state).read
+    if self.layout is not None:
+      self.layout.check_batch(batch, self.options.accumulate)
     with matmul_precision(self.policy):
-      params = self.loss.compute_params(state)
-      if self.layout is not None:
-        self.layout.check_batch(batch, self.options.accumulate)
       if self.layout is not None and self.layout.shards > 1:
-        out = value_and_grad_on_mesh(self.loss, self.layout, params, state, batch, trained)
+        out = value_and_grad_on_mesh(self.loss, self.layout, state, batch, trained)
       else:
-        keys = self.loss.keys(state, batch)
+        params, keys = self.loss.compute_params(state), self.loss.keys(state, batch)
         with contextlib.nullcontext() if self.layout is None else self.layout.in_mesh():
           out = self.loss.value_and_grad(params, state, batch, keys, trained, like=state.arrays)
     return out._replace(
@@ -92,9 +76,19 @@ class StepViews:
       model_state=merged(out.model_state, state.model_state),
     )
 
-  def _run(self, jitted: Callable[..., Any], state: TrainState, batch: PyTree) -> Any:
-    require_kept(state)
-    return jitted(state, batch)
+  def _run(self, jitted: Callable[..., Any], state: TrainState, *args: PyTree) -> Any:
+    _checks.require_kept(state)
+    return jitted(state, *args)
+
+  def _laid(
+    self,
+    fun: Callable[[TrainState, PyTree], _Out],
+    state: TrainState,
+    batch: PyTree,
+    out: Callable[[TrainState], PyTree],
+  ) -> _Out:
+    """Calls `fun(state, batch)` with the step's layout; `out` is as in `Layout.run`."""
+    return fun(state, batch) if self.layout is None else self.layout.run(fun, state, batch, out)
 
   def with_policy(self, policy: PolicyLike) -> Self:
     """Returns the same step under another policy; states are alike if optimisers and scales are."""
@@ -130,24 +124,24 @@ class StepViews:
     masters = self.trained.seen(state, before.masters(state))
     first = self.tx.init(self.policy.cast_to_param(masters))
     same_scaling = self.policy.loss_scaling == before.policy.loss_scaling
-    layers, anew = adopted(self.layers(state.replace(opt_state=first)), old, same_scaling)
+    layers, anew = _layers.adopted(self.layers(state.replace(opt_state=first)), old, same_scaling)
     if warn:
-      warn_of_what_begins_anew(anew, state.step)
-    params, layers = with_masters(self.policy, masters, layers)
+      _layers.warn_of_what_begins_anew(anew, state.step)
+    params, layers = _layers.with_masters(self.policy, masters, layers)
     state = state.replace(
       arrays=self.trained.whole(state, params, state.arrays),
-      opt_state=state_of(layers),
+      opt_state=_layers.state_of(layers),
       fp8_state=state.fp8_state if self.needs_batch else {},
     )
     return state if self.layout is None or self.layout.offload is None else self.layout.place(state)
 
-  def layers(self, state: TrainState) -> Layers:
+  def layers(self, state: TrainState) -> _layers.Layers:
     """Returns the layers of the optimiser's state of a state of this step."""
-    return layers_of(state.opt_state, self.policy, self.options.skip_nonfinite)
+    return _layers.layers_of(state.opt_state, self.policy, self.options.skip_nonfinite)
 
   def masters(self, state: TrainState) -> PyTree:
     """Returns the arrays of a state with master weights, in float32, in place of rounded parameters."""
-    seen = masters_of(self.trained.parameters(state), self.layers(state))
+    seen = _layers.masters_of(self.trained.parameters(state), self.layers(state))
     return self.trained.whole(state, seen, state.arrays)
 
   def user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
@@ -169,45 +163,39 @@ class StepViews:
       New arrays on the devices, which later steps do not reuse, divided as `state`'s. Parameters of a tree
       that `wrt` leaves out are unchanged, and have no state; those of a module are left out.
     """
-    require_kept(state)
-    params, opt_state = self._jitted_user_state(state)
+    params, opt_state = self._run(self._jitted_user_state, state)
     return whole_of(params), opt_state
 
   def _user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
     state = on_device(state)
-    params, opt_state = user_state(self.inner_tx, self.trained.parameters(state), self.layers(state))
+    params, opt_state = _layers.user_state(self.inner_tx, self.trained.parameters(state), self.layers(state))
     # Copies, otherwise `jit` would return buffers that the next step reuses.
-    whole = self.trained.whole(state, params, state.arrays)
-    params, opt_state = jax.tree.map(jnp.copy, (whole, opt_state))
+    copied = jax.tree.map(jnp.copy, (self.trained.whole(state, params, state.arrays), opt_state))
+    state = state.replace(arrays=copied[0], opt_state=copied[1])
     if self.layout is not None:
-      state = self.layout.keep(state.replace(arrays=params, opt_state=opt_state))
-      params, opt_state = state.arrays, state.opt_state
-    if state.graphdef is not None:
-      params = self.trained.seen(state, params)
-    return params, opt_state
+      state = self.layout.keep(state)
+    in_module = state.graphdef is not None
+    return self.trained.parameters(state) if in_module else state.arrays, state.opt_state
 
   def gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
     """Computes the unscaled loss and the gradients (unscaled, in float32 or wider) that a step would use.
 
     For inspection: nothing is updated or donated.
     """
-    require_state(state, batch)
+    _checks.require_state(state, batch)
     return self._run(self._jitted_gradients, state, batch)
 
   def loss_and_gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
     """Computes what `gradients` returns, without `jit`, for tracing."""
-    if self.layout is None:
-      return self._gradients(state, batch)
-    shardings = self.layout.device_shardings(state).arrays
-    out = (PartitionSpec(), only(self.trained.read(state), shardings))
-    return self.layout.run(self._gradients, state, batch, out)
 
-  def _gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
-    out = self._gradient_pass(state, batch)
-    scaler = find_scaler(state.opt_state)
-    if scaler is None:
-      return worth(out.loss), out.grads
-    return worth(out.loss), show(out.grads, unscale(hide(out.grads), scaler.scale), out.grads)
+    def unscaled(state: TrainState, batch: PyTree) -> tuple[Array, PyTree]:
+      out, scaler = self._gradient_pass(state, batch), find_scaler(state.opt_state)
+      if scaler is None:
+        return worth(out.loss), out.grads
+      return worth(out.loss), show(out.grads, unscale(hide(out.grads), scaler.scale), out.grads)
+
+    of_read = lambda laid: (PartitionSpec(), only(self.trained.masks(state).read, laid.arrays))
+    return self._laid(unscaled, state, batch, of_read)
 
   def carried(self, state: TrainState, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Computes the new `model_state` and `fp8_state`, also for a skipped step; not jitted."""
@@ -216,10 +204,7 @@ class StepViews:
       out = self._gradient_pass(state, batch)
       return out.model_state, out.fp8_state
 
-    if self.layout is None:
-      return last(state, batch)
-    laid = self.layout.device_shardings(state)
-    return self.layout.run(last, state, batch, (laid.model_state, laid.fp8_state))
+    return self._laid(last, state, batch, lambda laid: (laid.model_state, laid.fp8_state))
 
   def explain(self, state: TrainState, batch: PyTree) -> Explanation:
     """Returns what autocast does to the loss function under this policy; see `mpjax.explain`.
@@ -228,19 +213,18 @@ class StepViews:
       state: a state, or its shapes (`jax.eval_shape`).
       batch: a batch, or its shapes.
     """
-    require_state(state, batch)
+    _checks.require_state(state, batch)
     args, keywords = self.loss.arguments(state, batch)
     recompute = self.options.recompute
     explanation = explain_as_run(self.fun, args, keywords, self.policy, recompute=recompute)
     if self.layout is None or self.layout.shards == 1:
       return explanation
-    gathered = jax.eval_shape(self.loss.compute_params, state)
-    found = gathers(self.loss, self.layout, gathered, state, batch)
+    found = gathers(self.loss, self.layout, state, batch)
     return dataclasses.replace(explanation, gathers=tuple(ExplainedGather(*row) for row in found))
 
   def _explain_(self, *args: Any, policy: PolicyLike | None) -> Explanation:
     """Implements `mpjax.explain(step, state, batch)`."""
-    state, batch = require_state_and_batch("explain", args)
+    state, batch = _checks.require_state_and_batch("explain", args)
     if policy is None:
       return self.explain(state, batch)
     other = self.with_policy(get_policy(policy).without_histories())

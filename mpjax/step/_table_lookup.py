@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,37 +27,25 @@ def looks_up_rows(equation: JaxprEqn, part: Part) -> bool:
 
 
 def look_up(equation: JaxprEqn, part: Part, shard: Array, indices: Array) -> Array:
-  """Returns rows of a table of which each device has some columns. Inside `on_each`.
+  """Returns rows of a table of which each device has some columns, where `looks_up_rows`. Inside `on_each`.
 
   Each device looks up the rows of all devices in its columns, and sends each device its own: the result of
   one device with the whole table. The gradient goes the same way back, and is summed in float32 at the
   columns.
-
-  Args:
-    equation: an equation for which `looks_up_rows` holds.
-    part: the division of the table.
-    shard: this device's columns.
-    indices: i32[..., 1].
   """
   lead = shape_of(equation.outvars[0])[:-1]
 
-  def rows_of(every: Array) -> Callable[[Array], Array]:
-    def rows(columns: Array) -> Array:
-      slices = {"dimension_numbers": _ROWS, "slice_sizes": (1, columns.shape[1])}
-      return _compat.bind(equation, [columns, every], **slices)[0]
-
-    return rows
-
-  def of_all(indices: Array) -> Array:
-    return jax.lax.all_gather(indices.reshape(-1, 1), "fsdp", axis=0, tiled=True)
+  def rows_of(every: Array, columns: Array) -> Array:
+    slices = {"dimension_numbers": _ROWS, "slice_sizes": (1, columns.shape[1])}
+    return _compat.bind(equation, [columns, every], **slices)[0]
 
   @jax.custom_vjp
   def run(shard: Array, indices: Array) -> Array:
     return forward(shard, indices)[0]
 
   def forward(shard: Array, indices: Array) -> tuple[Array, tuple[Array, Array]]:
-    every = of_all(indices)
-    rows = rows_of(every)(shard.astype(part.gather_dtype))
+    every = jax.lax.all_gather(indices.reshape(-1, 1), "fsdp", axis=0, tiled=True)
+    rows = rows_of(every, shard.astype(part.gather_dtype))
     own = jax.lax.all_to_all(rows, "fsdp", split_axis=0, concat_axis=1, tiled=True)
     return own.astype(part.dtype).reshape(*lead, own.shape[1]), (every, shard)
 
@@ -65,7 +53,7 @@ def look_up(equation: JaxprEqn, part: Part, shard: Array, indices: Array) -> Arr
     every, shard = saved
     cotangent = cotangent.reshape(-1, cotangent.shape[-1]).astype(shard.dtype)
     of_rows = jax.lax.all_to_all(cotangent, "fsdp", split_axis=1, concat_axis=0, tiled=True)
-    (gradient,) = jax.vjp(rows_of(every), jnp.zeros_like(shard))[1](of_rows)
+    (gradient,) = jax.vjp(functools.partial(rows_of, every), jnp.zeros_like(shard))[1](of_rows)
     return gradient, None
 
   run.defvjp(forward, backward)

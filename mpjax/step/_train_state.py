@@ -85,9 +85,8 @@ class TrainState:
     return dataclasses.replace(self, **changes)
 
   def __repr__(self) -> str:
-    trees = (self.arrays, self.model_state, self.opt_state, self.fp8_state)
-    named = zip(("params", "model_state", "opt_state", "fp8_state"), trees, strict=True)
-    parts = [f"{name}: {_in_words(tree)}" for name, tree in named if jax.tree.leaves(tree)]
+    trees = {name: getattr(self, field) for name, field in _PARTS.items() if name not in ("step", "rng")}
+    parts = [f"{name}: {_in_words(tree)}" for name, tree in trees.items() if jax.tree.leaves(tree)]
     return f"TrainState({'; '.join([f'step={_number_text(self.step)}', *parts])})"
 
 

@@ -19,27 +19,9 @@ from mpjax._lazy import nnx
 from mpjax._types import Array, LossFunction, Metrics, PyTree
 from mpjax.casting import init_fp8_state
 from mpjax.fp8._delayed import grow_gradients
-from mpjax.loss_scale import (
-  all_finite,
-  find_scaler,
-  find_states,
-  get_loss_scale,
-  is_inexact,
-  keep_if,
-  unscaled_norm,
-)
+from mpjax.loss_scale import all_finite, find_scaler, find_states, is_inexact, keep_if, unscaled_norm
 from mpjax.optim import rebuild
-from mpjax.step._checks import (
-  require_arrays,
-  require_differentiable,
-  require_given,
-  require_in_place,
-  require_param_dtype,
-  require_state,
-)
-from mpjax.step._layers import (
-  apply_step,
-)
+from mpjax.step import _checks, _layers
 from mpjax.step._micro_batches import first_of_batch
 from mpjax.step._options import StepOptions
 from mpjax.step._static_leaves import arrays_of
@@ -103,7 +85,7 @@ class TrainStep(StepViews):
         "step.init(..., batch=batch), or its shapes; or use recipe 'current'"
       )
     keywords = self.loss.keywords
-    require_given(keywords, self.loss.random, rng, "step.init(..., rng=...)")
+    _checks.require_given(keywords, self.loss.random, rng, "step.init(..., rng=...)")
     graphdef = None
     if isinstance(params, nnx.Module):
       if model_state is not None or "model_state" in keywords:
@@ -111,8 +93,8 @@ class TrainStep(StepViews):
       graphdef, params, model_state = nnx.split(params, self.options.filter, ...)
       params, model_state = nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
     else:
-      require_given(keywords, "model_state", model_state, "step.init(..., model_state=...)")
-      require_arrays(params)
+      _checks.require_given(keywords, "model_state", model_state, "step.init(..., model_state=...)")
+      _checks.require_arrays(params)
       params = arrays_of(params)
     state = TrainState(
       step=jnp.zeros([], jnp.int32),
@@ -124,7 +106,7 @@ class TrainStep(StepViews):
     )
     self.trained.require_some(state)
     trained = self.trained.parameters(state)
-    require_differentiable(trained)
+    _checks.require_differentiable(trained)
     # Owned first: an optimiser's zeros would not be divided like weakly typed arrays.
     params = _owned(self.trained.whole(state, self.policy.cast_to_param(trained), params))
     opt_state = self.tx.init(self.trained.seen(state, params))
@@ -134,7 +116,7 @@ class TrainStep(StepViews):
     return state if self.layout is None else self.layout.place(state)
 
   def _init_fp8(self, state: TrainState, batch: PyTree) -> PyTree:
-    parts = self.accumulate * (1 if self.layout is None else self.layout.shards)
+    parts = self.accumulate * self.options.shards
     if parts > 1:
       batch = jax.eval_shape(lambda batch: first_of_batch(parts, batch), batch)
     args, keywords = self.loss.arguments(state, batch)
@@ -169,7 +151,7 @@ class TrainStep(StepViews):
       )
     if rng is not None:
       raise TypeError("a TrainState carries its own key: pass rng to step.init(..., rng=...) instead")
-    require_state(*args)
+    _checks.require_state(*args)
     return self._run(self.jitted, *args)
 
   def update_in_place(
@@ -188,13 +170,13 @@ class TrainStep(StepViews):
       ValueError: if the optimizer does not have this step's `tx`, the parameters have another dtype, `rng` is
         missing or not taken, or the policy needs state that a module cannot hold.
     """
-    require_in_place(model, optimizer, self.tx)
+    _checks.require_in_place(model, optimizer, self.tx)
     if self.needs_batch:
       raise ValueError(
         "fp8 recipe 'delayed' keeps its histories in a TrainState: use state = step.init(model, batch=batch) "
         "and step(state, batch), or recipe 'current'"
       )
-    require_given(self.loss.keywords, self.loss.random, rng, "step(model, optimizer, batch, rng=...)")
+    _checks.require_given(self.loss.keywords, self.loss.random, rng, "step(model, optimizer, batch, rng=...)")
     graphdef, params, model_state = nnx.split(model, self.options.filter, ...)
     state = TrainState(
       step=jnp.asarray(optimizer.step[...], jnp.int32),
@@ -204,7 +186,7 @@ class TrainStep(StepViews):
       rng=None if rng is None else jnp.copy(rng),  # the step reuses the state's buffers
       graphdef=graphdef,
     )
-    require_param_dtype(self.trained.parameters(state), self.policy)
+    _checks.require_param_dtype(self.trained.parameters(state), self.policy)
     if self.layout is not None:
       state = self.layout.place(state)
     state, metrics = self.jitted(state, batch)
@@ -215,45 +197,37 @@ class TrainStep(StepViews):
 
   def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     """Takes a training step; this function is jitted."""
-    if self.layout is None:
-      return self._update(state, batch)
-    out = (self.layout.device_shardings(state), PartitionSpec())
-    state, metrics = self.layout.run(self._update, state, batch, out)
-    return self.layout.put_away(state), metrics
+    state, metrics = self._laid(self._update, state, batch, lambda laid: (laid, PartitionSpec()))
+    return state if self.layout is None else self.layout.put_away(state), metrics
 
   def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    average, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)
-    loss = worth(average)
-    grads, params = self.trained.arguments(state, grads)
+    out = self._gradient_pass(state, batch)
+    loss, metrics, model_state, fp8_state = worth(out.loss), out.metrics, out.model_state, out.fp8_state
+    grads, params = self.trained.arguments(state, out.grads)
     extra: dict[str, Array] = {"value": loss}
     pairs = zip(*map(jax.tree.leaves, (model_state, state.model_state)), strict=True)
     changed = [(new, old) for new, old in pairs if new is not old and is_inexact(new)]
-    if changed and find_scaler(state.opt_state) is not None:
+    before = find_scaler(state.opt_state)
+    if changed and before is not None:
       # An infinity from before the step, as in a mask, may stay.
       extra["state_finite"] = all_finite([jnp.where(jnp.isfinite(old), new, 0) for new, old in changed])
     updates, opt_state = self._exact_tx.update(grads, state.opt_state, params, **extra)
     if self.options.grad_norm:
-      metrics |= {"grad_norm": unscaled_norm(grads, find_scaler(state.opt_state))}
+      metrics |= {"grad_norm": unscaled_norm(grads, before)}
     metrics = _stated_rate(opt_state) | metrics | {"loss": loss}
     scaler = find_scaler(opt_state)
-    if scaler is not None:
+    if scaler is not None and before is not None:
       keep = functools.partial(keep_if, scaler.taken)
       model_state = jax.tree.map(keep, model_state, state.model_state)
       fp8_state = jax.tree.map(keep, fp8_state, state.fp8_state)
       # The next step's gradients belong to a loss with a larger scale: their amaxes will be larger, too.
-      growth = scaler.scale / get_loss_scale(state.opt_state).scale
-      fp8_state = grow_gradients(fp8_state, jnp.maximum(growth, 1))
-      metrics |= {
-        # The scale of this loss, not of the next one.
-        "loss_scale": get_loss_scale(state.opt_state).scale,
-        "grads_finite": scaler.grads_finite,
-        "updates_finite": scaler.updates_finite,
-        "skipped_steps": scaler.skipped_steps,
-        "consecutive_skips": scaler.consecutive_skips,
-      }
+      fp8_state = grow_gradients(fp8_state, jnp.maximum(scaler.scale / before.scale, 1))
+      # The scale of this loss, not of the next one.
+      metrics |= {"loss_scale": before.scale}
+      metrics |= {name: getattr(scaler, name) for name in _checks.METRICS_OF_SCALER}
     state = state.replace(
       step=state.step + 1,
-      arrays=self.trained.moved(state, apply_step(self.policy, params, updates)),
+      arrays=self.trained.moved(state, _layers.apply_step(self.policy, params, updates)),
       model_state=model_state,
       opt_state=opt_state,
       fp8_state=fp8_state,

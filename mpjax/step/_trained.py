@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from mpjax._types import PyTree
 from mpjax.dtypes import as_shapes, widen_floating
 from mpjax.loss_scale import hide, is_inexact, is_overwritten, show
 from mpjax.patterns import component_regex, named_leaves, path_text
-from mpjax.step._optimizer_flow import flow_of
+from mpjax.step._optimizer_flow import Flow, flow_of
 from mpjax.step._train_state import TrainState
 
 # `wrt` for a tree of parameters; an nnx.Module takes an nnx Filter.
@@ -31,10 +31,6 @@ def chosen_of(wrt: Chosen | None, params: PyTree) -> PyTree[bool]:
   """Returns, for each leaf of a tree of parameters, whether it is trained.
 
   An object's attributes that are not floating arrays (counts, keys) are never trained.
-
-  Args:
-    wrt: the choice; `None` for all.
-    params: the parameters, or some of them; arrays or shapes.
 
   Raises:
     ValueError: for a tree of booleans without a leaf for a parameter.
@@ -90,13 +86,6 @@ def is_masked(x: object) -> bool:
   return isinstance(x, optax.MaskedNode)
 
 
-class _Masks(NamedTuple):
-  """For each parameter of a state: whether the optimiser reads its gradient, and may change it."""
-
-  read: PyTree[bool]
-  moving: PyTree[bool]
-
-
 class Trained:
   """The parameters that a step trains: those that `wrt` chooses and the optimiser changes.
 
@@ -109,7 +98,7 @@ class Trained:
 
   def __init__(self, wrt: Any, tx: optax.GradientTransformation):
     self._wrt, self._tx = wrt, tx
-    self._known: dict[Hashable, _Masks] = {}
+    self._known: dict[Hashable, Flow] = {}
 
   def require_some(self, state: TrainState) -> None:
     """Raises `ValueError` for a choice that is empty, or has a pattern that matches no parameter."""
@@ -117,23 +106,19 @@ class Trained:
     if wrt is None or not names:
       return
     found = any(jax.tree.leaves(self._chosen(state)))
-    if state.graphdef is not None and not found:
+    if state.graphdef is not None:
+      if found:
+        return
       raise ValueError(
         f"wrt={wrt!r} selects no variable of the module: expected a filter such as nnx.Param, "
         "nnx.LoRAParam or nnx.PathContains('lora'); a regular expression is for a tree of parameters"
       )
-    if state.graphdef is not None:
-      return
     shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     for pattern in [wrt] if isinstance(wrt, str) else wrt if isinstance(wrt, (list, tuple)) else ():
       if isinstance(pattern, str) and not any(component_regex(pattern).search(name) for name in names):
         raise ValueError(f"wrt pattern {pattern!r} matches no parameter; parameters: {shown}")
     if not found:
       raise ValueError(f"wrt={wrt!r} leaves nothing to train of {shown}")
-
-  def read(self, state: TrainState) -> PyTree[bool]:
-    """Returns, for each parameter, whether its gradient is read."""
-    return self._masks(state).read
 
   def parameters(self, state: TrainState) -> PyTree:
     """Returns the parameters that the optimiser sees, as it sees them."""
@@ -159,12 +144,7 @@ class Trained:
     return _nested({**flatten(rest), **flatten(part)}, rest)
 
   def arguments(self, state: TrainState, grads: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns gradients and parameters for the optimiser, with zeros for gradients that it does not read.
-
-    Args:
-      state: a state.
-      grads: gradients, scaled or not, of the parameters whose gradients are read, or of all parameters.
-    """
+    """Returns gradients and parameters for the optimiser, with zeros for gradients that are left out."""
     filled = lambda g, p: jnp.zeros_like(p) if is_masked(g) else g
     grads = jax.tree.map(filled, grads, state.arrays, is_leaf=is_masked)
     return self.seen(state, grads), self.parameters(state)
@@ -172,11 +152,11 @@ class Trained:
   def moved(self, state: TrainState, part: PyTree) -> PyTree:
     """Returns the parameters after a step: `part` as the optimiser sees them, the others as they were."""
     new = self.whole(state, part, state.arrays)
-    return merged(only(self._masks(state).moving, new), state.arrays)
+    return merged(only(self.masks(state).moving, new), state.arrays)
 
   def moving(self, state: TrainState, part: PyTree) -> PyTree:
     """Returns what may change of a tree that the optimiser sees, with `optax.MaskedNode`s for the others."""
-    return only(self.seen(state, self._masks(state).moving), part)
+    return only(self.seen(state, self.masks(state).moving), part)
 
   def _chosen(self, state: TrainState) -> PyTree[bool]:
     if state.graphdef is None:
@@ -187,27 +167,25 @@ class Trained:
     flat = nnx.traversals.flatten_mapping(state.arrays)
     return _nested({path: path in chosen for path in flat}, state.arrays)
 
-  def _masks(self, state: TrainState) -> _Masks:
+  def masks(self, state: TrainState) -> Flow:
+    """Returns which gradients the optimiser reads, and which parameters may move."""
     leaves, structure = jax.tree.flatten(state.arrays)
     key = (structure, state.graphdef, *((x.shape, x.dtype) for x in leaves))
     if key not in self._known:
       self._known[key] = self._new_masks(state)
     return self._known[key]
 
-  def _new_masks(self, state: TrainState) -> _Masks:
+  def _new_masks(self, state: TrainState) -> Flow:
     chosen, params = self._chosen(state), self.parameters(state)
     shapes = as_shapes(widen_floating(hide(params)))
     flow = flow_of(self._tx, shapes, value=jnp.zeros([]))
     if flow is None:
-      return _Masks(chosen, chosen)
+      return Flow(chosen, chosen)
     nothing, everything = (jax.tree.map(lambda _, on=on: on, state.arrays) for on in (False, True))
 
-    def of_params(flags: list[bool]) -> PyTree[bool]:
-      flagged = jax.tree.unflatten(jax.tree.structure(shapes), flags)
-      # The optimiser neither reads nor changes a leaf that is overwritten; the step does both.
-      return self.whole(state, show(params, flagged, self.seen(state, everything)), nothing)
-
-    return _Masks(of_params(flow.read), of_params(flow.moving))
+    # The optimiser neither reads nor changes a leaf that is overwritten; the step does both.
+    of_all = lambda mask: self.whole(state, show(params, mask, self.seen(state, everything)), nothing)
+    return Flow(*map(of_all, flow))
 
 
 def _nested(flat: dict[Any, Any], like: PyTree) -> PyTree:

@@ -43,8 +43,7 @@ class AcrossDevices:
     if layout is None or self._step.policy.gather_dtype is None:
       return state
     shapes = as_shapes((state, batch))
-    params = jax.eval_shape(self._step.loss.compute_params, shapes[0])
-    rows = gathers(self._step.loss, layout, params, *shapes)
+    rows = gathers(self._step.loss, layout, *shapes)
     crossing = {path: np.dtype(dtype) for path, _, _, dtype in rows}
     read = [
       _through(leaf, crossing[name]) if name in crossing and crossing[name].itemsize == 1 else leaf
