@@ -28,7 +28,9 @@ CASTS: dict[str, Callable[[Task], Callable[[Any, Any], jax.Array]]] = {
   HAND: lambda task: task.loss("bfloat16"),
   "by hand, dots_saveable": lambda task: jax.checkpoint(task.loss("bfloat16"), policy=SAVE_DOTS),
   "autocast": lambda task: mpjax.autocast(task.loss(), "bf16"),
-  'autocast, recompute="dots"': lambda task: mpjax.autocast(task.loss(), "bf16", recompute="dots"),
+  "autocast, dots_saveable": lambda task: mpjax.autocast(
+    jax.checkpoint(task.loss(), policy=SAVE_DOTS), "bf16"
+  ),
   "float32": lambda task: task.loss(),
 }
 

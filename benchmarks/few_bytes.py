@@ -43,7 +43,7 @@ LAYER = [(WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WID
 SHAPES = 4 * LAYER
 PARAMETERS = sum(map(math.prod, SHAPES))
 MOVE_NOTHING = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "opt-barrier")
-STEPS = (("bf16", "islands"), ("bf16_lean", "islands"), ("bf16_lean", "dots"))  # policy, recompute
+STEPS = (("bf16", "islands"), ("bf16_lean", "islands"), ("bf16_lean", "blocks"))  # policy, recompute
 SIZES = ("model.dim=1024", "model.layers=8", "model.heads=8", "data.seq_len=512", "data.batch_size=4")
 
 

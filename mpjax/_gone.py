@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# An attribute by its package, a key by the mapping that had it, or a flag by its command: `optim.name`,
-# `loss_scaling.key`, `numerics.--flag`.
+# An attribute by its package, a key by the mapping that had it, a value by its key, or a flag by its command:
+# `optim.name`, `loss_scaling.key`, `recompute.value`, `numerics.--flag`.
 INSTEAD: dict[str, str] = {
   **dict.fromkeys(
     ("loss_scale.import_loss_scale", "loss_scale.export_loss_scale"),
@@ -28,6 +28,8 @@ INSTEAD: dict[str, str] = {
     "step.adopt(state, before) and train.init_from give a step or run the master weights of another, "
     "step.user_state(state) returns them in float32",
   ),
+  "recompute.dots": "jax.checkpoint(loss_fn, policy=jax.checkpoint_policies.dots_saveable) keeps the results "
+  "of products alone, train.recompute: blocks less",
   "mesh.gather_prefetch": "leave it out, the compiler orders the gathers",
   "loss_scaling.consecutive_hysteresis": "leave it out: growth restores the patience of hysteresis",
   **dict.fromkeys(

@@ -63,6 +63,10 @@ GUESSES = {
   "jmp: StaticLossScale": (lambda: mpjax.StaticLossScale(1024), "mpjax.static_loss_scale(tx, 1024.0)"),
   "jmp: scale in place of tx": (lambda: mpjax.dynamic_loss_scale(1024.0), "mpjax.dynamic_loss_scale(tx"),
   "jmp: cast_to_compute": (lambda: mpjax.cast_to_compute(PARAMS), "get_policy('bf16').cast_to_compute"),
+  "mpjax before: recompute='dots'": (
+    lambda: mpjax.autocast(loss_fn, recompute="dots"),
+    "jax.checkpoint_policies.dots_saveable",
+  ),
   "jmp: get_policy(string)": (lambda: mpjax.get_policy("params=float32,compute=half,output=float32"), None),
   "jmp: Policy('bf16')": (lambda: mpjax.Policy("bf16"), "mpjax.get_policy('bf16')"),
   "keras: get_policy('mixed_bfloat16')": (lambda: mpjax.get_policy("mixed_bfloat16"), None),

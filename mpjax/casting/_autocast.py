@@ -99,9 +99,8 @@ def autocast(
       too: `{"GPT/rnn/carry_1": {"loop_carry": "float32"}}`, or with the loop's path for all its carries.
     fp8_state: histories of FP8 products under `recipe: delayed`, from `mpjax.init_fp8_state`; the
       derivative with respect to it is its next value. Other recipes ignore it.
-    recompute: what the backward pass recomputes instead of keeping it in memory: `"islands"`; `"dots"`,
-      everything but the results of matrix products (less memory, more work); or `"nothing"`. An override
-      such as `{".*/attn": {"recompute": "nothing"}}` chooses between islands and nothing for a module.
+    recompute: what the backward pass recomputes instead of keeping it in memory: `"islands"` or
+      `"nothing"`. An override such as `{".*/attn": {"recompute": "nothing"}}` chooses for a module.
 
   Returns:
     A function with `fun`'s signature; its float16, bfloat16 and float32 outputs are in `policy.output_dtype`.

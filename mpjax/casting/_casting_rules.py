@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.extend.core import Primitive
 
+from mpjax._gone import instead
 from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, PolicyLike
 from mpjax.casting._op_lists import OpLists, changed
 from mpjax.casting._overrides import Overrides
@@ -26,7 +27,7 @@ from mpjax.patterns import component_regex
 from mpjax.policy import Policy, brief
 
 F = TypeVar("F")
-RECOMPUTE = ("islands", "dots", "nothing")
+RECOMPUTE = ("islands", "nothing")
 _DEAR = Trait.COSTLY | Trait.READS_STORED | Trait.STORES_RESULT
 
 
@@ -151,7 +152,9 @@ def require_recompute(recompute: str) -> str:
     ValueError: if `autocast` does not take it.
   """
   if recompute not in RECOMPUTE:
-    raise ValueError(f"recompute={recompute!r}: expected one of {', '.join(RECOMPUTE)}")
+    raise ValueError(
+      f"recompute={recompute!r}: expected {' or '.join(RECOMPUTE)}{instead(recompute, 'recompute')}"
+    )
   return recompute
 
 

@@ -64,7 +64,6 @@ def execute(
   operands: Sequence[Array],
   *,
   fp8_state: Fp8State | None = None,
-  only_dots: bool = False,
   tap: Tap | None = None,
 ) -> list[Array]:
   """Returns the results of a program, executed by its plan.
@@ -73,7 +72,6 @@ def execute(
     plan: the decisions.
     operands: its constants and arguments.
     fp8_state: the histories of its products under delayed FP8 scaling.
-    only_dots: whether the backward pass keeps only the results of matrix products.
     tap: the inspection, if any. It changes nothing else.
 
   Raises:
@@ -86,8 +84,6 @@ def execute(
   def run(side: SideInputs, tie: Array | None, *operands: Array) -> list[Array]:
     return _fp8_products.tie_to_state(tie, Emitter(side, tap)(plan, operands))
 
-  if only_dots:
-    run = jax.checkpoint(run, policy=as_product(jax.checkpoint_policies.dots_saveable))
   return run(side, opened.tie, *operands)
 
 

@@ -38,10 +38,10 @@ class Program:
     kernels: the kernels that stay in float32, by name.
   """
 
-  def __init__(self, plan: CastPlan, only_dots: bool):
+  def __init__(self, plan: CastPlan):
     self.plan = plan
     self.kernels = kernels_in_float32(plan)
-    self._execute = functools.partial(execute, plan, only_dots=only_dots)
+    self._execute = functools.partial(execute, plan)
     # JAX keeps its jaxprs, by the types of the operands and JAX's own settings, as long as this function.
     self._emit = lambda *operands: self._execute(operands)
 
@@ -97,7 +97,7 @@ def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, pol
   if program is None:
     plan = traced.plan(rules, policy)
     rules.check_all_matched(plan.fp8_paths())
-    program = Program(plan, only_dots=rules.recompute == "dots")
+    program = Program(plan)
   programs[key] = program
   while len(programs) > _MOST_PROGRAMS:
     programs.pop(next(iter(programs)), None)

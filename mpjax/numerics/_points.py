@@ -120,7 +120,6 @@ def watched(
       plan,
       traced.operands,
       fp8_state=fp8_state,
-      only_dots=recompute == "dots",
       tap=Tap({place: number for number, place in enumerate(points)}, probes, look),
     )
     return traced.finish(results, policy)

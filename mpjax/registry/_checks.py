@@ -87,6 +87,8 @@ def _describe(error: pydantic.ValidationError, section: type[Section], where: st
   else:
     number = "a number " if kind in ("greater", "less") else ""
     message = message.replace("Input should be ", f"expected {number}", 1)
+    if kind == "literal":
+      message += instead(str(value), str(first["loc"][-1]))
   if not key:
     return message
   if kind == "value" and re.match(r"\w+=", message):  # from a check of several keys

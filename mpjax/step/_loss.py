@@ -244,8 +244,6 @@ class StepLoss:
     """
     options, n = self.options, self.options.accumulate
     scaled = self.scaled
-    if options.recompute == "dots" and not options.policy.autocast:
-      scaled = jax.checkpoint(scaled, policy=jax.checkpoint_policies.dots_saveable)
     if of_parts is not None:
       scaled = of_parts(scaled)
 

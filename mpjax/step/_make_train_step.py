@@ -105,7 +105,7 @@ def make_train_step(
       gradient, no optimiser state and no check, keep their dtype and every bit, and are divided on a mesh
       as usual. A parameter whose updates are zeros, by `optax.set_to_zero`, also has no gradient.
     recompute: what the backward pass recomputes instead of keeping it, as in `mpjax.autocast`. Without
-      autocast `"dots"` keeps only the results of matrix products, and other values change nothing.
+      autocast it changes nothing.
     mesh: devices with axes among `data`, `fsdp` and `tensor`. Each device runs `loss_fn` on its rows of the
       batch, which are divided over `data` and `fsdp`, as micro-batches are. Losses, floating metrics and
       model state are averaged, integer metrics summed (`mpjax.batch_axes` is for statistics over all rows).

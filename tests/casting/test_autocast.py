@@ -193,7 +193,7 @@ ERRORS = [  # (call, its error)
   (cast(16), ValueError, "policy 16 of type int"),
   (lambda: mpjax.autocast("bf16"), ValueError, "'bf16'.*expected a function.*policy='bf16'"),
   (cast("bf16", ops={"exp"}), ValueError, "ops=.*OpLists"),
-  (cast("bf16", recompute="x"), ValueError, "recompute='x'.*islands.*dots.*nothing"),
+  (cast("bf16", recompute="x"), ValueError, "recompute='x'.*islands or nothing"),
   (cast("bf16", overrides={"head": "fp61"}), ValueError, "fp61.*did you mean"),
   (cast("bf16", overrides="head"), ValueError, "overrides='head'.*mapping"),
   (overridden(layer, "bf16", "h("), ValueError, r"'h\('.*not a regular expression"),

@@ -151,11 +151,10 @@ def test_matmul_precision_of_a_policy():
 
 def test_recomputation_saves_less():
   deep = lambda x: jnp.sum(jax.nn.gelu(jax.nn.softmax(jax.nn.gelu(x @ W) @ W) @ W) @ W)
-  casts = [mpjax.autocast(deep, "bf16", recompute=how) for how in ("dots", "islands", "nothing")]
+  casts = [mpjax.autocast(deep, "bf16", recompute=how) for how in ("islands", "nothing")]
   kept = lambda fun: jax.eval_shape(lambda x: jax.tree.leaves(jax.vjp(fun, x)[1]), normal(256, 4))
   saved = [sum(x.size * x.dtype.itemsize for x in kept(fun)) for fun in (*casts, deep)]
-  assert saved == sorted(saved)
-  assert saved[0] < saved[2] < saved[3]
+  assert saved[0] < saved[1] < saved[2]
 
 
 # Dtypes of the user's own

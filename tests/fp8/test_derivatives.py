@@ -91,5 +91,5 @@ def test_a_checkpoint_policy_that_keeps_products_keeps_fp8_ones():
   ):
     fun = jax.checkpoint(loss, policy=policy)
     assert len(traced(jax.grad(mpjax.autocast(fun, fp8())), W, X)) == 9 + again, policy
-  for recompute in ("islands", "dots", "nothing"):
+  for recompute in ("islands", "nothing"):
     assert len(traced(jax.grad(mpjax.autocast(loss, fp8(), recompute=recompute)), W, X)) == 9, recompute

@@ -180,7 +180,7 @@ def test_looking_changes_nothing(program, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "recompute"), [("fp16", "nothing"), ("delayed", "dots")])
+@pytest.mark.parametrize(("policy", "recompute"), [("fp16", "nothing"), ("delayed", "islands")])
 def test_looking_changes_nothing_whatever_is_computed_again(policy, recompute):
   compare(mixed, POLICIES[policy], (W, X), recompute=recompute)
 

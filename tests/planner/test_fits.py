@@ -219,7 +219,7 @@ def a_choice(label, peak, seconds, flops=10, **changes):
 
 
 FP8, BF16, FP32 = a_choice("fp8", 60, 1.0), a_choice("bf16", 50, 2.0), a_choice("fp32", 90, 4.0)
-EVERY = (FP32, BF16, FP8, a_choice("bf16 recompute=dots", 30, 2.5))
+EVERY = (FP32, BF16, FP8, a_choice("bf16 recompute=blocks", 30, 2.5))
 
 
 def test_the_cheapest_is_the_fastest_that_fits():
@@ -227,7 +227,7 @@ def test_the_cheapest_is_the_fastest_that_fits():
     (EVERY, 100, "fp8"),
     (EVERY, 60, "fp8"),
     (EVERY, 59, "bf16"),
-    (EVERY, 49, "bf16 recompute=dots"),
+    (EVERY, 49, "bf16 recompute=blocks"),
     ((a_choice("more", 50, 2.0), a_choice("less", 40, 2.0)), 100, "less"),
     # Where no peaks are published, FLOPs.
     ((a_choice("again", 40, None, 15), a_choice("once", 50, None, 10)), 100, "once"),

@@ -299,26 +299,6 @@ def test_a_policy_is_written_so_that_it_reads_as_itself():
     assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == policy, spec
 
 
-def test_memory_is_saved_by_computing_again():
-  weights = {name: np.eye(8, dtype=np.float32) for name in ("one", "two")}
-
-  def deep(weights, x):
-    for name, w in weights.items():
-      with jax.named_scope(name):
-        x = jnp.tanh(jnp.tanh(jnp.tanh(x @ w)))
-    return jnp.mean(x**2)
-
-  x = np.random.default_rng(0).standard_normal((1 << 16, 8), np.float32)
-  tune = functools.partial(mpjax.tune, deep, weights, x, target="h200", tolerance=0.1)
-  result = tune(objective="memory")
-  assert result.recompute == "dots"
-  assert result.policy == mpjax.get_policy("bf16")
-  assert {t.recompute for t in result.table} == {None, "dots", "nothing"}
-  assert "\ntrain: {recompute: dots}" in str(result)
-  assert "\n  recompute: dots" in result.table("yaml")
-  assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == result.policy
-
-
 def test_a_trial_that_was_made_is_not_made_again(tmp_path):
   file = tmp_path / "trials.jsonl"
 

@@ -123,7 +123,7 @@ class MeshConfig(Section):
     return {axis: getattr(self, axis) for axis in AXES}
 
 
-Recompute = Literal["islands", "dots", "blocks", "nothing"]
+Recompute = Literal["islands", "blocks", "nothing"]
 DEFAULT_RECOMPUTE: Recompute = "islands"
 TrackerName = Literal["tensorboard", "wandb"]
 ExportDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
