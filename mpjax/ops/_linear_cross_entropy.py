@@ -111,7 +111,10 @@ def linear_cross_entropy(
     TypeError: for an array of another kind, or an option that is not a number.
     ValueError: for shapes that do not match, and numbers and labels out of range.
   """
-  check_arguments(x, kernel, labels, bias, where, rows, label_smoothing, z_loss, as_average)
+  check_arguments(
+    {"x": x, "kernel": kernel, "labels": labels, "bias": bias, "where": where},
+    {"rows": rows, "label_smoothing": label_smoothing, "z_loss": z_loss},
+  )
   own = x.dtype
   wide = at_least_float32(own if own == kernel.dtype else jnp.promote_types(own, kernel.dtype))
   arrays = (kernel, bias, labels, where)
@@ -120,7 +123,7 @@ def linear_cross_entropy(
     # If autocast has cast it, that is the compute dtype; the kernel is cast inside the derivative rule.
     half = own == kernel.dtype or x.dtype != own
     layer = _Layer(np.dtype(x.dtype if half else wide), wide, rows, float(label_smoothing), float(z_loss))
-    of_arrays = functools.partial(_of_arrays, layer, bool(as_average))
+    of_arrays = functools.partial(_of_arrays, layer, as_average)
     if any(_compat.is_explicit(jax.typeof(a)) for a in (x, *arrays) if a is not None):
       of_arrays = jax.sharding.auto_axes(of_arrays, out_sharding=PartitionSpec())
     return of_arrays(x, *arrays)
