@@ -26,4 +26,3 @@ from mpjax.products._half_products import (
 from mpjax.products._lowering import lower_as
 from mpjax.products._scaled_dot import scaled_dot
 from mpjax.products._stand_ins import as_product, is_fp8, plain_primitive
-from mpjax.products._windows import Windows, conv_operands, conv_result, conv_sizes, windows_of
