@@ -172,7 +172,7 @@ def decide(
     role: its role in the program; `None` inside a custom derivative rule.
     sites: the names of delayed scaling's histories.
   """
-  why_not = _ineligible_reason(equation, path, recipe, role)
+  why_not = _ineligible_reason(equation, recipe, role)
   if why_not is not None or role is None:
     return Fp8Decision(f"{NOT_FP8}{why_not}", None, None, recipe)
   if equation.primitive in _RAGGED:
@@ -204,13 +204,11 @@ def _of_experts(equation: JaxprEqn, recipe: Recipe, role: ProductRole, sites: Si
   return Fp8Decision(f"an FP8 product of experts ({own}, under every recipe)", fp8, None, recipe)
 
 
-def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | None) -> str | None:
+def _ineligible_reason(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> str | None:
   """Returns why a product is not FP8, for any sizes; `None` if it may be."""
-  lack, excluded = support(recipe).why_not, recipe.excludes(path)
+  lack = support(recipe).why_not
   if lack is not None:
     return f"{lack} (emulate: true quantises anyway)"
-  if excluded is not None:
-    return excluded
   if equation.primitive not in _PRODUCTS:
     name = equation.primitive.name
     return "it is a convolution" if name == "conv_general_dilated" else f"there is no FP8 {name}"

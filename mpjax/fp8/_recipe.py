@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mpjax._gone import instead
 from mpjax.dtypes import did_you_mean
-from mpjax.patterns import component_regex
 
 RECIPES = ("auto", "current", "delayed", "per_channel", "mx", "nvfp4")
 _FORMER = {"block": "mx"}  # names in configs of earlier versions
@@ -23,15 +23,13 @@ FORMATS = {
 }
 FP4 = "float4_e2m1fn"
 BLOCKS = {"mx": 32, "nvfp4": 16}  # elements with one scale
-_POW2 = {"current": True, "delayed": True, "per_channel": False}
-_AMAX_COMPUTE = ("max", "most_recent")
 _SAVED = ("compute", "fp8")
 _BACKWARD = ("policy", "compute")
 _LARGEST_MARGIN = 64
 _KEEP_LAST = 0.15  # of a 12B model's linear layers, arXiv 2509.25149 keeps 16%
-_DELAYED_ONLY = ("amax_history_len", "amax_compute")
-_SHARED = ("backward", "emulate", "first_layer", "last_layer", "attention", "min_dim", "include", "exclude")
-_TENSORS_ONLY = ("margin", "pow2_scales", "saved_activations")
+_DELAYED_ONLY = ("amax_history_len",)
+_SHARED = ("backward", "emulate", "first_layer", "last_layer", "attention", "min_dim")
+_TENSORS_ONLY = ("margin", "saved_activations")
 # The fields that a kind of recipe does not use. The scales of blocks have formats of their own.
 _UNUSED: dict[str, tuple[str, ...]] = {
   "auto": _DELAYED_ONLY,
@@ -60,10 +58,7 @@ class Recipe:
       forward format.
     backward: products of the backward pass: as the `policy` says, or in the `compute` dtype.
     margin: binades left free above the amax.
-    pow2_scales: round scales down to powers of two, which scale without rounding, and with which a GPU scales
-      the result back inside the product; by default for `current` and `delayed`.
-    amax_history_len: the number of earlier steps that `delayed` uses.
-    amax_compute: `max` over them, or the `most_recent`.
+    amax_history_len: the number of earlier steps whose largest amax `delayed` uses.
     emulate: also quantise on devices without units for the recipe, and multiply in a wider dtype there.
     first_layer: whether to quantise products that come before any other layer.
     last_layer: whether to quantise products that no other product follows.
@@ -71,8 +66,6 @@ class Recipe:
       by default 0.15 for `nvfp4`, 0 for others.
     attention: whether to quantise products of two activations.
     min_dim: products with a dimension below this stay in the compute dtype: they are too small to gain.
-    include: regular expressions on the module path; if given, products elsewhere are not quantised.
-    exclude: regular expressions on the module path where products are not quantised.
     saved_activations: the dtype of activations that the backward pass needs: `compute` or `fp8`.
   """
 
@@ -81,17 +74,13 @@ class Recipe:
   gradient_dtype: str = ""
   backward: str = "policy"
   margin: int = 0
-  pow2_scales: bool | None = None
   amax_history_len: int = 1024
-  amax_compute: str = "max"
   emulate: bool = False
   first_layer: bool = False
   last_layer: bool = False
   keep_last: float | None = None
   attention: bool = False
   min_dim: int = 128
-  include: tuple[str, ...] = ()
-  exclude: tuple[str, ...] = ()
   saved_activations: str = "compute"
 
   def __post_init__(self) -> None:
@@ -102,8 +91,6 @@ class Recipe:
         given.add(field.name)
         object.__setattr__(self, field.name, _value(field.name, field.default, value))
     _check_kind(self.recipe, given, self)
-    if self.pow2_scales is None and self.recipe in _POW2:
-      object.__setattr__(self, "pow2_scales", _POW2[self.recipe])
     if self.keep_last is None:
       object.__setattr__(self, "keep_last", _KEEP_LAST if self.recipe == "nvfp4" else 0.0)
     for name, dtype in zip(("forward_dtype", "gradient_dtype"), self._formats(), strict=True):
@@ -175,31 +162,18 @@ class Recipe:
     """Returns the recipe with `current` instead of `delayed` scaling: for inference."""
     if self.recipe != "delayed":
       return self
-    usual = Recipe()
-    return dataclasses.replace(
-      self, recipe="current", amax_history_len=usual.amax_history_len, amax_compute=usual.amax_compute
-    )
+    return dataclasses.replace(self, recipe="current", amax_history_len=Recipe().amax_history_len)
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the fields that the recipe uses as plain data, which `parse_recipe` takes back."""
     used = [f.name for f in dataclasses.fields(self) if f.name not in _UNUSED[self.recipe]]
-    values = {name: getattr(self, name) for name in used if getattr(self, name) not in ("", None)}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return {name: getattr(self, name) for name in used if getattr(self, name) not in ("", None)}
 
   def shorthand(self) -> str | dict[str, Any]:
     """Returns the same in short: the name of the recipe, and the differences from its defaults."""
     usual = Recipe(self.recipe).to_dict()
     changed = {key: value for key, value in self.to_dict().items() if value != usual.get(key)}
     return {"recipe": self.recipe, **changed} if changed else self.recipe
-
-  def excludes(self, path: str) -> str | None:
-    """Returns the reason why products at a module path are not quantised; `None` if they may be."""
-    for pattern in self.exclude:
-      if component_regex(pattern).search(path):
-        return f"fp8.exclude has {pattern!r}"
-    if self.include and not any(component_regex(pattern).search(path) for pattern in self.include):
-      return "no pattern of fp8.include matches its module"
-    return None
 
 
 RecipeLike = Recipe | str | Mapping[str, Any] | Iterable[tuple[str, Any]] | None
@@ -230,9 +204,8 @@ def parse_recipe(spec: RecipeLike) -> Recipe | None:
   fields = {field.name: field for field in dataclasses.fields(Recipe)}
   for key in given:
     if key not in fields:
-      raise ValueError(
-        f"unknown fp8 key {key!r}: expected one of {', '.join(fields)}" + did_you_mean(str(key), fields)
-      )
+      hint = instead(str(key), "fp8") or did_you_mean(str(key), fields)
+      raise ValueError(f"unknown fp8 key {key!r}: expected one of {', '.join(fields)}{hint}")
   values = {key: _value(key, fields[key].default, value) for key, value in given.items()}
   recipe = Recipe(**values)
   _check_kind(recipe.recipe, given, recipe)
@@ -252,7 +225,6 @@ def _check_kind(kind: str, keys: Iterable[str], recipe: Recipe) -> None:
 def _value(key: str, default: object, value: Any) -> Any:
   choices: dict[str, Any] = {
     "recipe": RECIPES,
-    "amax_compute": _AMAX_COMPUTE,
     "saved_activations": _SAVED,
     "backward": _BACKWARD,
   }
@@ -281,25 +253,11 @@ def _value(key: str, default: object, value: Any) -> Any:
     ):
       raise ValueError(f"fp8.keep_last={value!r}: expected a share from 0 to 1")
     return value if value is None else float(value)
-  if isinstance(default, bool) or key == "pow2_scales":
+  if isinstance(default, bool):
     if not isinstance(value, bool):
       raise ValueError(f"fp8.{key}={value!r}: expected true or false")
     return value
-  if isinstance(default, int):
-    least, most = (0, _LARGEST_MARGIN) if key == "margin" else (1, 1 << 20)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-      raise ValueError(f"fp8.{key}={value!r}: expected an integer of at least {least} and at most {most}")
-    return value
-  return _patterns(key, value)
-
-
-def _patterns(key: str, value: object) -> tuple[str, ...]:
-  patterns = (value,) if isinstance(value, str) else value
-  if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
-    raise ValueError(f"fp8.{key}={value!r}: expected a list of regular expressions on the module path")
-  for pattern in patterns:
-    try:
-      component_regex(pattern)
-    except ValueError as error:
-      raise ValueError(f"fp8.{key}: {error}") from error
-  return tuple(patterns)
+  least, most = (0, _LARGEST_MARGIN) if key == "margin" else (1, 1 << 20)
+  if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    raise ValueError(f"fp8.{key}={value!r}: expected an integer of at least {least} and at most {most}")
+  return value

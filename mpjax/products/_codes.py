@@ -26,8 +26,8 @@ def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
   if equation.primitive is not fp8_dot_general_p or operand > 1:
     return False
   spec: Spec = equation.params["spec"]
-  # A parameter that crosses devices has a power of two for a scale, and no margin.
-  if spec.scheme != "tensor" or spec.margin or not spec.pow2 or spec.members[operand]:
+  # The scale of a parameter that crosses devices has no margin.
+  if spec.scheme != "tensor" or spec.margin or spec.members[operand]:
     return False
   return not spec.given[operand] and (spec.lhs_dtype, spec.rhs_dtype)[operand] == dtype
 

@@ -65,8 +65,8 @@ def fp8_dot_general(
     rhs: floating.
     dimension_numbers: see `jax.lax.dot_general`.
     recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`; `auto` is this device's.
-    scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors. For `delayed` with
-      `pow2_scales` they are powers of two.
+    scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors. For `delayed` they are powers
+      of two.
     out_dtype: dtype of the result; `None`: that of lhs.
     gradient_operand: which operands are gradients themselves.
     weight_operand: which operands are weights, which `nvfp4` quantises in squares.

@@ -29,7 +29,7 @@ class Spec:
     roles: what lhs and rhs are, by which `nvfp4` quantises: ACTIVATION, WEIGHT or GRADIENT; UNKNOWN for
       both: all operands alike.
     margin: as in `Recipe`.
-    pow2: as `Recipe.pow2_scales`.
+    pow2: whether scales are powers of two, which a GPU applies inside the product without a rounding.
     backward: whether the products of the backward pass are quantised, too.
     saved: whether operands are saved in FP8 for the backward pass.
     given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor.
@@ -75,15 +75,16 @@ def spec_of(
   native: bool | None,
 ) -> Spec:
   """Returns the `Spec` of one product by a recipe that is not `auto`; `Spec` explains the arguments."""
+  scheme = SCHEMES[recipe.recipe]
   spec = Spec(
     lhs_dtype=recipe.forward,
     rhs_dtype=recipe.forward,
     gradient_dtype=recipe.gradient,
     out_dtype=out_dtype,
-    scheme=SCHEMES[recipe.recipe],
+    scheme=scheme,
     roles=roles,
     margin=recipe.margin,
-    pow2=bool(recipe.pow2_scales),
+    pow2=scheme == "tensor",
     backward=recipe.backward == "policy",
     saved=recipe.saved_activations == "fp8",
     given=given,
