@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from mpjax._gone import instead
 from mpjax.dtypes import did_you_mean
 
 RECIPES = ("auto", "current", "delayed", "per_channel", "mx", "nvfp4")
-_FORMER = {"block": "mx"}  # names in configs of earlier versions
 # By short name: OCP's formats, which NVIDIA uses; AMD's, which have no negative zero; that of TPU v5 and v6.
 FORMATS = {
   "e4m3fn": "float8_e4m3fn",
@@ -23,21 +22,58 @@ FORMATS = {
 }
 FP4 = "float4_e2m1fn"
 BLOCKS = {"mx": 32, "nvfp4": 16}  # elements with one scale
-_SAVED = ("compute", "fp8")
-_BACKWARD = ("policy", "compute")
-_LARGEST_MARGIN = 64
 _KEEP_LAST = 0.15  # of a 12B model's linear layers, arXiv 2509.25149 keeps 16%
-_DELAYED_ONLY = ("amax_history_len",)
-_SHARED = ("backward", "emulate", "first_layer", "last_layer", "attention", "min_dim")
-_TENSORS_ONLY = ("margin", "saved_activations")
-# The fields that a kind of recipe does not use. The scales of blocks have formats of their own.
-_UNUSED: dict[str, tuple[str, ...]] = {
-  "auto": _DELAYED_ONLY,
-  "current": _DELAYED_ONLY,
-  "delayed": (),
-  "per_channel": (*_DELAYED_ONLY, "saved_activations"),
-  "mx": (*_DELAYED_ONLY, *_TENSORS_ONLY),
-  "nvfp4": (*_DELAYED_ONLY, *_TENSORS_ONLY, "forward_dtype", "gradient_dtype"),
+
+
+class _Field(NamedTuple):
+  """The values that a field may have.
+
+  Attributes:
+    holds: whether a value is one of them.
+    expected: all of them, in words.
+    recipes: the recipes that use the field.
+    choices: the names among them.
+  """
+
+  holds: Callable[[Any], bool]
+  expected: str
+  recipes: Sequence[str] = RECIPES
+  choices: Sequence[str] = ()
+
+
+def _one_of(*choices: str, recipes: Sequence[str] = RECIPES) -> _Field:
+  holds = lambda x: isinstance(x, str) and x in choices
+  return _Field(holds, f"one of {', '.join(choices)}", recipes, choices)
+
+
+def _integer(least: int, most: int, recipes: Sequence[str] = RECIPES) -> _Field:
+  holds = lambda x: isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
+  return _Field(holds, f"an integer of at least {least} and at most {most}", recipes)
+
+
+def _is_share(x: Any) -> bool:
+  return x is None or (isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x <= 1)
+
+
+_TRUTH = _Field(lambda x: isinstance(x, bool), "true or false")
+_OF_FP8 = ("auto", "current", "delayed", "per_channel", "mx")
+_FORMAT = _Field(  # NVFP4 has one of its own
+  lambda x: x in ("", FP4, *FORMATS.values()), f"one of {', '.join(FORMATS)}", _OF_FP8, tuple(FORMATS)
+)
+_FIELDS = {
+  "recipe": _one_of(*RECIPES),
+  "forward_dtype": _FORMAT,
+  "gradient_dtype": _FORMAT,
+  "backward": _one_of("policy", "compute"),
+  "margin": _integer(0, 64, ("auto", "current", "delayed", "per_channel")),
+  "amax_history_len": _integer(1, 1 << 20, ("delayed",)),
+  "emulate": _TRUTH,
+  "first_layer": _TRUTH,
+  "last_layer": _TRUTH,
+  "keep_last": _Field(_is_share, "a share from 0 to 1"),
+  "attention": _TRUTH,
+  "min_dim": _integer(1, 1 << 20),
+  "saved_activations": _one_of("compute", "fp8", recipes=("auto", "current", "delayed")),
 }
 
 
@@ -84,17 +120,28 @@ class Recipe:
   saved_activations: str = "compute"
 
   def __post_init__(self) -> None:
-    given = set()
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if value != field.default:
-        given.add(field.name)
-        object.__setattr__(self, field.name, _value(field.name, field.default, value))
-    _check_kind(self.recipe, given, self)
+    self._set(
+      recipe="mx" if self.recipe == "block" else self.recipe,  # its name in earlier configs
+      forward_dtype=_long_name(self.forward_dtype),
+      gradient_dtype=_long_name(self.gradient_dtype),
+    )
+    for key, field in _FIELDS.items():
+      value = getattr(self, key)
+      if not field.holds(value):
+        hint = did_you_mean(str(value), field.choices)
+        raise ValueError(f"fp8.{key}={value!r}: expected {field.expected}{hint}")
+      if self.recipe not in field.recipes and value not in (_USUAL[key], FP4):
+        raise ValueError(
+          f"fp8 key {key!r} belongs to recipe: {', '.join(field.recipes)}; not to recipe: {self.recipe}"
+        )
     if self.keep_last is None:
-      object.__setattr__(self, "keep_last", _KEEP_LAST if self.recipe == "nvfp4" else 0.0)
-    for name, dtype in zip(("forward_dtype", "gradient_dtype"), self._formats(), strict=True):
-      object.__setattr__(self, name, dtype)
+      self._set(keep_last=_KEEP_LAST if self.recipe == "nvfp4" else 0.0)
+    forward, gradient = self._formats()
+    self._set(forward_dtype=forward, gradient_dtype=gradient)
+
+  def _set(self, **values: Any) -> None:
+    for key, value in values.items():
+      object.__setattr__(self, key, value)
 
   def _formats(self) -> tuple[str, str]:
     """Returns the formats of a recipe; those of `auto` that are not given stay empty."""
@@ -140,12 +187,6 @@ class Recipe:
     """Whether a tensor has one scale, whatever product reads it."""
     return self.recipe in ("current", "delayed")
 
-  @property
-  def asks_for_tensors(self) -> bool:
-    """Whether a field asks for something that only recipes with a scale for each tensor have."""
-    usual = {field.name: field.default for field in dataclasses.fields(self)}
-    return any(getattr(self, name) != usual[name] for name in _TENSORS_ONLY)
-
   def __str__(self) -> str:
     short = lambda name: name.split("_")[1].upper()
     if not self.forward_dtype:
@@ -153,21 +194,16 @@ class Recipe:
     backward = "the compute dtype" if self.backward == "compute" else short(self.gradient_dtype)
     return f"{self.recipe} scaling, {short(self.forward_dtype)} forward, {backward} backward"
 
-  def of_kind(self, recipe: str) -> Recipe:
-    """Returns another kind of recipe for the same products: with the fields that every kind has."""
-    shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in _SHARED}
-    return Recipe(recipe, **shared)
-
   def without_histories(self) -> Recipe:
     """Returns the recipe with `current` instead of `delayed` scaling: for inference."""
     if self.recipe != "delayed":
       return self
-    return dataclasses.replace(self, recipe="current", amax_history_len=Recipe().amax_history_len)
+    return dataclasses.replace(self, recipe="current", amax_history_len=_USUAL["amax_history_len"])
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the fields that the recipe uses as plain data, which `parse_recipe` takes back."""
-    used = [f.name for f in dataclasses.fields(self) if f.name not in _UNUSED[self.recipe]]
-    return {name: getattr(self, name) for name in used if getattr(self, name) not in ("", None)}
+    used = [key for key, field in _FIELDS.items() if self.recipe in field.recipes]
+    return {key: getattr(self, key) for key in used if getattr(self, key) != ""}
 
   def shorthand(self) -> str | dict[str, Any]:
     """Returns the same in short: the name of the recipe, and the differences from its defaults."""
@@ -176,6 +212,7 @@ class Recipe:
     return {"recipe": self.recipe, **changed} if changed else self.recipe
 
 
+_USUAL: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Recipe)}
 RecipeLike = Recipe | str | Mapping[str, Any] | Iterable[tuple[str, Any]] | None
 
 
@@ -201,63 +238,14 @@ def parse_recipe(spec: RecipeLike) -> Recipe | None:
     raise ValueError(f"fp8={spec!r}: expected a mapping such as {{recipe: current}}") from error
   if not given:
     return None
-  fields = {field.name: field for field in dataclasses.fields(Recipe)}
   for key in given:
-    if key not in fields:
-      hint = instead(str(key), "fp8") or did_you_mean(str(key), fields)
-      raise ValueError(f"unknown fp8 key {key!r}: expected one of {', '.join(fields)}{hint}")
-  values = {key: _value(key, fields[key].default, value) for key, value in given.items()}
-  recipe = Recipe(**values)
-  _check_kind(recipe.recipe, given, recipe)
-  return recipe
+    if key not in _FIELDS:
+      hint = instead(str(key), "fp8") or did_you_mean(str(key), _FIELDS)
+      raise ValueError(f"unknown fp8 key {key!r}: expected one of {', '.join(_FIELDS)}{hint}")
+  return Recipe(**given)
 
 
-def _check_kind(kind: str, keys: Iterable[str], recipe: Recipe) -> None:
-  """Raises for keys that a kind of recipe does not use; a format or dtype may be the recipe's own."""
-  for key in _UNUSED[kind]:
-    own = "compute" if key == "saved_activations" else FP4 if kind == "nvfp4" else None
-    if key not in keys or getattr(recipe, key) == own:
-      continue
-    why = "belongs to recipe: delayed, not to" if key in _DELAYED_ONLY else "does not apply to"
-    raise ValueError(f"fp8 key {key!r} {why} recipe: {kind}")
-
-
-def _value(key: str, default: object, value: Any) -> Any:
-  choices: dict[str, Any] = {
-    "recipe": RECIPES,
-    "saved_activations": _SAVED,
-    "backward": _BACKWARD,
-  }
-  if key == "recipe" and isinstance(value, str):
-    value = _FORMER.get(value, value)
-  if key in choices:
-    if value not in choices[key]:
-      raise ValueError(
-        f"fp8.{key}={value!r}: expected one of {', '.join(choices[key])}"
-        + did_you_mean(str(value), choices[key])
-      )
-    return value
-  if key.endswith("_dtype"):
-    name = value if isinstance(value, str) else getattr(value, "name", getattr(value, "__name__", str(value)))
-    name = FORMATS.get(name, name)
-    if not name or name == FP4:  # as a recipe writes its own
-      return name
-    if name not in FORMATS.values():
-      raise ValueError(
-        f"fp8.{key}={value!r}: expected one of {', '.join(FORMATS)}" + did_you_mean(name, FORMATS)
-      )
-    return name
-  if key == "keep_last":
-    if value is not None and (
-      isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1
-    ):
-      raise ValueError(f"fp8.keep_last={value!r}: expected a share from 0 to 1")
-    return value if value is None else float(value)
-  if isinstance(default, bool):
-    if not isinstance(value, bool):
-      raise ValueError(f"fp8.{key}={value!r}: expected true or false")
-    return value
-  least, most = (0, _LARGEST_MARGIN) if key == "margin" else (1, 1 << 20)
-  if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-    raise ValueError(f"fp8.{key}={value!r}: expected an integer of at least {least} and at most {most}")
-  return value
+def _long_name(dtype: Any) -> str:
+  """Returns the name of a dtype, given by any name or as itself."""
+  name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", str(dtype)))
+  return FORMATS.get(name, name)

@@ -94,13 +94,19 @@ def recipe_of_experts(recipe: Recipe) -> Recipe:
   Gradients with a scale for each channel do not need the range of E5M2, which those with a scale for each
   tensor have.
   """
-  own = recipe.of_kind("per_channel")
-  if recipe.forward_dtype == FP4:
-    return own
   forward, gradient = recipe.forward_dtype, recipe.gradient_dtype
-  if recipe.of_tensors and "e5m2" not in forward:  # no units multiply E5M2 by E5M2
+  if forward == FP4:
+    forward = gradient = ""
+  elif recipe.of_tensors and "e5m2" not in forward:  # no units multiply E5M2 by E5M2
     gradient = ""
-  return dataclasses.replace(own, forward_dtype=forward, gradient_dtype=gradient)
+  return dataclasses.replace(
+    recipe.without_histories(),
+    recipe="per_channel",
+    forward_dtype=forward,
+    gradient_dtype=gradient,
+    margin=0,
+    saved_activations="compute",
+  )
 
 
 def multiply_ragged(
