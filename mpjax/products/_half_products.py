@@ -34,7 +34,7 @@ from mpjax._types import Array, JaxprEqn
 from mpjax.formats._passes import passes_of
 from mpjax.jaxpr import register_as
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
-from mpjax.products._dimensions import Dims, batched_product, free_dims, gradient_product, sum_of_tangents
+from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
 from mpjax.products._lowering import compute_by_platform
 
 FLOAT32 = np.dtype(np.float32)
@@ -128,16 +128,7 @@ def _bind_on_cpu(
   if own is not half_dot_general_p or (lhs.dtype != jnp.bfloat16 and out_dtype != FLOAT32):
     return PLAIN[own].bind(*plain, **parameters)
   parameters = {**parameters, "preferred_element_type": FLOAT32}
-  lhs, rhs = lhs.astype(FLOAT32), rhs.astype(FLOAT32)
-  (lhs_contract, rhs_contract), (lhs_batch, _) = dims = parameters["dimension_numbers"]
-  if lhs_batch or parameters["out_sharding"] or {*lhs_contract, *rhs_contract} != {*range(len(lhs_contract))}:
-    return PLAIN[own].bind(lhs, rhs, **parameters).astype(out_dtype)
-  # The gradient of a weight, as in JAX: ct^T x, then a transpose. XLA for CPU computes x^T ct in
-  # less time, and folds the two transposes.
-  parameters["dimension_numbers"] = ((rhs_contract, lhs_contract), ((), ()))
-  free = len(free_dims(rhs.ndim, dims, 1))
-  out = PLAIN[own].bind(rhs, lhs, **parameters)
-  return jax.lax.transpose(out, (*range(free, out.ndim), *range(free))).astype(out_dtype)
+  return PLAIN[own].bind(lhs.astype(FLOAT32), rhs.astype(FLOAT32), **parameters).astype(out_dtype)
 
 
 def _bind_on_gpu(own: Primitive, *operands: Array, **parameters: Any) -> Array:
