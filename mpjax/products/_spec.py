@@ -67,6 +67,13 @@ class Spec:
     return dataclasses.replace(self, lhs_dtype=formats[0], rhs_dtype=formats[1])
 
 
+def require_wide(function: str, **dtypes: np.dtype) -> None:
+  """Raises `ValueError` for an operand, or a result, that is not floating of 16 bits or more."""
+  for name, dtype in dtypes.items():
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+      raise ValueError(f"{function}: {name} is {dtype}, expected float16, bfloat16, float32 or float64")
+
+
 def spec_of(
   recipe: Recipe,
   roles: tuple[str, str],
