@@ -50,12 +50,26 @@ INSTEAD: dict[str, str] = {
     "save_html writes a page that draws them, --html says where",
   ),
   "numerics.--no-advice": "leave it out: advice runs nothing",
+  **dict.fromkeys(
+    ("fp8.include", "fp8.exclude"),
+    "overrides choose modules: {'.*/head': bf16} leaves one out, {mlp: fp8, '.*': bf16} takes no others",
+  ),
+  "fp8.amax_compute": "leave it out: delayed scaling goes by the largest amax of its history",
+  "fp8.pow2_scales": "leave it out: scales of a tensor are powers of two, those of a channel any numbers",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
 }
 
-# The configs of older runs have every key: those that went, with the value that they had there.
-_IN_OLDER_RUNS = {"policy.loss_scaling.consecutive_hysteresis": False, "mesh.gather_prefetch": 1}
+# The configs of older runs have every key: those that went, with the value that they had there, or a function
+# that gives it for their mapping.
+_IN_OLDER_RUNS: dict[str, Any] = {
+  "policy.loss_scaling.consecutive_hysteresis": False,
+  "mesh.gather_prefetch": 1,
+  "policy.fp8.include": [],
+  "policy.fp8.exclude": [],
+  "policy.fp8.amax_compute": "max",
+  "policy.fp8.pow2_scales": lambda fp8: fp8.get("recipe") != "per_channel",
+}
 
 
 def without_old_keys(config: Any, place: str = "") -> Any:
@@ -63,7 +77,11 @@ def without_old_keys(config: Any, place: str = "") -> Any:
   if not isinstance(config, dict):
     return config
   kept = {f"{place}{key}": (key, value) for key, value in config.items()}
-  is_old = lambda path, value: path in _IN_OLDER_RUNS and _IN_OLDER_RUNS[path] == value
+
+  def is_old(path: str, value: Any) -> bool:
+    usual = _IN_OLDER_RUNS.get(path)
+    return path in _IN_OLDER_RUNS and bool(value == (usual(config) if callable(usual) else usual))
+
   return {
     key: without_old_keys(value, f"{path}.") for path, (key, value) in kept.items() if not is_old(path, value)
   }

@@ -17,7 +17,7 @@ from mpjax.casting._fp8_products import Fp8Product
 from mpjax.casting._kinds import Held
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8 import Recipe
-from mpjax.jaxpr import backward_depth, bodies_of, constants_of, in_region, without_marks
+from mpjax.jaxpr import backward_depth, bodies_of, constants_of, in_region
 from mpjax.products import has_own_gradients
 
 
@@ -241,11 +241,6 @@ class CastPlan:
       yield node
       for plan in node.call.plans if node.call else ():
         yield from plan.all_nodes()
-
-  def fp8_paths(self) -> set[str]:
-    """Returns the module paths of the products that an FP8 recipe decided on, and of regions."""
-    nodes = self.all_nodes()
-    return {without_marks(n.path) for n in nodes if n.recipe is not None or in_region(n.path)}
 
   def fp8_sites(self) -> dict[str, Recipe]:
     """Returns the recipe of each history of delayed FP8 scaling, by its name."""

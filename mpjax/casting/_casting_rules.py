@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +23,6 @@ from mpjax.jaxpr import (
   has_region,
   open_jaxpr,
 )
-from mpjax.patterns import component_regex
 from mpjax.policy import Policy, brief
 
 F = TypeVar("F")
@@ -67,22 +66,6 @@ class CastingRules:
   def computes_again(self, path: str) -> bool:
     """Returns whether the backward pass recomputes float32 islands of a module."""
     return (self.overrides.recompute_at(path) or self.recompute) != "nothing"
-
-  def check_all_matched(self, products: Collection[str]) -> None:
-    """Raises `ValueError` for a pattern of an override or a recipe that matched nothing.
-
-    Args:
-      products: module paths of the products that a recipe decided on (`CastPlan.fp8_paths`).
-    """
-    self.overrides.check_all_matched()
-    for recipe in self.overrides.recipes:
-      for key in ("include", "exclude"):
-        for pattern in getattr(recipe, key):
-          if products and not any(map(component_regex(pattern).search, products)):
-            paths = ", ".join(sorted(filter(None, products))) or "none"
-            raise ValueError(
-              f"fp8.{key}: {pattern!r} matches no module with a matrix product; their paths are {paths}"
-            )
 
   def contents(self, jaxpr: AnyJaxpr) -> frozenset[Primitive]:
     """Returns the primitives in a jaxpr, at any depth, without those inside opaque ones."""

@@ -19,7 +19,6 @@ from mpjax._types import Array, Atom, ClosedJaxpr, PyTree
 from mpjax.casting._cast_plan import Call, CastPlan, Emit
 from mpjax.casting._half_precision import Regions, tracing
 from mpjax.casting._kinds import Held, Kind, as_held, initial
-from mpjax.casting._overrides import InRegion
 from mpjax.jaxpr import (
   as_traced,
   constants_of,
@@ -168,7 +167,7 @@ def _decide_rule(
   `gradients` is called after the trace.
   """
   # The rule is traced long after the function.
-  with tracing(Regions(InRegion(call.decide_rule.half), instead=tracing.value.instead)):
+  with tracing(Regions(call.decide_rule.half, instead=tracing.value.instead)):
     closed = jax.make_jaxpr(flat)(*like)
   constants = [initial(v.aval) for v in open_jaxpr(closed).constvars]
   of_parameters = gradients() if gradients else None

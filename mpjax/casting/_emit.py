@@ -186,11 +186,7 @@ class Emitter:
     if island.saved is not None:
       out = self._saving_in_fp8(island, values, island.saved, operands)
     else:
-      products = frozenset(
-        jax.lax.dot_general_p if n.fp8 and n.fp8.windows else plain_primitive(n.equation.primitive)
-        for n in island.nodes
-        if n.listed == "allow"
-      )
+      products = frozenset(plain_primitive(n.equation.primitive) for n in island.nodes if n.listed == "allow")
       depth = common_scopes(island)
       if self.tap is None and not any(n.fp8 for n in island.nodes):  # only arrays go in
         alone = Emitter(SideInputs({}, {}, {}), None)  # or the function would keep this trace's tracers

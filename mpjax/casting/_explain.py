@@ -151,7 +151,7 @@ def explain_as_run(
   rules = make_rules(resolved, ops, overrides, recompute)
   with explaining(True):
     plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved, enter_all=True)
-  rules.check_all_matched(plan.fp8_paths())
+  rules.overrides.check_all_matched()
   explained = _Explained()
   _walk(plan, 1, explained)
   unknown = {n.name for n in plan.all_nodes() if n.listed == "opaque" and facts(n.equation) is UNKNOWN}

@@ -27,10 +27,6 @@ from mpjax.products import (
   LHS,
   NOTHING,
   RHS,
-  Windows,
-  conv_operands,
-  conv_result,
-  conv_sizes,
   fp8_dot_general,
   half_dot_general_p,
   half_ragged_dot_p,
@@ -42,7 +38,6 @@ from mpjax.products import (
   spread,
   unfit,
   why_not_fp8,
-  windows_of,
 )
 
 # Warnings with these names show the user's line. Before Python 3.12, which counts frames, they show their
@@ -59,7 +54,7 @@ AT_THE_USER: dict[str, Any] = (
 
 
 _RAGGED = (_compat.ragged_dot_general_p, half_ragged_dot_p)
-_PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p, half_dot_general_p, *_RAGGED)
+_PRODUCTS = (jax.lax.dot_general_p, half_dot_general_p, *_RAGGED)
 NOT_FP8 = "not FP8: "  # the beginning of the reason of such a product
 
 
@@ -71,7 +66,6 @@ class Fp8Product:
     recipe: the formats and the scaling.
     gradients: which of its operands are gradients.
     weights: which of its operands are weights.
-    windows: the windows of its convolution, if it is one.
     native: see `fp8_dot_general`.
     roots: the identities of its operands in the program.
     site: under delayed scaling, the name of its history.
@@ -81,7 +75,6 @@ class Fp8Product:
   recipe: Recipe
   gradients: tuple[bool, bool]
   weights: tuple[bool, bool]
-  windows: Windows | None
   native: bool | None
   roots: tuple[Root | None, Root | None]
   site: str | None = None
@@ -179,7 +172,7 @@ def decide(
     role: its role in the program; `None` inside a custom derivative rule.
     sites: the names of delayed scaling's histories.
   """
-  why_not = _ineligible_reason(equation, path, recipe, role)
+  why_not = _ineligible_reason(equation, recipe, role)
   if why_not is not None or role is None:
     return Fp8Decision(f"{NOT_FP8}{why_not}", None, None, recipe)
   if equation.primitive in _RAGGED:
@@ -193,17 +186,10 @@ def decide(
     site = sites.name(path, weight)
   number = sites.next_number()
   lhs, rhs = map(shape_of, equation.invars[:2])
-  windows = windows_of(equation) if equation.primitive is jax.lax.conv_general_dilated_p else None
-  if windows is None:
-    sizes = sizes_of(lhs, rhs, equation.params["dimension_numbers"])
-  else:
-    sizes = conv_sizes(windows, lhs, rhs)
-  why_not = unfit(sizes, recipe)
+  why_not = unfit(sizes_of(lhs, rhs, equation.params["dimension_numbers"]), recipe)
   if why_not:
     return Fp8Decision(f"{NOT_FP8}{why_not}", None, site, recipe)
-  fp8 = Fp8Product(
-    recipe, role.gradients, role.weights, windows, support(recipe).native, role.roots, site, number
-  )
+  fp8 = Fp8Product(recipe, role.gradients, role.weights, support(recipe).native, role.roots, site, number)
   return Fp8Decision(f"an FP8 product ({recipe})", fp8, site, recipe)
 
 
@@ -214,19 +200,18 @@ def _of_experts(equation: JaxprEqn, recipe: Recipe, role: ProductRole, sites: Si
   if why_not:
     return Fp8Decision(f"{NOT_FP8}{why_not}", None, None, recipe)
   native, number = support(own).native, sites.next_number()
-  fp8 = Fp8Product(own, role.gradients, role.weights, None, native, role.roots, None, number)
+  fp8 = Fp8Product(own, role.gradients, role.weights, native, role.roots, None, number)
   return Fp8Decision(f"an FP8 product of experts ({own}, under every recipe)", fp8, None, recipe)
 
 
-def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | None) -> str | None:
+def _ineligible_reason(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> str | None:
   """Returns why a product is not FP8, for any sizes; `None` if it may be."""
-  lack, excluded = support(recipe).why_not, recipe.excludes(path)
+  lack = support(recipe).why_not
   if lack is not None:
     return f"{lack} (emulate: true quantises anyway)"
-  if excluded is not None:
-    return excluded
   if equation.primitive not in _PRODUCTS:
-    return f"there is no FP8 {equation.primitive.name}"
+    name = equation.primitive.name
+    return "it is a convolution" if name == "conv_general_dilated" else f"there is no FP8 {name}"
   if role is None:
     return "it is inside a custom derivative rule, or recomputed in a backward pass"
   if any(role.gradients) and recipe.backward == "compute":
@@ -239,8 +224,6 @@ def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: Prod
     return "it is in the last layer (fp8.last_layer)"
   if not all(role.active) and role.after < (recipe.keep_last or 0):
     return f"it is among the last layers (fp8.keep_last={recipe.keep_last:g})"
-  if equation.primitive is jax.lax.conv_general_dilated_p and windows_of(equation) is None:
-    return "a convolution whose windows overlap is not a matrix product"
   return why_not_fp8(equation) if equation.primitive in _RAGGED else None
 
 
@@ -266,10 +249,6 @@ def emit(
       native=fp8.native,
     )
   lhs, rhs = operands[:2]  # originals may follow, in a product of an inner autocast
-  dimension_numbers = equation.params["dimension_numbers"]
-  if fp8.windows is not None:
-    lhs, rhs = conv_operands(lhs, rhs, fp8.windows)
-    dimension_numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
   scales = probe = None
   recipe = fp8.recipe
   if recipe.recipe == "delayed" and fp8.site not in side.scales:
@@ -282,7 +261,7 @@ def emit(
   out = fp8_dot_general(
     lhs,
     rhs,
-    dimension_numbers,
+    equation.params["dimension_numbers"],
     recipe,
     scales=scales,
     out_dtype=out_dtype,
@@ -290,9 +269,7 @@ def emit(
     weight_operand=fp8.weights,
     native=fp8.native,
   )
-  if probe is not None:
-    out = observe(out, probe, GRADIENT)
-  return out if fp8.windows is None else conv_result(out, fp8.windows)
+  return out if probe is None else observe(out, probe, GRADIENT)
 
 
 def tie_to_state(tie: Array | None, results: list[Array]) -> list[Array]:

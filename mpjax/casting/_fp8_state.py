@@ -57,7 +57,7 @@ def init_fp8_state(
       return empty_state({})
     with matmul_precision(resolved):
       plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved)
-    rules.check_all_matched(plan.fp8_paths())
+    rules.overrides.check_all_matched()
     return empty_state({site: recipe.amax_history_len for site, recipe in sorted(plan.fp8_sites().items())})
 
   return init
@@ -80,7 +80,7 @@ def fp8_weights(fun: Callable[..., Any], policy: PolicyLike) -> Callable[..., se
     rules = make_rules(resolved, None, None)
     traced = Traced(fun, args, kwargs, rules.overrides)
     plan = traced.plan(rules, resolved)
-    rules.check_all_matched(plan.fp8_paths())
+    rules.overrides.check_all_matched()
     found = {root for node in plan.all_nodes() if node.fp8 for root in node.fp8.roots}
     return {name for i, name in enumerate(traced.names) if input_root(i) in found}
 

@@ -21,7 +21,7 @@ import numpy as np
 from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, PyTree
 from mpjax.casting._kinds import castable
 from mpjax.casting._nnx_modules import Modules, with_module_argument
-from mpjax.casting._overrides import InRegion, Overrides
+from mpjax.casting._overrides import Overrides
 from mpjax.jaxpr import (
   REGION_EDGE,
   bodies_of,
@@ -37,9 +37,6 @@ _MOST_TRACES = 4
 _traces = itertools.count()
 
 
-_FLOAT32 = InRegion(None)
-
-
 class Regions:
   """The dtype of each region of one trace.
 
@@ -48,7 +45,7 @@ class Regions:
   which is the same at the next trace.
 
   Args:
-    usual: the usual dtype of regions.
+    usual: the usual half dtype of regions; `None` for float32.
     others: by number, the dtype of regions in other modules; `None`: not numbered.
     instead: for regions that do not take float32 where `usual` is float32, the dtype in which they run
       instead of raising their error.
@@ -56,8 +53,8 @@ class Regions:
 
   def __init__(
     self,
-    usual: InRegion,
-    others: Mapping[int, InRegion] | None = None,
+    usual: np.dtype | None,
+    others: Mapping[int, np.dtype | None] | None = None,
     instead: np.dtype | None = None,
   ):
     self.usual = usual
@@ -73,7 +70,7 @@ class Regions:
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Regions) and self._key == other._key
 
-  def enter(self) -> tuple[InRegion, str]:
+  def enter(self) -> tuple[np.dtype | None, str]:
     """Returns the dtype and the scope of the next region."""
     if self.others is None:
       return self.usual, region_scope()
@@ -81,7 +78,7 @@ class Regions:
     return self.others.get(number, self.usual), region_scope(f"{self.trace}.{number}")
 
 
-NO_REGIONS = Regions(_FLOAT32)
+NO_REGIONS = Regions(None)
 # The dtypes of regions, while autocast traces.
 tracing = jax.make_user_context(default_value=NO_REGIONS)
 
@@ -90,13 +87,9 @@ tracing = jax.make_user_context(default_value=NO_REGIONS)
 explaining = jax.make_user_context(default_value=False)
 
 
-# In a region, the recipe of FP8 products that no other product follows; `None`: they are not FP8.
-last_layer = jax.make_user_context(default_value=None)
-
-
 def float32_where_there_is_one() -> contextlib.AbstractContextManager[object]:
   """Makes regions inside run in float32, and those that raise an error for it in bfloat16."""
-  return tracing(Regions(_FLOAT32, instead=np.dtype(jnp.bfloat16)))
+  return tracing(Regions(None, instead=np.dtype(jnp.bfloat16)))
 
 
 def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +125,7 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   @functools.wraps(fun)
   def region(*args: Any, **kwargs: Any) -> Any:
     regions = tracing.value
-    if regions.usual.half is None and regions.instead is None:
+    if regions.usual is None and regions.instead is None:
       return fun(*args, **kwargs)
     inner, given = with_module_argument(fun, args)
     modules = Modules(given, kwargs)
@@ -141,7 +134,7 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     ]
     if not any(wide):
       return fun(*args, **kwargs)
-    (half, recipe), scope = regions.enter()
+    half, scope = regions.enter()
     if half is None:
       try:
         with jax.named_scope(scope), tracing(NO_REGIONS):
@@ -152,7 +145,7 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
         half = regions.instead
     call = lambda leaves: modules.call(inner, leaves, scopes=False)
     own = _halves_of_its_own(call, modules.leaves, half)
-    with jax.named_scope(scope), tracing(NO_REGIONS), last_layer(recipe):
+    with jax.named_scope(scope), tracing(NO_REGIONS):
       leaves = [_cast(leaf, half) if cast else leaf for leaf, cast in zip(modules.leaves, wide, strict=True)]
       results, structure = jax.tree.flatten(call(leaves))
       out, changed = jax.tree.unflatten(
@@ -198,45 +191,40 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
 
   If JAX traces a function once for modules of several dtypes, its regions have the widest.
   """
-  known = overrides.of_regions if overrides is not None else [_FLOAT32]
-  if overrides is None or known == [_FLOAT32]:
+  known = overrides.halves if overrides is not None else [None]
+  if overrides is None or known == [None]:
     with tracing(NO_REGIONS if tracing.value.instead is None else tracing.value):
       return make()
-  usual = next(found for found in known if found.half is not None)
+  usual = overrides.any_half
   with tracing(Regions(usual)):
     closed = make()
-  if known == [InRegion(usual.half)]:
+  if known == [usual]:
     return closed
   if all(found == usual for _, found in _regions(closed, overrides, "")):
     return closed
-  others: dict[int, InRegion] = {}
+  others: dict[int, np.dtype | None] = {}
   for _ in range(_MOST_TRACES):  # a derivative rule may have other regions in another dtype
     regions = Regions(usual, others)
     with tracing(regions):
       closed = make()
-    found: dict[int, InRegion] = {}
+    found: dict[int, np.dtype | None] = {}
     for mark, own in _regions(closed, overrides, ""):
       of_trace, _, number = mark.partition(".")
       if of_trace == str(regions.trace):  # not of an inner autocast
-        found[int(number)] = _widest(own, found.get(int(number), own))
-    if all(others.get(n, usual) == own for n, own in found.items()):
+        n = int(number)
+        found[n] = None if found.get(n, own) is None else own  # float32 is the widest
+    if all(others.get(i, usual) == own for i, own in found.items()):
       break
     others = others | found
   return closed
 
 
-def _widest(a: InRegion, b: InRegion) -> InRegion:
-  if a.half is None or b.half is None:
-    return _FLOAT32
-  return a if a.last_layer is None else b
-
-
-def _regions(jaxpr: AnyJaxpr, overrides: Overrides, path: str) -> Iterator[tuple[str, InRegion]]:
+def _regions(jaxpr: AnyJaxpr, overrides: Overrides, path: str) -> Iterator[tuple[str, np.dtype | None]]:
   """Yields (mark, dtype of its module) for the equations in regions."""
   for equation in open_jaxpr(jaxpr).eqns:
     own = inside(path, marked_path(equation))
     if in_region(own):
-      yield region_mark(own), overrides.in_region_at(own)
+      yield region_mark(own), overrides.half_at(own)
       continue
     for body in bodies_of(equation):
       yield from _regions(body, overrides, own)

@@ -96,7 +96,7 @@ def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, pol
   program = programs.pop(key, None)
   if program is None:
     plan = traced.plan(rules, policy)
-    rules.check_all_matched(plan.fp8_paths())
+    rules.overrides.check_all_matched()
     program = Program(plan)
   programs[key] = program
   while len(programs) > _MOST_PROGRAMS:

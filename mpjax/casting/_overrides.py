@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,18 +15,6 @@ from mpjax.fp8._hardware import on_device
 from mpjax.jaxpr import FULL_PRECISION, without_marks
 from mpjax.patterns import component_regex
 from mpjax.policy import Override, Policy, parse_overrides
-
-
-class InRegion(NamedTuple):
-  """The dtype and FP8 recipe of a region.
-
-  Attributes:
-    half: the half dtype; `None` for float32.
-    last_layer: the recipe of a product in it that no other product follows; `None` if that is not FP8.
-  """
-
-  half: np.dtype | None
-  last_layer: Recipe | None = None
 
 
 class Overrides:
@@ -69,12 +57,12 @@ class Overrides:
   @functools.cached_property
   def any_half(self) -> np.dtype:
     """A half dtype that is in use, bfloat16 if none is."""
-    return next((half for half in map(_half, self._settings) if half is not None), np.dtype(jnp.bfloat16))
+    return next((half for half in self.halves if half is not None), np.dtype(jnp.bfloat16))
 
   @property
-  def of_regions(self) -> list[InRegion]:
-    """The possible dtypes and recipes of regions, each once, in the order of the settings."""
-    return list(dict.fromkeys(map(self._in_region, self._settings)))
+  def halves(self) -> list[np.dtype | None]:
+    """The half dtypes in use, each once, in the order of the settings; `None` for float32."""
+    return list(dict.fromkeys(map(_half, self._settings)))
 
   @property
   def recipes(self) -> set[Recipe]:
@@ -93,12 +81,6 @@ class Overrides:
   def is_set(self, path: str) -> bool:
     """Returns whether an override matches a module."""
     return self._at(path) is not self._default
-
-  def in_region_at(self, path: str) -> InRegion:
-    """Returns the dtype and recipe of a region in a module."""
-    found = self._in_region(self._at(path))
-    excluded = found.last_layer is not None and found.last_layer.excludes(without_marks(path))
-    return found._replace(last_layer=None) if excluded else found
 
   def recipe_at(self, path: str) -> Recipe | None:
     """Returns the FP8 recipe of a module's matrix products; `None` for none."""
@@ -126,10 +108,6 @@ class Overrides:
           f"policy override {pattern!r} matches no module path; paths: "
           + (shown or "none: name regions with jax.named_scope, or pass an nnx.Module as an argument")
         )
-
-  def _in_region(self, settings: Override) -> InRegion:
-    is_fp8 = settings.fp8 and self._recipe.last_layer and not self._recipe.keep_last
-    return InRegion(_half(settings), self._recipe.without_histories() if is_fp8 else None)
 
   @property
   def _settings(self) -> list[Override]:

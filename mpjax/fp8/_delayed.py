@@ -111,10 +111,9 @@ def _normalised(state: Fp8State) -> _Histories:
 
 def _scales(histories: dict[str, jax.Array], recipe: Recipe) -> jax.Array:
   formats = (recipe.forward, recipe.forward, recipe.gradient)
-  known = jnp.max if recipe.amax_compute == "max" else _newest
   return jnp.stack(
     [
-      scale_of(known(histories[name]), dtype, recipe.margin, bool(recipe.pow2_scales))
+      scale_of(jnp.max(histories[name]), dtype, recipe.margin)
       for name, dtype in zip(OPERANDS, formats, strict=True)
     ]
   )

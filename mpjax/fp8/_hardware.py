@@ -90,7 +90,8 @@ def on_units(recipe: Recipe, units: str) -> Recipe:
   own = LOW_PRECISION.get(units)
   if own is None or recipe.forward_dtype:
     return dataclasses.replace(recipe, recipe="current")
-  kind = "current" if recipe.asks_for_tensors else own.recipe
+  for_tensors = recipe.margin or recipe.saved_activations != "compute"
+  kind = "current" if for_tensors else own.recipe
   gradient = recipe.gradient_dtype or (own.gradient_dtype if kind == own.recipe else "")
   return dataclasses.replace(recipe, recipe=kind, forward_dtype=own.forward_dtype, gradient_dtype=gradient)
 

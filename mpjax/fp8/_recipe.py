@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpjax._gone import instead
 from mpjax.dtypes import did_you_mean
-from mpjax.patterns import component_regex
 
 RECIPES = ("auto", "current", "delayed", "per_channel", "mx", "nvfp4")
-_FORMER = {"block": "mx"}  # names in configs of earlier versions
 # By short name: OCP's formats, which NVIDIA uses; AMD's, which have no negative zero; that of TPU v5 and v6.
 FORMATS = {
   "e4m3fn": "float8_e4m3fn",
@@ -23,23 +22,58 @@ FORMATS = {
 }
 FP4 = "float4_e2m1fn"
 BLOCKS = {"mx": 32, "nvfp4": 16}  # elements with one scale
-_POW2 = {"current": True, "delayed": True, "per_channel": False}
-_AMAX_COMPUTE = ("max", "most_recent")
-_SAVED = ("compute", "fp8")
-_BACKWARD = ("policy", "compute")
-_LARGEST_MARGIN = 64
 _KEEP_LAST = 0.15  # of a 12B model's linear layers, arXiv 2509.25149 keeps 16%
-_DELAYED_ONLY = ("amax_history_len", "amax_compute")
-_SHARED = ("backward", "emulate", "first_layer", "last_layer", "attention", "min_dim", "include", "exclude")
-_TENSORS_ONLY = ("margin", "pow2_scales", "saved_activations")
-# The fields that a kind of recipe does not use. The scales of blocks have formats of their own.
-_UNUSED: dict[str, tuple[str, ...]] = {
-  "auto": _DELAYED_ONLY,
-  "current": _DELAYED_ONLY,
-  "delayed": (),
-  "per_channel": (*_DELAYED_ONLY, "saved_activations"),
-  "mx": (*_DELAYED_ONLY, *_TENSORS_ONLY),
-  "nvfp4": (*_DELAYED_ONLY, *_TENSORS_ONLY, "forward_dtype", "gradient_dtype"),
+
+
+class _Field(NamedTuple):
+  """The values that a field may have.
+
+  Attributes:
+    holds: whether a value is one of them.
+    expected: all of them, in words.
+    recipes: the recipes that use the field.
+    choices: the names among them.
+  """
+
+  holds: Callable[[Any], bool]
+  expected: str
+  recipes: Sequence[str] = RECIPES
+  choices: Sequence[str] = ()
+
+
+def _one_of(*choices: str, recipes: Sequence[str] = RECIPES) -> _Field:
+  holds = lambda x: isinstance(x, str) and x in choices
+  return _Field(holds, f"one of {', '.join(choices)}", recipes, choices)
+
+
+def _integer(least: int, most: int, recipes: Sequence[str] = RECIPES) -> _Field:
+  holds = lambda x: isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
+  return _Field(holds, f"an integer of at least {least} and at most {most}", recipes)
+
+
+def _is_share(x: Any) -> bool:
+  return x is None or (isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x <= 1)
+
+
+_TRUTH = _Field(lambda x: isinstance(x, bool), "true or false")
+_OF_FP8 = ("auto", "current", "delayed", "per_channel", "mx")
+_FORMAT = _Field(  # NVFP4 has one of its own
+  lambda x: x in ("", FP4, *FORMATS.values()), f"one of {', '.join(FORMATS)}", _OF_FP8, tuple(FORMATS)
+)
+_FIELDS = {
+  "recipe": _one_of(*RECIPES),
+  "forward_dtype": _FORMAT,
+  "gradient_dtype": _FORMAT,
+  "backward": _one_of("policy", "compute"),
+  "margin": _integer(0, 64, ("auto", "current", "delayed", "per_channel")),
+  "amax_history_len": _integer(1, 1 << 20, ("delayed",)),
+  "emulate": _TRUTH,
+  "first_layer": _TRUTH,
+  "last_layer": _TRUTH,
+  "keep_last": _Field(_is_share, "a share from 0 to 1"),
+  "attention": _TRUTH,
+  "min_dim": _integer(1, 1 << 20),
+  "saved_activations": _one_of("compute", "fp8", recipes=("auto", "current", "delayed")),
 }
 
 
@@ -60,10 +94,7 @@ class Recipe:
       forward format.
     backward: products of the backward pass: as the `policy` says, or in the `compute` dtype.
     margin: binades left free above the amax.
-    pow2_scales: round scales down to powers of two, which scale without rounding, and with which a GPU scales
-      the result back inside the product; by default for `current` and `delayed`.
-    amax_history_len: the number of earlier steps that `delayed` uses.
-    amax_compute: `max` over them, or the `most_recent`.
+    amax_history_len: the number of earlier steps whose largest amax `delayed` uses.
     emulate: also quantise on devices without units for the recipe, and multiply in a wider dtype there.
     first_layer: whether to quantise products that come before any other layer.
     last_layer: whether to quantise products that no other product follows.
@@ -71,8 +102,6 @@ class Recipe:
       by default 0.15 for `nvfp4`, 0 for others.
     attention: whether to quantise products of two activations.
     min_dim: products with a dimension below this stay in the compute dtype: they are too small to gain.
-    include: regular expressions on the module path; if given, products elsewhere are not quantised.
-    exclude: regular expressions on the module path where products are not quantised.
     saved_activations: the dtype of activations that the backward pass needs: `compute` or `fp8`.
   """
 
@@ -81,33 +110,38 @@ class Recipe:
   gradient_dtype: str = ""
   backward: str = "policy"
   margin: int = 0
-  pow2_scales: bool | None = None
   amax_history_len: int = 1024
-  amax_compute: str = "max"
   emulate: bool = False
   first_layer: bool = False
   last_layer: bool = False
   keep_last: float | None = None
   attention: bool = False
   min_dim: int = 128
-  include: tuple[str, ...] = ()
-  exclude: tuple[str, ...] = ()
   saved_activations: str = "compute"
 
   def __post_init__(self) -> None:
-    given = set()
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if value != field.default:
-        given.add(field.name)
-        object.__setattr__(self, field.name, _value(field.name, field.default, value))
-    _check_kind(self.recipe, given, self)
-    if self.pow2_scales is None and self.recipe in _POW2:
-      object.__setattr__(self, "pow2_scales", _POW2[self.recipe])
+    self._set(
+      recipe="mx" if self.recipe == "block" else self.recipe,  # its name in earlier configs
+      forward_dtype=_long_name(self.forward_dtype),
+      gradient_dtype=_long_name(self.gradient_dtype),
+    )
+    for key, field in _FIELDS.items():
+      value = getattr(self, key)
+      if not field.holds(value):
+        hint = did_you_mean(str(value), field.choices)
+        raise ValueError(f"fp8.{key}={value!r}: expected {field.expected}{hint}")
+      if self.recipe not in field.recipes and value not in (_USUAL[key], FP4):
+        raise ValueError(
+          f"fp8 key {key!r} belongs to recipe: {', '.join(field.recipes)}; not to recipe: {self.recipe}"
+        )
     if self.keep_last is None:
-      object.__setattr__(self, "keep_last", _KEEP_LAST if self.recipe == "nvfp4" else 0.0)
-    for name, dtype in zip(("forward_dtype", "gradient_dtype"), self._formats(), strict=True):
-      object.__setattr__(self, name, dtype)
+      self._set(keep_last=_KEEP_LAST if self.recipe == "nvfp4" else 0.0)
+    forward, gradient = self._formats()
+    self._set(forward_dtype=forward, gradient_dtype=gradient)
+
+  def _set(self, **values: Any) -> None:
+    for key, value in values.items():
+      object.__setattr__(self, key, value)
 
   def _formats(self) -> tuple[str, str]:
     """Returns the formats of a recipe; those of `auto` that are not given stay empty."""
@@ -153,12 +187,6 @@ class Recipe:
     """Whether a tensor has one scale, whatever product reads it."""
     return self.recipe in ("current", "delayed")
 
-  @property
-  def asks_for_tensors(self) -> bool:
-    """Whether a field asks for something that only recipes with a scale for each tensor have."""
-    usual = {field.name: field.default for field in dataclasses.fields(self)}
-    return any(getattr(self, name) != usual[name] for name in _TENSORS_ONLY)
-
   def __str__(self) -> str:
     short = lambda name: name.split("_")[1].upper()
     if not self.forward_dtype:
@@ -166,25 +194,16 @@ class Recipe:
     backward = "the compute dtype" if self.backward == "compute" else short(self.gradient_dtype)
     return f"{self.recipe} scaling, {short(self.forward_dtype)} forward, {backward} backward"
 
-  def of_kind(self, recipe: str) -> Recipe:
-    """Returns another kind of recipe for the same products: with the fields that every kind has."""
-    shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in _SHARED}
-    return Recipe(recipe, **shared)
-
   def without_histories(self) -> Recipe:
     """Returns the recipe with `current` instead of `delayed` scaling: for inference."""
     if self.recipe != "delayed":
       return self
-    usual = Recipe()
-    return dataclasses.replace(
-      self, recipe="current", amax_history_len=usual.amax_history_len, amax_compute=usual.amax_compute
-    )
+    return dataclasses.replace(self, recipe="current", amax_history_len=_USUAL["amax_history_len"])
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the fields that the recipe uses as plain data, which `parse_recipe` takes back."""
-    used = [f.name for f in dataclasses.fields(self) if f.name not in _UNUSED[self.recipe]]
-    values = {name: getattr(self, name) for name in used if getattr(self, name) not in ("", None)}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    used = [key for key, field in _FIELDS.items() if self.recipe in field.recipes]
+    return {key: getattr(self, key) for key in used if getattr(self, key) != ""}
 
   def shorthand(self) -> str | dict[str, Any]:
     """Returns the same in short: the name of the recipe, and the differences from its defaults."""
@@ -192,16 +211,8 @@ class Recipe:
     changed = {key: value for key, value in self.to_dict().items() if value != usual.get(key)}
     return {"recipe": self.recipe, **changed} if changed else self.recipe
 
-  def excludes(self, path: str) -> str | None:
-    """Returns the reason why products at a module path are not quantised; `None` if they may be."""
-    for pattern in self.exclude:
-      if component_regex(pattern).search(path):
-        return f"fp8.exclude has {pattern!r}"
-    if self.include and not any(component_regex(pattern).search(path) for pattern in self.include):
-      return "no pattern of fp8.include matches its module"
-    return None
 
-
+_USUAL: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Recipe)}
 RecipeLike = Recipe | str | Mapping[str, Any] | Iterable[tuple[str, Any]] | None
 
 
@@ -227,79 +238,14 @@ def parse_recipe(spec: RecipeLike) -> Recipe | None:
     raise ValueError(f"fp8={spec!r}: expected a mapping such as {{recipe: current}}") from error
   if not given:
     return None
-  fields = {field.name: field for field in dataclasses.fields(Recipe)}
   for key in given:
-    if key not in fields:
-      raise ValueError(
-        f"unknown fp8 key {key!r}: expected one of {', '.join(fields)}" + did_you_mean(str(key), fields)
-      )
-  values = {key: _value(key, fields[key].default, value) for key, value in given.items()}
-  recipe = Recipe(**values)
-  _check_kind(recipe.recipe, given, recipe)
-  return recipe
+    if key not in _FIELDS:
+      hint = instead(str(key), "fp8") or did_you_mean(str(key), _FIELDS)
+      raise ValueError(f"unknown fp8 key {key!r}: expected one of {', '.join(_FIELDS)}{hint}")
+  return Recipe(**given)
 
 
-def _check_kind(kind: str, keys: Iterable[str], recipe: Recipe) -> None:
-  """Raises for keys that a kind of recipe does not use; a format or dtype may be the recipe's own."""
-  for key in _UNUSED[kind]:
-    own = "compute" if key == "saved_activations" else FP4 if kind == "nvfp4" else None
-    if key not in keys or getattr(recipe, key) == own:
-      continue
-    why = "belongs to recipe: delayed, not to" if key in _DELAYED_ONLY else "does not apply to"
-    raise ValueError(f"fp8 key {key!r} {why} recipe: {kind}")
-
-
-def _value(key: str, default: object, value: Any) -> Any:
-  choices: dict[str, Any] = {
-    "recipe": RECIPES,
-    "amax_compute": _AMAX_COMPUTE,
-    "saved_activations": _SAVED,
-    "backward": _BACKWARD,
-  }
-  if key == "recipe" and isinstance(value, str):
-    value = _FORMER.get(value, value)
-  if key in choices:
-    if value not in choices[key]:
-      raise ValueError(
-        f"fp8.{key}={value!r}: expected one of {', '.join(choices[key])}"
-        + did_you_mean(str(value), choices[key])
-      )
-    return value
-  if key.endswith("_dtype"):
-    name = value if isinstance(value, str) else getattr(value, "name", getattr(value, "__name__", str(value)))
-    name = FORMATS.get(name, name)
-    if not name or name == FP4:  # as a recipe writes its own
-      return name
-    if name not in FORMATS.values():
-      raise ValueError(
-        f"fp8.{key}={value!r}: expected one of {', '.join(FORMATS)}" + did_you_mean(name, FORMATS)
-      )
-    return name
-  if key == "keep_last":
-    if value is not None and (
-      isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1
-    ):
-      raise ValueError(f"fp8.keep_last={value!r}: expected a share from 0 to 1")
-    return value if value is None else float(value)
-  if isinstance(default, bool) or key == "pow2_scales":
-    if not isinstance(value, bool):
-      raise ValueError(f"fp8.{key}={value!r}: expected true or false")
-    return value
-  if isinstance(default, int):
-    least, most = (0, _LARGEST_MARGIN) if key == "margin" else (1, 1 << 20)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-      raise ValueError(f"fp8.{key}={value!r}: expected an integer of at least {least} and at most {most}")
-    return value
-  return _patterns(key, value)
-
-
-def _patterns(key: str, value: object) -> tuple[str, ...]:
-  patterns = (value,) if isinstance(value, str) else value
-  if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
-    raise ValueError(f"fp8.{key}={value!r}: expected a list of regular expressions on the module path")
-  for pattern in patterns:
-    try:
-      component_regex(pattern)
-    except ValueError as error:
-      raise ValueError(f"fp8.{key}: {error}") from error
-  return tuple(patterns)
+def _long_name(dtype: Any) -> str:
+  """Returns the name of a dtype, given by any name or as itself."""
+  name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", str(dtype)))
+  return FORMATS.get(name, name)

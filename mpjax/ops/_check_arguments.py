@@ -2,60 +2,61 @@
 
 from __future__ import annotations
 
+import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+_KINDS: dict[str, tuple[type, str]] = {
+  "x": (np.floating, "floating numbers"),
+  "kernel": (np.floating, "floating numbers"),
+  "labels": (np.integer, "integers"),
+  "bias": (np.floating, "floating numbers"),
+  "where": (np.bool_, "booleans"),
+}
+_OPTIONS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+  "rows": (numbers.Integral, lambda n: n >= 1, "a positive integer"),
+  "label_smoothing": (numbers.Real, lambda n: 0 <= n < 1, "a number of at least 0 and below 1"),
+  "z_loss": (numbers.Real, lambda n: 0 <= n < math.inf, "a finite number that is not negative"),
+}
 
-def check_arguments(
-  x: Any,
-  kernel: Any,
-  labels: Any,
-  bias: Any,
-  where: Any,
-  rows: Any,
-  label_smoothing: Any,
-  z_loss: Any,
-  as_average: Any = False,
-) -> None:
-  """Raises the errors of `linear_cross_entropy` that shapes, dtypes and known values show."""
-  of_dtype = {"x": jnp.floating, "kernel": jnp.floating, "labels": jnp.integer, "bias": jnp.floating}
-  arrays = {"x": x, "kernel": kernel, "labels": labels, "bias": bias, "where": where}
+
+def check_arguments(arrays: dict[str, Any], options: dict[str, Any]) -> None:
+  """Raises the errors of `linear_cross_entropy` that shapes, dtypes and known values show.
+
+  Args:
+    arrays: its arrays by name; `bias` and `where` may be `None`.
+    options: its numbers by name.
+  """
+  arrays = {name: x for name, x in arrays.items() if x is not None or name not in ("bias", "where")}
   for name, array in arrays.items():
-    kind = of_dtype.get(name, jnp.bool_)
-    if array is None and name in ("bias", "where"):
-      continue
-    if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, kind):
-      raise TypeError(f"{name}={_shown(array)}: expected an array of {_NAMES[kind]}")
+    kind, words = _KINDS[name]
+    if not jnp.issubdtype(getattr(array, "dtype", np.void), kind):
+      raise TypeError(f"{name}={_shown(array)}: expected an array of {words}")
+  x, kernel = arrays["x"], arrays["kernel"]
   if x.ndim < 1 or not x.size:
     raise ValueError(f"x={_shown(x)}: expected rows of [..., D], at least one")
   if kernel.ndim != 2 or kernel.shape[0] != x.shape[-1] or not kernel.size:
     raise ValueError(f"kernel={_shown(kernel)}: expected [{x.shape[-1]}, V], as x={_shown(x)}")
-  if bias is not None and bias.shape != kernel.shape[1:]:
-    raise ValueError(f"bias={_shown(bias)}: expected [{kernel.shape[1]}], as kernel={_shown(kernel)}")
-  for name in ("labels", "where"):
-    if arrays[name] is not None and arrays[name].shape != x.shape[:-1]:
-      raise ValueError(f"{name}={_shown(arrays[name])}: expected {list(x.shape[:-1])}, as x={_shown(x)}")
-  if not isinstance(rows, (int, np.integer)) or isinstance(rows, bool):
-    raise TypeError(f"rows={rows!r}: expected an integer")
-  if rows < 1:
-    raise ValueError(f"rows={rows}: expected a positive integer")
-  for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-      raise TypeError(f"{name}={value!r}: expected a number")
-  if not isinstance(as_average, (bool, np.bool_)):
-    raise TypeError(f"as_average={as_average!r}: expected True or False")
-  if not 0 <= label_smoothing < 1:
-    raise ValueError(f"label_smoothing={label_smoothing}: expected a number of at least 0 and below 1")
-  if not 0 <= z_loss < float("inf"):
-    raise ValueError(f"z_loss={z_loss}: expected a finite number that is not negative")
-  _check_range(labels, where, kernel.shape[1])
-
-
-_NAMES = {jnp.floating: "floating numbers", jnp.integer: "integers", jnp.bool_: "booleans"}
+  for name, like, shape in (
+    ("bias", "kernel", kernel.shape[1:]),
+    ("labels", "x", x.shape[:-1]),
+    ("where", "x", x.shape[:-1]),
+  ):
+    if name in arrays and arrays[name].shape != shape:
+      as_of = f"as {like}={_shown(arrays[like])}"
+      raise ValueError(f"{name}={_shown(arrays[name])}: expected {list(shape)}, {as_of}")
+  for name, value in options.items():
+    number, holds, words = _OPTIONS[name]
+    if not isinstance(value, number):
+      raise TypeError(f"{name}={value!r}: expected {words}")
+    if not holds(value):
+      raise ValueError(f"{name}={value}: expected {words}")
+  _check_range(arrays["labels"], arrays.get("where"), kernel.shape[1])
 
 
 def _check_range(labels: Any, where: Any, classes: int) -> None:

@@ -20,12 +20,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from mpjax import _compat
 from mpjax._average import Average
 from mpjax.casting import half_precision
-from mpjax.casting._fp8_products import support
-from mpjax.casting._half_precision import last_layer
 from mpjax.dtypes import at_least_float32
-from mpjax.fp8 import Recipe
 from mpjax.ops._check_arguments import check_arguments
-from mpjax.products import InFp8, Sizes, half_dot_general_p, in_fp8, product, unfit
+from mpjax.products import half_dot_general_p
 
 # The gradient's scale until the loss scale is known: float16 holds softmax less one-hot down to
 # 2^-24 times this. A z-loss may make the gradient 63 times as large.
@@ -90,8 +87,7 @@ def linear_cross_entropy(
   `kernel`. The softmax and all sums are in float32, also the gradient of the kernel. Under `grad`, loss and
   gradients come from one pass over the rows, which computes nothing twice. Next to the gradients, it needs
   memory for the logits of one chunk, and the kernel in the compute dtype. It has no forward-mode derivative.
-  Under an FP8 policy the products are FP8 like those of any last layer: if `fp8.last_layer` is true, their
-  sizes allow it, and `x` is float32 outside. Each chunk has its own scales, also under a delayed recipe.
+  Under an FP8 policy they are in the compute dtype, too.
 
   Args:
     x: input of the last layer, floating [..., D].
@@ -115,7 +111,10 @@ def linear_cross_entropy(
     TypeError: for an array of another kind, or an option that is not a number.
     ValueError: for shapes that do not match, and numbers and labels out of range.
   """
-  check_arguments(x, kernel, labels, bias, where, rows, label_smoothing, z_loss, as_average)
+  check_arguments(
+    {"x": x, "kernel": kernel, "labels": labels, "bias": bias, "where": where},
+    {"rows": rows, "label_smoothing": label_smoothing, "z_loss": z_loss},
+  )
   own = x.dtype
   wide = at_least_float32(own if own == kernel.dtype else jnp.promote_types(own, kernel.dtype))
   arrays = (kernel, bias, labels, where)
@@ -123,9 +122,8 @@ def linear_cross_entropy(
   def loss(x: Array) -> Array:
     # If autocast has cast it, that is the compute dtype; the kernel is cast inside the derivative rule.
     half = own == kernel.dtype or x.dtype != own
-    dtype, recipe = np.dtype(x.dtype if half else wide), last_layer.value
-    layer = _Layer(dtype, wide, rows, float(label_smoothing), float(z_loss), recipe)
-    of_arrays = functools.partial(_of_arrays, layer, bool(as_average))
+    layer = _Layer(np.dtype(x.dtype if half else wide), wide, rows, float(label_smoothing), float(z_loss))
+    of_arrays = functools.partial(_of_arrays, layer, as_average)
     if any(_compat.is_explicit(jax.typeof(a)) for a in (x, *arrays) if a is not None):
       of_arrays = jax.sharding.auto_axes(of_arrays, out_sharding=PartitionSpec())
     return of_arrays(x, *arrays)
@@ -137,21 +135,13 @@ def linear_cross_entropy(
 
 
 class _Layer(NamedTuple):
-  """The static part: dtypes of products and sums, the number options, and the FP8 recipe."""
+  """The static part: dtypes of products and sums, and the number options."""
 
   dtype: np.dtype
   wide: np.dtype
   rows: int
   label_smoothing: float
   z_loss: float
-  fp8: Recipe | None
-
-  def for_sizes(self, *sizes: int) -> _Layer:
-    """Returns the layer with FP8 products only if this machine and [m, k] x [k, n] support them."""
-    recipe = self.fp8
-    if recipe is None or support(recipe).why_not or unfit(Sizes(*sizes), recipe):
-      return self._replace(fp8=None)
-    return self
 
 
 class _Gradients(NamedTuple):
@@ -246,17 +236,14 @@ def _pass(
   wide, classes, smoothing = kernel.dtype, kernel.shape[1], layer.label_smoothing
   size = _size(all_rows.counted, wide)
   chunks = _divided(all_rows._replace(x=all_rows.x.astype(layer.dtype)), layer.rows)
-  groups, _, together, width = chunks.x.shape
-  layer = layer.for_sizes(groups * together, width, classes)
-  half = kernel.astype(layer.dtype)
-  weight = half if layer.fp8 is None else in_fp8(half, layer.fp8)
+  weight = kernel.astype(layer.dtype)
 
   def chunk(carry: tuple[Array, _Gradients | None], i: Array) -> tuple[tuple[Array, _Gradients | None], None]:
     total, sums = carry
     taken = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 1, keepdims=False), chunks)
     x, labels, counted = (a.reshape(-1, *a.shape[2:]) for a in taken)
-    x = jnp.where(counted[:, None], x, 0)  # otherwise its largest entry may be in a row that does not count
-    logits = _product(layer, x, weight, (1, 0), layer.dtype).astype(wide)  # [R, V]
+    x = jnp.where(counted[:, None], x, 0)  # an infinity times zero is not zero
+    logits = _product(x, weight, (1, 0), layer.dtype).astype(wide)  # [R, V]
     logits = logits if bias is None else logits + bias
     # Selects by comparison: a gather would gather a divided vocabulary.
     hit = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1) == labels[:, None]
@@ -276,12 +263,12 @@ def _pass(
       counted[:, None], slope * (_FLOAT16_SCALE if layer.dtype == np.float16 else 1 / size), 0
     )
     narrow = slope.astype(layer.dtype)
-    of_x = _product(layer, narrow, weight, (1, 1), wide, (True, False))
+    of_x = _product(narrow, weight, (1, 1), wide)
     of_x = of_x * (_FLOAT16_SCALE_OF_X / _FLOAT16_SCALE) if layer.dtype == np.float16 else of_x
     of_x = of_x.astype(layer.dtype).reshape(taken.x.shape)
     sums = _Gradients(
       jax.lax.dynamic_update_index_in_dim(sums.x, of_x, i, 1),
-      sums.kernel + _product(layer, x, narrow, (0, 0), wide, (False, True)),
+      sums.kernel + _product(x, narrow, (0, 0), wide),
       None if sums.bias is None else sums.bias + slope.sum(0),
     )
     return (total, sums), None
@@ -317,19 +304,10 @@ def _divided(rows: _Rows, most: int) -> _Rows:
 
 
 def _product(
-  layer: _Layer,
-  lhs: Float[Array, "..."],
-  rhs: Float[Array, "..."] | InFp8,
-  contracted: tuple[int, int],
-  dtype: np.dtype,
-  gradients: tuple[bool, bool] = (False, False),
+  lhs: Float[Array, "..."], rhs: Float[Array, "..."], contracted: tuple[int, int], dtype: np.dtype
 ) -> Float[Array, "..."]:
   """Returns a product of two matrices in `dtype`, without an earlier rounding if the operands are half."""
   dims = (((contracted[0],), (contracted[1],)), ((), ()))
-  if layer.fp8 and (layer.fp8.backward == "policy" or not any(gradients)):
-    native, out = support(layer.fp8).native, np.dtype(dtype)
-    return product(lhs, rhs, dims, layer.fp8, out_dtype=out, gradient_operand=gradients, native=native)
-  rhs = rhs.value if isinstance(rhs, InFp8) else rhs
   if lhs.dtype.itemsize > 2:
     return jax.lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
   return half_dot_general_p.bind(

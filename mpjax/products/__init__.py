@@ -7,7 +7,7 @@ products is in `mpjax/fp8/`; `mpjax/casting/` chooses the products.
 """
 
 from mpjax.products._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe, spread
-from mpjax.products._codes import InFp8, in_fp8, multiply_codes, product, takes_codes
+from mpjax.products._codes import InFp8, multiply_codes, takes_codes
 from mpjax.products._eligibility import Sizes, sizes_of, unfit
 from mpjax.products._fp8_dot_general import fp8_dot_general
 from mpjax.products._fp8_ragged_dot import (
@@ -26,4 +26,3 @@ from mpjax.products._half_products import (
 from mpjax.products._lowering import lower_as
 from mpjax.products._scaled_dot import scaled_dot
 from mpjax.products._stand_ins import as_product, is_fp8, plain_primitive
-from mpjax.products._windows import Windows, conv_operands, conv_result, conv_sizes, windows_of

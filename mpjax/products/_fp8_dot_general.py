@@ -33,7 +33,7 @@ from mpjax.products._dimensions import Dims, batched_product, gradient_product, 
 from mpjax.products._half_products import half_dot_general_p
 from mpjax.products._lowering import compute_by_platform
 from mpjax.products._member_scales import Scales, amax_within, members_of_result, with_dimension
-from mpjax.products._spec import ACTIVATION, GRADIENT, UNKNOWN, WEIGHT, Spec, spec_of
+from mpjax.products._spec import ACTIVATION, GRADIENT, UNKNOWN, WEIGHT, Spec, require_wide, spec_of
 
 _LARGEST = 2.0**127  # also of bfloat16
 
@@ -65,8 +65,8 @@ def fp8_dot_general(
     rhs: floating.
     dimension_numbers: see `jax.lax.dot_general`.
     recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`; `auto` is this device's.
-    scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors. For `delayed` with
-      `pow2_scales` they are powers of two.
+    scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors. For `delayed` they are powers
+      of two.
     out_dtype: dtype of the result; `None`: that of lhs.
     gradient_operand: which operands are gradients themselves.
     weight_operand: which operands are weights, which `nvfp4` quantises in squares.
@@ -80,17 +80,16 @@ def fp8_dot_general(
       operands that are not floating, or a contracted dimension that is not a multiple of its blocks.
   """
   lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-  for name, x in (("lhs", lhs), ("rhs", rhs)):
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
-      raise ValueError(
-        f"fp8_dot_general: {name} is {x.dtype}, expected float16, bfloat16, float32 or float64"
-      )
+  require_wide("fp8_dot_general", lhs=lhs.dtype, rhs=rhs.dtype)
   parsed = on_device(parse_recipe(recipe) or Recipe())
   if parsed.recipe == "delayed" and scales is None:
     raise ValueError("recipe 'delayed' takes its scales from earlier steps: pass scales=, or use 'current'")
   out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
-  roles = roles_of(gradient_operand, weight_operand)
-  spec = spec_of(parsed, roles, (scales is not None,) * 3, out, native)
+  lhs_role, rhs_role = (
+    GRADIENT if gradient else WEIGHT if weight else ACTIVATION
+    for gradient, weight in zip(gradient_operand, weight_operand, strict=True)
+  )
+  spec = spec_of(parsed, (lhs_role, rhs_role), (scales is not None,) * 3, out, native)
   one = jnp.ones([], jnp.float32)
   factors = (one, one, one) if scales is None else tuple(jnp.asarray(x, jnp.float32) for x in scales)
   if scales is not None and spec.in_blocks:
@@ -105,15 +104,6 @@ def fp8_dot_general(
   if scales is not None and parsed.recipe != "delayed":  # they may be any numbers
     spec = dataclasses.replace(spec, pow2=False)
   return bind(lhs, rhs, factors, dimension_numbers, spec)
-
-
-def roles_of(gradients: tuple[bool, bool], weights: tuple[bool, bool]) -> tuple[str, str]:
-  """Returns the roles of lhs and rhs for `Spec`."""
-  of = [
-    GRADIENT if gradient else WEIGHT if weight else ACTIVATION
-    for gradient, weight in zip(gradients, weights, strict=True)
-  ]
-  return of[0], of[1]
 
 
 def bind(

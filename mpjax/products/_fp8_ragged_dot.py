@@ -39,7 +39,7 @@ from mpjax.products._eligibility import Sizes, sizes_of
 from mpjax.products._half_products import FLOAT32, half_ragged_dot_p
 from mpjax.products._lowering import compute_by_platform
 from mpjax.products._member_scales import amax_within
-from mpjax.products._spec import GRADIENT, UNKNOWN, Spec, spec_of
+from mpjax.products._spec import GRADIENT, UNKNOWN, Spec, require_wide, spec_of
 
 _Scaled: TypeAlias = tuple[Array, Array]  # codes, and the units of the result that they give it
 
@@ -73,9 +73,7 @@ def fp8_ragged_dot(
     ValueError: for an invalid recipe, or operands that are not floating.
   """
   lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
-  for name, x in (("lhs", lhs), ("rhs", rhs)):
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
-      raise ValueError(f"fp8_ragged_dot: {name} is {x.dtype}, expected float16, bfloat16, float32 or float64")
+  require_wide("fp8_ragged_dot", lhs=lhs.dtype, rhs=rhs.dtype)
   out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
   closed = jax.make_jaxpr(jax.lax.ragged_dot)(lhs.astype(out), rhs.astype(out), group_sizes)
   operands = [lhs, rhs, group_sizes]
@@ -94,13 +92,19 @@ def recipe_of_experts(recipe: Recipe) -> Recipe:
   Gradients with a scale for each channel do not need the range of E5M2, which those with a scale for each
   tensor have.
   """
-  own = recipe.of_kind("per_channel")
-  if recipe.forward_dtype == FP4:
-    return own
   forward, gradient = recipe.forward_dtype, recipe.gradient_dtype
-  if recipe.of_tensors and "e5m2" not in forward:  # no units multiply E5M2 by E5M2
+  if forward == FP4:
+    forward = gradient = ""
+  elif recipe.of_tensors and "e5m2" not in forward:  # no units multiply E5M2 by E5M2
     gradient = ""
-  return dataclasses.replace(own, forward_dtype=forward, gradient_dtype=gradient)
+  return dataclasses.replace(
+    recipe.without_histories(),
+    recipe="per_channel",
+    forward_dtype=forward,
+    gradient_dtype=gradient,
+    margin=0,
+    saved_activations="compute",
+  )
 
 
 def multiply_ragged(

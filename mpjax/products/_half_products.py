@@ -12,8 +12,7 @@ product. On a GPU a convolution returns half precision, also as the gradient of 
 result cuDNN would need float32 operands.
 
 Products of float32 operands in passes of bfloat16 or TensorFloat-32 (`jax.lax.DotAlgorithmPreset`) are
-`half_dot_general_p`, too: XLA for CPU computes some in float32, without the error of the passes, and JAX
-refuses the others there.
+`half_dot_general_p`, too, since JAX refuses some of them on a CPU: there they are float32 products.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from mpjax._types import Array, JaxprEqn
 from mpjax.formats._passes import passes_of
 from mpjax.jaxpr import register_as
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
-from mpjax.products._dimensions import Dims, batched_product, free_dims, gradient_product, sum_of_tangents
-from mpjax.products._emulated_passes import multiply_in_passes
+from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
 from mpjax.products._lowering import compute_by_platform
 
 FLOAT32 = np.dtype(np.float32)
@@ -124,23 +122,13 @@ def _bind_on_cpu(
   own: Primitive, *operands: Array, originals: tuple[int, ...] = (), **parameters: Any
 ) -> Array:
   lhs, rhs, *_ = plain = _rounded(operands, originals)
-  if passes := passes_of(parameters["precision"]):
-    multiply = functools.partial(PLAIN[own].bind, **{**parameters, "precision": None})
-    return multiply_in_passes(passes, lhs, rhs, multiply)
+  if passes_of(parameters["precision"]):
+    return PLAIN[own].bind(*plain, **{**parameters, "precision": None})
   out_dtype = parameters["preferred_element_type"] or lhs.dtype
   if own is not half_dot_general_p or (lhs.dtype != jnp.bfloat16 and out_dtype != FLOAT32):
     return PLAIN[own].bind(*plain, **parameters)
   parameters = {**parameters, "preferred_element_type": FLOAT32}
-  lhs, rhs = lhs.astype(FLOAT32), rhs.astype(FLOAT32)
-  (lhs_contract, rhs_contract), (lhs_batch, _) = dims = parameters["dimension_numbers"]
-  if lhs_batch or parameters["out_sharding"] or {*lhs_contract, *rhs_contract} != {*range(len(lhs_contract))}:
-    return PLAIN[own].bind(lhs, rhs, **parameters).astype(out_dtype)
-  # The gradient of a weight, as in JAX: ct^T x, then a transpose. XLA for CPU computes x^T ct in
-  # less time, and folds the two transposes.
-  parameters["dimension_numbers"] = ((rhs_contract, lhs_contract), ((), ()))
-  free = len(free_dims(rhs.ndim, dims, 1))
-  out = PLAIN[own].bind(rhs, lhs, **parameters)
-  return jax.lax.transpose(out, (*range(free, out.ndim), *range(free))).astype(out_dtype)
+  return PLAIN[own].bind(lhs.astype(FLOAT32), rhs.astype(FLOAT32), **parameters).astype(out_dtype)
 
 
 def _bind_on_gpu(own: Primitive, *operands: Array, **parameters: Any) -> Array:

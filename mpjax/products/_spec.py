@@ -29,7 +29,7 @@ class Spec:
     roles: what lhs and rhs are, by which `nvfp4` quantises: ACTIVATION, WEIGHT or GRADIENT; UNKNOWN for
       both: all operands alike.
     margin: as in `Recipe`.
-    pow2: as `Recipe.pow2_scales`.
+    pow2: whether scales are powers of two, which a GPU applies inside the product without a rounding.
     backward: whether the products of the backward pass are quantised, too.
     saved: whether operands are saved in FP8 for the backward pass.
     given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor.
@@ -67,6 +67,13 @@ class Spec:
     return dataclasses.replace(self, lhs_dtype=formats[0], rhs_dtype=formats[1])
 
 
+def require_wide(function: str, **dtypes: np.dtype) -> None:
+  """Raises `ValueError` for an operand, or a result, that is not floating of 16 bits or more."""
+  for name, dtype in dtypes.items():
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+      raise ValueError(f"{function}: {name} is {dtype}, expected float16, bfloat16, float32 or float64")
+
+
 def spec_of(
   recipe: Recipe,
   roles: tuple[str, str],
@@ -75,15 +82,16 @@ def spec_of(
   native: bool | None,
 ) -> Spec:
   """Returns the `Spec` of one product by a recipe that is not `auto`; `Spec` explains the arguments."""
+  scheme = SCHEMES[recipe.recipe]
   spec = Spec(
     lhs_dtype=recipe.forward,
     rhs_dtype=recipe.forward,
     gradient_dtype=recipe.gradient,
     out_dtype=out_dtype,
-    scheme=SCHEMES[recipe.recipe],
+    scheme=scheme,
     roles=roles,
     margin=recipe.margin,
-    pow2=bool(recipe.pow2_scales),
+    pow2=scheme == "tensor",
     backward=recipe.backward == "policy",
     saved=recipe.saved_activations == "fp8",
     given=given,

@@ -77,13 +77,10 @@ def mixed_policy(
   if base == "fp32":
     return get_policy("fp32")
   rest = "bf16" if has_fp8 else base
-  changed = {m: level for m, level in levels.items() if level not in (base, rest)}
+  changed = {m: level for m, level in levels.items() if level != base and (level != rest or m.fp8)}
   spec: dict[str, Any] = {"base": base}
-  if has_fp8:
-    excluded = [m for m, level in levels.items() if level == "bf16" and m.fp8]
-    fields = {**(recipe or {}), **({"exclude": [pattern_of(m, among) for m in excluded]} if excluded else {})}
-    if fields:
-      spec["fp8"] = fields
+  if has_fp8 and recipe:
+    spec["fp8"] = dict(recipe)
   if changed:
     # The deepest first, because the first matching pattern decides.
     ordered = sorted(changed, key=lambda m: -m.name.count("/"))

@@ -168,10 +168,7 @@ class TuneResult(Shown):
         own = Recipe(value["recipe"]).to_dict()
         lines += ["  fp8:", f"    recipe: {value['recipe']}  # {_RECIPES[value['recipe']]}"]
         for name, setting in value.items():
-          if name == "exclude" and setting:
-            lines.append("    exclude:  # modules that FP8 costs more than it gives")
-            lines += [f"      - {_plain(pattern)}  # {self._why(pattern)}" for pattern in setting]
-          elif name != "recipe" and setting != own.get(name):
+          if name != "recipe" and setting != own.get(name):
             lines.append(f"    {name}: {_plain(setting)}  # {_WHY.get(name, _CHEAPER)}")
       elif key == "loss_scaling":
         why = "float16 needs it: its range begins at 6e-8" if value else "the loss is not scaled"

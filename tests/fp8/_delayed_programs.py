@@ -21,7 +21,7 @@ NAMES = ("lhs", "rhs", "gradient")
 
 
 def delayed(**options):
-  return fp8(**{"recipe": "delayed", "amax_history_len": LENGTH, "pow2_scales": True, **options})
+  return fp8(**{"recipe": "delayed", "amax_history_len": LENGTH, **options})
 
 
 def exact_weight(seed, factor=1.0):

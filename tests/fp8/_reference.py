@@ -116,7 +116,7 @@ class Product:
     return tuple(self.sizes[c] for c in letters)
 
 
-def check_product(out, spec: str, x, y, x_dtype: str, y_dtype: str, scales=(None, None), margin=0, pow2=True):
+def check_product(out, spec: str, x, y, x_dtype: str, y_dtype: str, scales=(None, None), margin=0):
   """Fails where `out` is further from the einsum `spec` of x and y than FP8's rounding explains.
 
   Args:
@@ -128,12 +128,11 @@ def check_product(out, spec: str, x, y, x_dtype: str, y_dtype: str, scales=(None
     y_dtype: that of y.
     scales: of x and y; `None`: from their amaxes.
     margin: as the recipe's.
-    pow2: as the recipe's.
   """
   out_dtype, out = np.dtype(out.dtype), np.asarray(out, np.float64)
   x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-  x_scale = scale_for(x, x_dtype, margin, pow2) if scales[0] is None else scales[0]
-  y_scale = scale_for(y, y_dtype, margin, pow2) if scales[1] is None else scales[1]
+  x_scale = scale_for(x, x_dtype, margin) if scales[0] is None else scales[0]
+  y_scale = scale_for(y, y_dtype, margin) if scales[1] is None else scales[1]
   x_held, y_held = held(x, x_scale, x_dtype), held(y, y_scale, y_dtype)
   want, held_want = np.einsum(spec, x, y), np.einsum(spec, x_held, y_held)
   size = np.einsum(spec, np.abs(x_held), np.abs(y_held))
@@ -147,8 +146,7 @@ def check_product(out, spec: str, x, y, x_dtype: str, y_dtype: str, scales=(None
   terms = math.prod(n for letter, n in sizes.items() if letter not in result)
   narrow = jnp.finfo(out_dtype)
   # float32 sums, the unit and the output; what is below the smallest normal number may be flushed to 0.
-  roundings = 1 if pow2 or out_dtype != jnp.bfloat16 else 2  # before the unit, and after it
-  own = (terms + 8) * 2.0**-24 * size + roundings * float(narrow.eps) / 2 * (1 + 1e-2) * np.abs(held_want)
+  own = (terms + 8) * 2.0**-24 * size + float(narrow.eps) / 2 * (1 + 1e-2) * np.abs(held_want)
   own = own + float(narrow.tiny) + (size if unit < TINY * 4 else 0)
   fits = np.abs(held_want) + own < float(narrow.max)
   assert (np.abs(out - held_want)[fits] <= own[fits]).all(), (

@@ -121,7 +121,6 @@ WITH = [
   ({"backward": "compute"}, MX.replace("E4M3FN backward", "the compute dtype backward"),
    B11.replace("E4M3B11FNUZ backward", "the compute dtype backward")),
   ({"margin": 1}, OCP, B11),
-  ({"pow2_scales": True}, OCP, B11),
   ({"saved_activations": "fp8"}, OCP, B11),
   ({"forward_dtype": "e4m3fn"}, OCP, OCP),
 ]  # fmt: skip

@@ -19,17 +19,13 @@ DEFAULTS = {
   "gradient_dtype": "",
   "backward": "policy",
   "margin": 0,
-  "pow2_scales": None,
   "amax_history_len": 1024,
-  "amax_compute": "max",
   "emulate": False,
   "first_layer": False,
   "last_layer": False,
   "keep_last": 0.0,
   "attention": False,
   "min_dim": 128,
-  "include": (),
-  "exclude": (),
   "saved_activations": "compute",
 }
 # Every key with a value that is not its default, and what is parsed of it.
@@ -39,31 +35,26 @@ OTHER = {
   "gradient_dtype": ("e4m3fn", "float8_e4m3fn"),
   "backward": ("compute", "compute"),
   "margin": (3, 3),
-  "pow2_scales": (False, False),
   "amax_history_len": (16, 16),
-  "amax_compute": ("most_recent", "most_recent"),
   "emulate": (True, True),
   "first_layer": (True, True),
   "last_layer": (True, True),
   "keep_last": (1, 1.0),
   "attention": (True, True),
   "min_dim": (16, 16),
-  "include": (["mlp", "block_[0-3]"], ("mlp", "block_[0-3]")),
-  "exclude": ("head", ("head",)),
   "saved_activations": ("fp8", "fp8"),
 }
 # Fields of a recipe where they differ from the defaults: its formats, and what comes with them.
 E4M3, E5M2, FP4 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 OWN = {
   "auto": {},
-  "current": {"forward_dtype": E4M3, "gradient_dtype": E5M2, "pow2_scales": True},
-  "delayed": {"forward_dtype": E4M3, "gradient_dtype": E5M2, "pow2_scales": True},
-  "per_channel": {"forward_dtype": E4M3, "gradient_dtype": E4M3, "pow2_scales": False},
+  "current": {"forward_dtype": E4M3, "gradient_dtype": E5M2},
+  "delayed": {"forward_dtype": E4M3, "gradient_dtype": E5M2},
+  "per_channel": {"forward_dtype": E4M3, "gradient_dtype": E4M3},
   "mx": {"forward_dtype": E4M3, "gradient_dtype": E4M3},
   "nvfp4": {"forward_dtype": FP4, "gradient_dtype": FP4, "keep_last": 0.15},
 }
 MULTIPLES = {"mx": 32}
-DELAYED = ("amax_history_len", "amax_compute")
 
 
 def test_defaults_are_documented_ones_and_every_key_is_tested_here():
@@ -91,7 +82,7 @@ def test_nothing_is_no_recipe_and_blocks_of_older_configs_are_mx():
 
 def test_a_key_sets_its_own_field_and_no_other():
   for key, (given, want) in OTHER.items():
-    name = "delayed" if key in DELAYED else "nvfp4" if key == "recipe" else "current"
+    name = "delayed" if key == "amax_history_len" else "nvfp4" if key == "recipe" else "current"
     recipe = parse_recipe({"recipe": name, key: given})
     assert dataclasses.asdict(recipe) == DEFAULTS | {"recipe": name} | OWN[name] | {key: want}, key
     hash(recipe)
@@ -181,27 +172,19 @@ WRONG = {
     {"recipe": "delayed", "amax_history_len": "16"},
     ["amax_history_len", "'16'", "integer"],
   ),
-  "amax_compute": (
-    {"recipe": "delayed", "amax_compute": "mean"},
-    ["amax_compute", "'mean'", "max, most_recent"],
-  ),
   "truth value as text": ({"emulate": "yes"}, ["emulate", "'yes'", "true or false"]),
   "truth value as number": ({"first_layer": 1}, ["first_layer", "1", "true or false"]),
   "truth value of none": ({"attention": None}, ["attention", "None", "true or false"]),
   "last_layer": ({"last_layer": "no"}, ["last_layer", "'no'", "true or false"]),
-  "pow2_scales": ({"pow2_scales": 2}, ["pow2_scales", "2", "true or false"]),
   "min_dim": ({"min_dim": 0}, ["min_dim", "0", "at least 1"]),
-  "include": ({"include": 3}, ["include", "3", "regular expressions"]),
-  "exclude of numbers": ({"exclude": [1]}, ["exclude", "[1]", "regular expressions"]),
-  "a pattern that is none": ({"exclude": ["mlp", "("]}, ["exclude", "'('", "regular expression"]),
   "saved_activations": ({"saved_activations": "bf16"}, ["saved_activations", "'bf16'", "compute, fp8"]),
   "history without delay": ({"amax_history_len": 16}, ["amax_history_len", "delayed", "auto"]),
-  "amax_compute in blocks": (
-    {"recipe": "mx", "amax_compute": "max"},
-    ["amax_compute", "delayed", "mx"],
-  ),
+  "history in blocks": ({"recipe": "mx", "amax_history_len": 16}, ["amax_history_len", "delayed", "mx"]),
+  "include": ({"include": ["mlp"]}, ["'include'", "overrides", "'.*': bf16"]),
+  "exclude": ({"exclude": ["mlp"]}, ["'exclude'", "overrides", "'.*/head': bf16"]),
+  "amax_compute": ({"recipe": "delayed", "amax_compute": "max"}, ["'amax_compute'", "leave it out"]),
+  "pow2_scales": ({"pow2_scales": True}, ["'pow2_scales'", "leave it out"]),
   "margin in blocks": ({"recipe": "mx", "margin": 1}, ["margin", "mx"]),
-  "pow2_scales in blocks": ({"recipe": "mx", "pow2_scales": True}, ["pow2_scales", "mx"]),
   "saved FP8 in blocks": ({"recipe": "mx", "saved_activations": "fp8"}, ["saved_activations", "mx"]),
   "not a mapping": (7, ["fp8=7", "mapping"]),
   "true": (True, ["fp8=True", "mapping"]),
@@ -230,35 +213,6 @@ def test_an_error_names_key_value_and_choices():
       Recipe(**fields)
 
 
-# include, exclude, module path, and which of the two keeps it out of FP8.
-PATTERNS = [
-  ((), (), "gpt/block_0/mlp", None),
-  ((), ("mlp",), "gpt/block_0/mlp", "exclude"),
-  ((), ("mlp",), "gpt/block_0/mlp_up", None),
-  ((), ("ml",), "gpt/block_0/mlp", None),
-  ((), ("head|mlp",), "gpt/block_0/mlp/up", "exclude"),
-  ((), ("head|mlp",), "gpt/head", "exclude"),
-  ((), ("block_0/mlp",), "gpt/block_0/mlp", "exclude"),
-  ((), ("block_.*",), "gpt/block_0/mlp", "exclude"),
-  ((), ("(?i)HEAD",), "gpt/head", "exclude"),  # flags hold for all of a pattern
-  ((), ("(?i)HEAD",), "gpt/header", None),
-  (("mlp",), (), "gpt/block_0/mlp", None),
-  (("mlp",), (), "gpt/block_0/attn", "include"),
-  (("mlp",), (), "", "include"),
-  (("block_[01]",), ("mlp",), "gpt/block_0/mlp", "exclude"),
-  (("block_[01]",), ("mlp",), "gpt/block_0/attn", None),
-  (("block_[01]",), ("mlp",), "gpt/block_2/attn", "include"),
-]
-
-
-def test_patterns_match_whole_components_of_the_module_path():
-  for row in PATTERNS:
-    include, exclude, path, key = row
-    recipe = parse_recipe({"include": list(include), "exclude": list(exclude), "recipe": "current"})
-    reason = recipe.excludes(path)
-    assert reason is None if key is None else key in reason, row
-
-
 SPECS = [
   *RECIPES,
   "block",
@@ -266,13 +220,12 @@ SPECS = [
   {"recipe": "auto", "gradient_dtype": "e4m3fn", "keep_last": 0.25},
   {"recipe": "per_channel", "margin": 1, "forward_dtype": "e4m3b11fnuz"},
   {"margin": 1, "saved_activations": "fp8"},
-  {"recipe": "delayed", "amax_history_len": 4, "amax_compute": "most_recent"},
+  {"recipe": "delayed", "amax_history_len": 4},
   {"forward_dtype": "e4m3fnuz", "gradient_dtype": "e5m2fnuz"},
   {"forward_dtype": jnp.float8_e4m3fn, "margin": 2, "emulate": True},
-  {"include": ["mlp", "attn"], "exclude": "head", "min_dim": 16},
-  [("recipe", "current"), ("pow2_scales", False)],
+  [("recipe", "current"), ("min_dim", 16)],
   Recipe(),
-  Recipe(margin=1, include=("mlp",)),
+  Recipe(margin=1, attention=True),
 ]
 
 
@@ -297,6 +250,6 @@ def test_the_preset_has_a_recipe():
 
 
 def test_inference_has_no_histories():
-  recipe = Recipe(recipe="delayed", amax_history_len=4, margin=2, exclude=("head",))
-  assert recipe.without_histories() == Recipe(recipe="current", margin=2, exclude=("head",))
+  recipe = Recipe(recipe="delayed", amax_history_len=4, margin=2, attention=True)
+  assert recipe.without_histories() == Recipe(recipe="current", margin=2, attention=True)
   assert Recipe(recipe="mx").without_histories() == Recipe(recipe="mx")

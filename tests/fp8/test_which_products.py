@@ -101,6 +101,20 @@ def test_reasons():
   assert any("custom derivative rule" in why for why in reason(*[FUNCTIONS["custom_vjp"][0], W]))
 
 
+@pytest.mark.parametrize("kernel", [1, 2, 3])
+def test_convolutions_stay_in_the_compute_dtype(kernel):
+  images, filters = np.ones((2, 8, 8, D), np.float32), np.ones((kernel, kernel, D, D), np.float32)
+  layout = ("NHWC", "HWIO", "NHWC")
+
+  def conv(x, w):
+    return jax.lax.conv_general_dilated(x, w, (kernel, kernel), "VALID", dimension_numbers=layout)
+
+  policy = fp8(first_layer=True, last_layer=True)
+  rows = [row for row in mpjax.explain(conv, images, filters, policy=policy).rows if row.flops]
+  assert [(row.after, row.why) for row in rows] == [("bfloat16", "not FP8: it is a convolution")]
+  assert traced(jax.grad(lambda x, w: mpjax.autocast(conv, policy)(x, w).sum()), images, filters) == []
+
+
 def test_flops_in_a_scan_count_for_each_step():
   fun = FUNCTIONS["scan"][0]
   flops = mpjax.explain(fun, SCANNED, X, policy=fp8()).matrix_flops()

@@ -160,7 +160,6 @@ RECIPES = one(
     recipe=some("current", "delayed"),
     margin=st.integers(0, 4),
     emulate=st.booleans(),
-    exclude=st.lists(PATTERNS, max_size=2).map(tuple),
   ),
 )
 OVERRIDES = one(

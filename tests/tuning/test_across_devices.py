@@ -103,7 +103,7 @@ def seconds_of(matrix, wire):
 
   def plan_of(policy, recompute):
     products = matrix * {"float32": 2.0}.get(policy.compute_dtype.name, 1.0)
-    excluded = len(policy.fp8.exclude) / 6 if policy.fp8 else 0.0
+    excluded = sum(not override.fp8 for _, override in policy.overrides) / 6
     parts = {
       "matrix units": products * (0.5 + 0.5 * excluded if policy.fp8 else 1.0),
       "interconnect": wire * (0.5 if policy.reduce_dtype else 1.0) * (0.75 if policy.gather_dtype else 1.0),

@@ -33,7 +33,7 @@ def level_of(policy, layer):
   for pattern, override in policy.overrides:
     if pattern == layer:
       return HALVES[override.compute_dtype.name]
-  plain = policy.fp8 is None or layer in policy.fp8.exclude or layer in ("first", "narrow")
+  plain = policy.fp8 is None or layer in ("first", "narrow")
   plain = plain or (layer == "last" and not policy.fp8.last_layer)
   return HALVES[policy.compute_dtype.name] if plain else "fp8"
 
@@ -289,7 +289,7 @@ def test_a_policy_is_written_so_that_it_reads_as_itself():
     {"base": "fp8", "fp8": {"recipe": "per_channel", "backward": "compute"}},
     {"base": "fp8", "fp8": {"recipe": "nvfp4", "keep_last": 0.3}},
     {"base": "fp8", "fp8": {"recipe": "current", "forward_dtype": "e4m3b11fnuz"}},
-    {"base": "fp8", "fp8": {"recipe": "current", "include": ["b: c"], "exclude": ["#a"], "min_dim": 16}},
+    {"base": "fp8", "fp8": {"recipe": "current", "min_dim": 16}, "overrides": {"b: c": "bf16", "#a": "fp8"}},
     {"base": "bf16", "overrides": {"a: b#": "float32", "^x$": {"recompute": "nothing"}}},
   ):
     policy = mpjax.get_policy(spec)
