@@ -41,6 +41,7 @@ INSTEAD: dict[str, str] = {
     ("numerics.logprob_mismatch", "numerics.LogprobMismatch"),
     "the guide to switching the policy compares log-probabilities in a few lines of JAX",
   ),
+  "Explanation.fragile": "mpjax.inspect_numerics measures differences and angles and has their lines",
   "numerics.save_pictures": "save_html writes a page that draws them",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import argparse
 
-from mpjax.casting import side_by_side
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
 from mpjax.cli._show import report_console, show
+from mpjax.policy import Policy
 from mpjax.train import load_config, load_plugins, make_setup
-from mpjax.train.setup._setup import Setup, on_devices_here
+from mpjax.train.setup._setup import on_devices_here
 
 
 def run(options: argparse.Namespace) -> None:
-  """Runs the command."""
+  """Runs the command: an answer for each policy, one after the other."""
   load_plugins(options.plugin)
   policies, overrides = split_policies(options.overrides)
-  setups: list[Setup] = []
+  console = report_console()
+  shown: list[Policy] = []
   for override in [[f"policy={name}"] for name in policies] or [[]]:
     config = load_config(options.config, [*override, *overrides])
     warn_of_policy(config.policy)
     setup = make_setup(on_devices_here(config))
-    if all(setup.policy != other.policy for other in setups):
-      setups.append(setup)
-  show(side_by_side([setup.explain() for setup in setups]), report_console(), options.table)
-  for setup in setups:
-    if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
-      print(f"\n{setup.policy.label} has autocast: false: a run casts parameters and batch instead")
+    policy = setup.policy
+    if policy in shown:
+      continue
+    if shown:
+      console.print()
+    shown.append(policy)
+    show(setup.explain(), console, options.table)
+    if not policy.autocast and policy.compute_dtype.itemsize < 4:
+      print(f"\n{policy.label} has autocast: false: a run casts parameters and batch instead")

@@ -51,10 +51,12 @@ def test_float32_has_no_such_finding():
   assert findings(difference(1.001), "fp32") == findings(angle(1.0), "fp32") == []
 
 
-def test_what_cannot_be_measured_is_said_as_it_is():
+def test_an_ordinary_network_has_no_such_finding():
   def loss_fn(params, x):
-    noisy = x @ params["w"] + jax.random.normal(jax.random.key(0), x.shape)
-    return jnp.mean(jax.lax.top_k(noisy, 2)[0] ** 2) + jnp.mean((noisy @ params["w"]) ** 2)
+    q, k = x @ params["w"], x @ (2 * params["w"])
+    angle = jnp.arange(64.0)[:, None] * jnp.arange(16.0)
+    rotated = lambda x: x * jnp.cos(angle) + jnp.roll(x, 1, -1) * jnp.sin(angle)
+    h = x + jax.nn.softmax(rotated(q) @ rotated(k).T) @ x
+    return -jax.nn.log_softmax((h - h.mean(-1, keepdims=True)) @ params["w"])[:, 0].mean()
 
-  (text,) = [t for t in findings(loss_fn, "bf16") if "order" in t]
-  assert "test_fragile.py:" in text
+  assert findings(loss_fn, "bf16") == []
