@@ -63,7 +63,7 @@ class Decision:
   code: Code
   rule: str
   outs: tuple[Held, ...]
-  about: object = ""
+  about: str = ""
   call: Call | None = None
   fp8: Fp8Product | None = None
   recipe: Recipe | None = None

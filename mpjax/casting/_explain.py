@@ -86,7 +86,7 @@ class ExplainedOperation:
   before: str
   after: str
   code: Code
-  about: object
+  about: str
   rule: str
   flops: int
   bytes: int
@@ -422,7 +422,7 @@ def _within(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[E
   )
 
 
-def _why_within(node: Node, equation: JaxprEqn, path: str, kernel: bool) -> tuple[Code, object]:
+def _why_within(node: Node, equation: JaxprEqn, path: str, kernel: bool) -> tuple[Code, str]:
   """Returns the reason of an equation inside another, and what it tells."""
   if label := autocast_label(path):
     row = facts(equation)

@@ -101,7 +101,7 @@ class Fp8Decision(NamedTuple):
 
   recipe: Recipe
   code: Code
-  about: object = ""
+  about: str = ""
   fp8: Fp8Product | None = None
   site: str | None = None
 
@@ -201,34 +201,34 @@ def decide(
   else:
     sizes = conv_sizes(windows, lhs, rhs)
   if lack := unfit(sizes, recipe):
-    return Fp8Decision(recipe, Code.SIZES, lack, site=site)
+    return Fp8Decision(recipe, Code.UNFIT, lack, site=site)
   fp8 = Fp8Product(
     recipe, role.gradients, role.weights, windows, support(recipe).native, role.roots, site, number
   )
-  return Fp8Decision(recipe, Code.FP8, recipe, fp8, site)
+  return Fp8Decision(recipe, Code.FP8, str(recipe), fp8, site)
 
 
 def _of_experts(equation: JaxprEqn, recipe: Recipe, role: ProductRole, sites: Sites) -> Fp8Decision:
   """Decides about a ragged product; it has no history, and a recipe of its own."""
   own = recipe_of_experts(recipe)
   if lack := unfit(ragged_sizes(equation), own):
-    return Fp8Decision(recipe, Code.SIZES, lack)
+    return Fp8Decision(recipe, Code.UNFIT, lack)
   native, number = support(own).native, sites.next_number()
   fp8 = Fp8Product(own, role.gradients, role.weights, None, native, role.roots, None, number)
-  return Fp8Decision(recipe, Code.FP8_EXPERTS, own, fp8)
+  return Fp8Decision(recipe, Code.FP8_EXPERTS, str(own), fp8)
 
 
 def _why_not(
   equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | None
-) -> tuple[Code, object] | None:
+) -> tuple[Code, str] | None:
   """Returns why a product is not FP8, for any sizes, and what tells it; `None` if it may be."""
   lack, excluded = support(recipe).why_not, recipe.excludes(path)
   if lack is not None:
     return Code.NO_UNITS, lack
   if excluded is not None:
-    return Code.LEFT_OUT, excluded
+    return Code.UNFIT, excluded
   if equation.primitive not in _PRODUCTS:
-    return Code.NO_FORM, f"there is no FP8 {equation.primitive.name}"
+    return Code.UNFIT, f"there is no FP8 {equation.primitive.name}"
   if role is None:
     return Code.IN_RULE, ""
   if any(role.gradients) and recipe.backward == "compute":
@@ -240,11 +240,11 @@ def _why_not(
   if role.last and not recipe.last_layer:
     return Code.LAST_LAYER, ""
   if not all(role.active) and role.after < (recipe.keep_last or 0):
-    return Code.LAST_LAYERS, recipe.keep_last
+    return Code.LAST_LAYERS, f"{recipe.keep_last:g}"
   if equation.primitive is jax.lax.conv_general_dilated_p and windows_of(equation) is None:
     return Code.WINDOWS, ""
   if equation.primitive in _RAGGED and (lack := why_not_fp8(equation)):
-    return Code.NO_FORM, lack
+    return Code.UNFIT, lack
   return None
 
 

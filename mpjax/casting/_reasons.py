@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 
+@enum.unique
 class Code(enum.Enum):
   """Why an operation runs in its dtype. The value is the sentence; `{}` is what a decision tells about it."""
 
@@ -77,18 +78,16 @@ class Code(enum.Enum):
   FP8 = "an FP8 product ({})"
   FP8_EXPERTS = "an FP8 product of experts ({}, under every recipe)"
   NO_UNITS = "not FP8: {} (emulate: true quantises anyway)"
-  NO_FORM = "not FP8: {}"
-  SIZES = "not FP8: {}"
-  LEFT_OUT = "not FP8: {}"
+  UNFIT = "not FP8: {}"  # the product's sizes or form, or a pattern of the recipe
   IN_RULE = "not FP8: it is inside a custom derivative rule, or recomputed in a backward pass"
   IN_BACKWARD = "not FP8: it is in the backward pass (fp8.backward=compute)"
   ATTENTION = "not FP8: it multiplies two activations (fp8.attention)"
   FIRST_LAYER = "not FP8: it is in the first layer (fp8.first_layer)"
   LAST_LAYER = "not FP8: it is in the last layer (fp8.last_layer)"
-  LAST_LAYERS = "not FP8: it is among the last layers (fp8.keep_last={:g})"
+  LAST_LAYERS = "not FP8: it is among the last layers (fp8.keep_last={})"
   WINDOWS = "not FP8: a convolution whose windows overlap is not a matrix product"
 
-  def sentence(self, about: object = "") -> str:
+  def sentence(self, about: str = "") -> str:
     """Returns the reason in words."""
     return self.value.format(about)
 
@@ -107,9 +106,7 @@ EXACT = frozenset(
 NOT_FP8 = frozenset(
   {
     Code.NO_UNITS,
-    Code.NO_FORM,
-    Code.SIZES,
-    Code.LEFT_OUT,
+    Code.UNFIT,
     Code.IN_RULE,
     Code.IN_BACKWARD,
     Code.ATTENTION,
