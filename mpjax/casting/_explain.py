@@ -573,6 +573,8 @@ def _alike(one: Explanation, found: Iterable[Any], fields: Iterable[str]) -> Ite
 
 def _text(field: str, value: Any) -> str:
   """Returns a field of a table as text; empty for none."""
+  if field == "shape":
+    return str(list(value))
   if not value:
     return ""
   if field == "flops":

@@ -6,27 +6,25 @@ import argparse
 
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
 from mpjax.cli._show import report_console, show
-from mpjax.policy import Policy
 from mpjax.train import load_config, load_plugins, make_setup
-from mpjax.train.setup._setup import on_devices_here
+from mpjax.train.setup._setup import Setup, on_devices_here
 
 
 def run(options: argparse.Namespace) -> None:
   """Runs the command: an answer for each policy, one after the other."""
   load_plugins(options.plugin)
   policies, overrides = split_policies(options.overrides)
-  console = report_console()
-  shown: list[Policy] = []
+  setups: list[Setup] = []
   for override in [[f"policy={name}"] for name in policies] or [[]]:
     config = load_config(options.config, [*override, *overrides])
     warn_of_policy(config.policy)
     setup = make_setup(on_devices_here(config))
-    policy = setup.policy
-    if policy in shown:
-      continue
-    if shown:
+    if all(setup.policy != other.policy for other in setups):
+      setups.append(setup)
+  console = report_console()
+  for setup in setups:
+    if setup is not setups[0]:
       console.print()
-    shown.append(policy)
     show(setup.explain(), console, options.table)
-    if not policy.autocast and policy.compute_dtype.itemsize < 4:
-      print(f"\n{policy.label} has autocast: false: a run casts parameters and batch instead")
+    if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
+      print(f"\n{setup.policy.label} has autocast: false: a run casts parameters and batch instead")

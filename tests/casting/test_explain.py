@@ -354,8 +354,8 @@ def test_a_loops_carry_has_its_dtype_and_the_reason():
     assert (carry.path, carry.primitive, carry.shape) == ("rnn/carry_0", "scan", X.shape), reason
     assert carry.dtype == dtype, reason
     assert reason in carry.why
-    assert reason in explanation.table("carries")
-    assert carry.path in explanation.table("carries")
+    table = " ".join(explanation.table("carries").split())
+    assert f"rnn/carry_0 1 scan {list(X.shape)} {dtype} " in table
   # What is no float32 is no carry.
   fun = lambda x: jax.lax.fori_loop(0, 3, lambda i, c: c @ W, x)
   assert [carry.path for carry in explained(fun, X).carries] == ["carry_1"]
