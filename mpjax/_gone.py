@@ -56,6 +56,7 @@ INSTEAD: dict[str, str] = {
   ),
   "fp8.amax_compute": "leave it out: delayed scaling goes by the largest amax of its history",
   "fp8.pow2_scales": "leave it out: scales of a tensor are powers of two, those of a channel any numbers",
+  "Explanation.fragile": "mpjax.inspect_numerics measures differences and angles and has their lines",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
 }

@@ -2,18 +2,18 @@
 
 A call passes through these files: `_trace.py` traces the function, `_decide.py` decides about all of it and
 returns a frozen `CastPlan`, and `_emit.py` executes the plan. `_explain.py` turns the plan into data and
-`_explain_text.py` into tables. mpjax code that inspects values, such as `mpjax.numerics`, passes a `Tap` to
-`_emit.execute`.
+tables. mpjax code that inspects values, such as `mpjax.numerics`, passes a `Tap` to `_emit.execute`.
 """
 
 from mpjax.casting._autocast import autocast, full_precision
-from mpjax.casting._explain import Explanation, explain, explain_as_run
-from mpjax.casting._explain_text import side_by_side
-from mpjax.casting._explained import (
+from mpjax.casting._explain import (
   ExplainedCarry,
-  ExplainedFragility,
+  ExplainedGather,
   ExplainedIsland,
   ExplainedOperation,
+  Explanation,
+  explain,
+  explain_as_run,
 )
 from mpjax.casting._fp8_state import init_fp8_state
 from mpjax.casting._half_precision import half_precision
@@ -22,7 +22,7 @@ from mpjax.casting._op_lists import OpLists
 
 __all__ = [
   "ExplainedCarry",
-  "ExplainedFragility",
+  "ExplainedGather",
   "ExplainedIsland",
   "ExplainedOperation",
   "Explanation",
@@ -34,5 +34,4 @@ __all__ = [
   "half_precision",
   "init_fp8_state",
   "register_kernel",
-  "side_by_side",
 ]

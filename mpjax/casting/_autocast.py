@@ -39,9 +39,10 @@ _ELSEWHERE = {
 }
 
 
-def _marked(policy: Policy) -> contextlib.AbstractContextManager[None]:
+def _marked(policy: Policy, recompute: str) -> contextlib.AbstractContextManager[None]:
   """Marks what an autocast has decided, where an autocast outside is explained."""
   label = policy.label if "{" in policy.full_label else policy.full_label
+  label += "" if recompute == "islands" else f", recompute {recompute}"
   return jax.named_scope(autocast_scope(label)) if explaining.value else contextlib.nullcontext()
 
 
@@ -146,7 +147,7 @@ def autocast(
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
     resolved = get_policy(policy)
-    with matmul_precision(resolved), _marked(resolved):
+    with matmul_precision(resolved), _marked(resolved, recompute):
       rules = make_rules(resolved, ops, overrides, recompute)
       warn_of(rules.overrides.recipes, resolved.compute_dtype.name)
       module = bound_module(fun, args, kwargs)

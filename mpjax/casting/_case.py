@@ -33,8 +33,8 @@ from mpjax.casting._kinds import (
 from mpjax.casting._place import Place
 from mpjax.casting._product_roles import states_precision
 from mpjax.casting._readers import Reads, in_half_alone, why_float32, why_float32_result
+from mpjax.casting._reasons import Code
 from mpjax.jaxpr import (
-  UNKNOWN,
   CallKind,
   Trait,
   at_region_edge,
@@ -48,8 +48,6 @@ from mpjax.jaxpr import (
   marked_path,
   values_read,
 )
-
-OF_POLICY = "its module's policy computes in float32"
 
 
 class Surroundings(Protocol):
@@ -98,12 +96,14 @@ class Case:
     self.in_region = in_region(self.path) and (self.is_cast or not self.at_edge)
     self.operands = [a for a in equation.invars if castable(a.aval)]
 
-  def decided(self, mode: Mode, why: str, outs: tuple[Held, ...], listed: str = "", **more: Any) -> Decision:
+  def decided(
+    self, mode: Mode, code: Code, outs: tuple[Held, ...], listed: str = "", **more: Any
+  ) -> Decision:
     """Returns a decision about it; without `listed` its own list decided. For the rest see `Decision`."""
     if not self._clips:
       outs = tuple(held._replace(wide=Wide.NO) for held in outs)
     listed = listed or self.listed
-    return Decision(self.equation, self.path, listed, mode, self.half, why, self.rule, outs, **more)
+    return Decision(self.equation, self.path, listed, mode, self.half, code, self.rule, outs, **more)
 
   @functools.cached_property
   def lists(self) -> set[str]:
@@ -122,9 +122,9 @@ class Case:
     return "allow" in self.lists or runs_in_half
 
   @property
-  def why_whole(self) -> str:
+  def why_whole(self) -> Code:
     """The reason for float32, if its module is in float32."""
-    return self.body.place.solver or OF_POLICY
+    return self.body.place.solver or Code.MODULE
 
   @property
   def is_whole(self) -> bool:
@@ -180,22 +180,22 @@ class Case:
     return half and all(dtype_of(a) == self.half for a in self.asked) and not states_precision(self.equation)
 
   @functools.cached_property
-  def why_float32(self) -> str:
-    """The reason why it keeps float32 operands as a product, from its operands and readers; or empty."""
+  def why_float32(self) -> Code | None:
+    """The reason why it keeps float32 operands as a product, from its operands and readers; or `None`."""
     place = self.body.place
     if (*place.calls, (self.equation, 0)) in place.exact:
-      return "the product that it is the derivative of keeps float32 operands"
+      return Code.OF_EXACT
     known, result = place.lineages, self.equation.outvars[0]
     operands = [known[a] for a in self.equation.invars[:2]] if known else []
     followed = place.roles.reaches_product(result) if place.roles else place.followed
     return why_float32(self.equation, operands, followed, self._read_as(), self.body.rules, place.calls)
 
   @property
-  def why_float32_result(self) -> str:
-    """The reason why it has a float32 result as a product in half precision; or empty."""
+  def why_float32_result(self) -> Code | None:
+    """The reason why it has a float32 result as a product in half precision; or `None`."""
     roles = self.body.place.roles
     if roles is None or not self.body.rules.wide_gradients:
-      return ""
+      return None
     return why_float32_result(self.equation, self._read_as(), roles)
 
   def _read_as(self) -> Reads:
@@ -271,7 +271,9 @@ class Case:
       return self.body.how(divisor).kind is not Kind.STATISTIC
     return bool(abs(divisor.val) < 1)
 
-  def reason(self, otherwise: str) -> str:
-    """Returns the reason of the equation's list."""
+  def reason(self) -> tuple[Code, str]:
+    """Returns the reason of the equation's list, and what it tells."""
     row = facts(self.equation)
-    return otherwise if row is UNKNOWN else row.reason_in(self.half)
+    if row.list_in(self.half) != self.listed:
+      return Code.LISTED_BY_USER, ""
+    return Code.LISTED, row.reason_in(self.half)

@@ -15,6 +15,7 @@ import numpy as np
 from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, Var
 from mpjax.casting._fp8_products import Fp8Product
 from mpjax.casting._kinds import Held
+from mpjax.casting._reasons import Code
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8 import Recipe
 from mpjax.jaxpr import backward_depth, bodies_of, constants_of, in_region
@@ -43,9 +44,10 @@ class Decision:
     listed: the list that decided: allow, deny, infer, opaque or call.
     mode: how to execute it.
     half: the compute dtype of its module; `None` for float32.
-    why: the reason, in words.
-    rule: the row of the table of decisions.
+    code: the reason.
+    rule: the name of the row of the table of decisions.
     outs: how each result is held.
+    about: what the reason's sentence tells, such as a size.
     call: for `Mode.ENTER`, its bodies.
     fp8: the quantised product, if it is an FP8 product.
     recipe: for a product, the FP8 recipe that decided whether it is one; `None` without a recipe.
@@ -58,9 +60,10 @@ class Decision:
   listed: str
   mode: Mode
   half: np.dtype | None
-  why: str
+  code: Code
   rule: str
   outs: tuple[Held, ...]
+  about: str = ""
   call: Call | None = None
   fp8: Fp8Product | None = None
   recipe: Recipe | None = None
@@ -134,7 +137,7 @@ class DecideBody(Protocol):
     """The compute dtype of the call's bodies; `None` for float32."""
 
   @property
-  def why_float32(self) -> str:
+  def why_float32(self) -> Code:
     """The reason, if that is float32."""
 
   def layers(self) -> list[bool]:

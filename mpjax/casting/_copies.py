@@ -14,6 +14,7 @@ import numpy as np
 from mpjax._types import Var
 from mpjax.casting._cast_plan import Island, Mode, Node
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, size
+from mpjax.casting._reasons import EXACT
 from mpjax.jaxpr import Trait, bodies_of, dtype_of, has, variables_of
 
 _KEEPS_NONE = Trait.NO_RESIDUAL | Trait.CHOICE
@@ -122,7 +123,7 @@ def making_operands_again(
 
 def is_exact_product(node: Node) -> bool:
   """Returns whether a node is a product that keeps float32 operands, such as positions or constants."""
-  return node.listed == "allow" and node.rule == "exact product"
+  return node.code in EXACT
 
 
 def held_dtype(v: Var, held: Mapping[Var, Held]) -> np.dtype:

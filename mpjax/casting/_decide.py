@@ -16,7 +16,7 @@ import numpy as np
 
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
 from mpjax.casting import _kernels
-from mpjax.casting._case import OF_POLICY, Case
+from mpjax.casting._case import Case
 from mpjax.casting._cast_plan import CastPlan, Decision, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._decision_table import decision_of
@@ -28,6 +28,7 @@ from mpjax.casting._loop_facts import layers_of_steps, why_in_solver
 from mpjax.casting._place import Place
 from mpjax.casting._product_roles import Lineage, Lineages
 from mpjax.casting._readers import Readers, Reads, in_half_alone
+from mpjax.casting._reasons import Code
 from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import (
   CallKind,
@@ -146,7 +147,7 @@ class Body:
     """Returns the object that decides about the bodies of a call."""
     solver = self.place.solver or why_in_solver(((case.equation, 0),), self.rules, self.place.path)
     if not solver and (*self.place.calls, (case.equation, 0)) in self.place.exact:
-      solver = "the loop repeats the steps of a solver"
+      solver = Code.REPEATS_SOLVER
     half = None if solver and not self.rules.overrides.is_set(case.path) else case.half
     return Bodies(self, case.equation, case.path, half, solver)
 
@@ -163,7 +164,7 @@ class Body:
     # A clip of a wide value would not be linear, and would hide the overflow of a gradient.
     decision = decision_of(Case(equation, self, clips=not (linear or gradient)))
     self._linear.update(equation.outvars if linear else ())
-    if decision.rule == "cast to float32" and dtype_of(equation.invars[0]) == np.float16:
+    if decision.code is Code.OWN_WIDENING and dtype_of(equation.invars[0]) == np.float16:
       self.widened.update(equation.outvars)
     self.held.update(zip(equation.outvars, decision.outs, strict=True))
     self._depth.update(zip(equation.outvars, decision.depths(), strict=True))
@@ -226,7 +227,7 @@ class Bodies:
   equation: JaxprEqn
   path: str
   half: np.dtype | None
-  solver: str
+  solver: Code | None
 
   def __call__(
     self,
@@ -286,9 +287,9 @@ class Bodies:
     return any(map(roles.reaches_product, self.equation.outvars))
 
   @property
-  def why_float32(self) -> str:
+  def why_float32(self) -> Code:
     """The reason, if the bodies are in float32."""
-    return self.solver or OF_POLICY
+    return self.solver or Code.MODULE
 
   def layers(self) -> list[bool]:
     """Returns, for each carry of a loop, whether a product multiplies it by weights of the step's own."""

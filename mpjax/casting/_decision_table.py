@@ -25,9 +25,9 @@ from mpjax.casting._kinds import (
 )
 from mpjax.casting._product_roles import is_layer, states_precision
 from mpjax.casting._readers import in_order_alone, is_outer_product
+from mpjax.casting._reasons import Code
 from mpjax.jaxpr import (
   OUTPUT,
-  UNKNOWN,
   Trait,
   call_kind,
   dtype_of,
@@ -35,10 +35,6 @@ from mpjax.jaxpr import (
   is_variable,
   operation_name,
 )
-
-IN_REGION = "it is in a half_precision region"
-_FOLLOWS = "its operands are half precision"
-_OWN = "it has operands in a dtype of the user's own"
 
 
 def _enters_region(case: Case) -> bool:
@@ -52,7 +48,7 @@ def _into_region(case: Case) -> Decision:
   (source,) = case.equation.invars
   fits = case.half != np.float16 or (is_variable(source) and source in case.body.widened)
   outs = case.all_in_half(Kind.FIXED)
-  return case.decided(Mode.HALF if fits else Mode.EDGE, "it enters a half_precision region", outs, "opaque")
+  return case.decided(Mode.HALF if fits else Mode.EDGE, Code.ENTERS_REGION, outs, "opaque")
 
 
 def _leaves_region(case: Case) -> bool:
@@ -64,72 +60,72 @@ def _leaves_region(case: Case) -> bool:
 
 def _out_of_region(case: Case) -> Decision:
   outs = case.all_in_half(Kind.HALF)
-  return case.decided(Mode.EACH, "it leaves a half_precision region", outs, "opaque")
+  return case.decided(Mode.EACH, Code.LEAVES_REGION, outs, "opaque")
 
 
 def _kernel(case: Case) -> Decision:
   run, outs = cast(_kernels.InHalf, case.kernel)
-  return case.decided(Mode.KEEP, "a registered kernel", outs, "opaque", kernel=run)
+  return case.decided(Mode.KEEP, Code.KERNEL_IN_HALF, outs, "opaque", kernel=run)
 
 
 def _enter(case: Case) -> Decision:
   held = [case.met(a) for a in case.equation.invars]
   rule = RULES[call_kind(case.equation)]
   call = rule.decide(case.equation, held, case.wanted(), case.body.bodies(case))
-  return case.decided(Mode.ENTER, "its body is entered", call.outs, call=call)
+  return case.decided(Mode.ENTER, Code.ENTERED, call.outs, call=call)
 
 
 def _as_one(case: Case) -> Decision:
   denied = "deny" in case.lists
-  name = operation_name(case.equation)
-  why = f"{name} has operations that need float32" if denied else f"{name} runs as one"
+  code = case.why_whole if case.is_whole else Code.CALL_DENIED if denied else Code.CALL_AS_ONE
   outs = case.computed()
   if any(case.body.how(a, case.half).wide is Wide.SATURATES for a in case.operands):
     outs = tuple(h._replace(wide=max(h.wide, Wide.SATURATES)) for h in outs)  # `where` of a mask
-  return case.decided(
-    Mode.FULL, case.why_whole if case.is_whole else why, outs, "deny" if denied else "infer"
-  )
+  name = operation_name(case.equation)
+  return case.decided(Mode.FULL, code, outs, "deny" if denied else "infer", about=name)
 
 
 def _cast_from_floats(case: Case) -> Decision:
   pinned = dtype_of(case.equation.invars[0]).itemsize < 4
   held = Held(Kind.PINNED if pinned else Kind.ISLAND, FLOAT32)
-  return case.decided(Mode.CAST, "the user's own cast", (held,), "infer")
+  return case.decided(Mode.CAST, Code.OWN_WIDENING, (held,), "infer")
 
 
 def _cast_from_integers(case: Case) -> Decision:
   # Counts and token numbers have more digits than float16.
   fits = case.half != np.float16 or dtype_of(case.equation.invars[0]).itemsize == 1
   wide = Wide.NO if fits else Wide.OVERFLOWS
-  return case.decided(Mode.CAST, "from integers", (Held(Kind.FLEXIBLE, FLOAT32, wide),), "infer")
+  return case.decided(Mode.CAST, Code.FROM_INTEGERS, (Held(Kind.FLEXIBLE, FLOAT32, wide),), "infer")
 
 
 def _product(case: Case) -> Decision:
   equation, place = case.equation, case.body.place
   wide = case.body.rules.wide_gradients and "preferred_element_type" in equation.params
   of_weight = wide and place.gradients.has_product(equation)
-  why = "" if of_weight else case.why_float32_result
+  code, about = case.reason()
+  why = None if of_weight else case.why_float32_result
   if of_weight:
     outs = case.all_held(Held(Kind.PINNED, FLOAT32))
   else:
     outs = case.all_held(Held(Kind.ISLAND, FLOAT32)) if why else case.all_in_half(Kind.HALF)
-  return _quantised(case, Mode.HALF, f"{case.reason('')}; {why}" if why else case.reason(""), outs)
+  return _quantised(case, Mode.HALF, why or code, about, outs)
 
 
-def _quantised(case: Case, mode: Mode, why: str, outs: tuple[Held, ...]) -> Decision:
+def _quantised(case: Case, mode: Mode, code: Code, about: str, outs: tuple[Held, ...]) -> Decision:
   """Returns the decision about a product in half precision, which may be an FP8 product."""
   recipe = case.body.rules.overrides.recipe_at(case.path)
   if recipe is None:
-    return case.decided(mode, why, outs)
+    return case.decided(mode, code, outs, about=about)
   roles = case.body.place.roles
   role = roles.product(case.equation) if roles else None
-  why, fp8, site, recipe = _fp8_products.decide(case.equation, case.path, recipe, role, case.body.place.sites)
-  return case.decided(mode, why, outs, fp8=fp8, recipe=recipe, site=site)
+  found = _fp8_products.decide(case.equation, case.path, recipe, role, case.body.place.sites)
+  return case.decided(mode, outs=outs, **found._asdict())
 
 
 def _in_order(case: Case) -> Decision:
   met = [case.body.met(a, None, case.equation) for a in case.operands]
-  return case.decided(Mode.FULL, case.reason(""), case.all_held(meet(met, Where.FULL)))
+  code, about = case.reason()
+  return case.decided(Mode.FULL, code, case.all_held(meet(met, Where.FULL)), about=about)
 
 
 def _follow(case: Case) -> Decision:
@@ -139,27 +135,34 @@ def _follow(case: Case) -> Decision:
   results = [v for v in case.equation.outvars if castable(v.aval)]
   out = followed(case.equation, case.operands, results, met, case.half, case.real())
   if out.kind is Kind.HALF and all(in_order_alone(case.body.reads(v)) for v in results):
-    why = "nothing but an order is made of it"
-    return case.decided(Mode.FULL, why, case.all_held(Held(Kind.ISLAND, FLOAT32)))
+    return case.decided(Mode.FULL, Code.ORDER_ALONE, case.all_held(Held(Kind.ISLAND, FLOAT32)))
   if out.kind is Kind.HALF:
-    return case.decided(Mode.HALF, _FOLLOWS, case.all_held(out))
+    return case.decided(Mode.HALF, Code.HALF, case.all_held(out))
   strongest = rule_of({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})
-  why = "an operand may be outside the half-precision range" if out.wide else strongest.why
-  return case.decided(Mode.FULL, why, case.all_held(out))
+  return case.decided(Mode.FULL, Code.WIDE if out.wide else strongest.code, case.all_held(out))
 
 
 def _meet_data(case: Case) -> Decision:
   wide = max(case.met(a).wide for a in case.operands)
-  why = "float32 data meets half precision, and float32 reads the result"
-  return case.decided(Mode.FULL, why, case.all_held(Held(Kind.ISLAND, FLOAT32, wide)))
+  return case.decided(Mode.FULL, Code.MEETS_DATA, case.all_held(Held(Kind.ISLAND, FLOAT32, wide)))
 
 
-def _full(why: str, listed: str = "") -> Callable[[Case], Decision]:
-  return lambda case: case.decided(Mode.FULL, why, case.computed(), listed)
+def _full(code: Code, listed: str = "") -> Callable[[Case], Decision]:
+  return lambda case: case.decided(Mode.FULL, code, case.computed(), listed)
 
 
-def _keep(why: str, listed: str = "") -> Callable[[Case], Decision]:
-  return lambda case: case.decided(Mode.KEEP, why, case.kept(), listed)
+def _keep(code: Code, listed: str = "") -> Callable[[Case], Decision]:
+  return lambda case: case.decided(Mode.KEEP, code, case.kept(), listed)
+
+
+def _opaque(case: Case) -> Decision:
+  code, about = case.reason()
+  return case.decided(Mode.KEEP, code, case.kept(), about=about)
+
+
+def _denied(case: Case) -> Decision:
+  code, about = case.reason() if case.half is not None else (case.why_whole, "")
+  return case.decided(Mode.FULL, code, case.computed(), about=about)
 
 
 class Row(NamedTuple):
@@ -181,13 +184,13 @@ class Row(NamedTuple):
 ROWS = (
   Row("region entered", "a cast where a half_precision region begins", _enters_region, _into_region),
   Row("region left", "a cast where a half_precision region ends", _leaves_region, _out_of_region),
-  Row("region", "inside a half_precision region", lambda c: c.in_region, _keep(IN_REGION, "opaque")),
+  Row("region", "inside a half_precision region", lambda c: c.in_region, _keep(Code.REGION, "opaque")),
   Row("registered kernel", "a kernel of `register_kernel`", lambda c: c.kernel is not None, _kernel),
   Row(
     "call without floats",
     "a call that neither reads float32 nor has a product inside",
     lambda c: c.listed == "call" and not c.operands and not c.has_product,
-    _keep("no matrix product inside"),
+    _keep(Code.NO_PRODUCT),
   ),
   Row(
     "call",
@@ -199,16 +202,14 @@ ROWS = (
     "rule of its own",
     "a call that reads half precision, with a derivative rule and nothing denied inside, such as relu",
     lambda c: c.listed == "call" and c.follows_as_one,
-    lambda c: c.decided(Mode.HALF, _FOLLOWS, c.all_in_half(Kind.HALF), "infer"),
+    lambda c: c.decided(Mode.HALF, Code.HALF, c.all_in_half(Kind.HALF), "infer"),
   ),
   Row("call as one", "any other call", lambda c: c.listed == "call", _as_one),
   Row(
     "same dtype",
     "a cast from float32 to float32, for a weak type or a sharding",
     lambda c: c.is_cast and bool(c.operands) and castable(c.equation.outvars[0].aval),
-    lambda c: c.decided(
-      Mode.EACH, "it changes no dtype", (c.body.how(c.equation.invars[0], c.half),), "infer"
-    ),
+    lambda c: c.decided(Mode.EACH, Code.SAME_DTYPE, (c.body.how(c.equation.invars[0], c.half),), "infer"),
   ),
   Row(
     "cast from float32",
@@ -216,7 +217,7 @@ ROWS = (
     lambda c: c.is_cast and not castable(c.equation.outvars[0].aval),
     lambda c: c.decided(
       Mode.CAST,
-      "the user's own cast",
+      Code.OWN_CAST,
       (Held(Kind.FIXED, dtype_of(c.equation.outvars[0])),),
       "infer",
     ),
@@ -225,7 +226,7 @@ ROWS = (
     "autocast inside",
     "a cast at the end of an inner autocast",
     lambda c: c.is_cast and OUTPUT in c.path.split("/"),
-    lambda c: c.decided(Mode.CAST, "the end of an inner autocast", (Held(Kind.ISLAND, FLOAT32),), "infer"),
+    lambda c: c.decided(Mode.CAST, Code.AUTOCAST_ENDS, (Held(Kind.ISLAND, FLOAT32),), "infer"),
   ),
   Row(
     "cast to float32",
@@ -238,34 +239,37 @@ ROWS = (
     "product by hand",
     "a product that the user casts to the compute dtype",
     lambda c: c.is_half_by_hand,
-    lambda c: _quantised(c, Mode.KEEP, _OWN, c.kept()),
+    lambda c: _quantised(c, Mode.KEEP, Code.OWN_DTYPE, "", c.kept()),
   ),
   Row(
-    "own dtype", "an operand or result in a dtype of the user's own", lambda c: c.has_own_dtypes, _keep(_OWN)
+    "own dtype",
+    "an operand or result in a dtype of the user's own",
+    lambda c: c.has_own_dtypes,
+    _keep(Code.OWN_DTYPE),
   ),
   Row(
     "opaque",
     "on the list `opaque`",
     lambda c: c.listed == "opaque",
-    lambda c: c.decided(Mode.KEEP, c.reason(UNKNOWN.reason), c.kept()),
+    _opaque,
   ),
   Row(
     "no float32",
     "no operand is float32",
     lambda c: not c.operands,
-    _keep("nothing in it is half precision"),
+    _keep(Code.NO_FLOAT32),
   ),
   Row(
     "sum of products",
     "a product of two vectors, on the list `allow`",
     lambda c: c.listed == "allow" and not is_layer(c.equation, c.body.rules),
-    _full("a sum of products, on no matrix unit: it accumulates as one", "deny"),
+    _full(Code.SUM_OF_PRODUCTS, "deny"),
   ),
   Row(
     "outer product",
     "on the list `allow`, and contracts at most one element",
     lambda c: c.listed == "allow" and is_outer_product(c.equation, c.body.place.calls),
-    _full("an outer product, on no matrix unit: it contracts at most one element", "deny"),
+    _full(Code.OUTER_PRODUCT, "deny"),
   ),
   Row(
     "float32 module",
@@ -277,13 +281,13 @@ ROWS = (
     "stated precision",
     "a product of which the program states the precision, or a rule of JAX's",
     lambda c: c.listed == "allow" and states_precision(c.equation),
-    _full("the program states its precision"),
+    _full(Code.STATES_PRECISION),
   ),
   Row(
     "exact product",
     "a product of positions, or of data and a filter; a selection that float32 reads; a linear recurrence",
-    lambda c: c.listed == "allow" and bool(c.why_float32),
-    lambda c: _full(c.why_float32)(c),
+    lambda c: c.listed == "allow" and c.why_float32 is not None,
+    lambda c: _full(cast(Code, c.why_float32))(c),
   ),
   Row("product", "on the list `allow`", lambda c: c.listed == "allow", _product),
   Row(
@@ -296,31 +300,25 @@ ROWS = (
     "denied",
     "on the list `deny`",
     lambda c: c.listed == "deny",
-    lambda c: c.decided(
-      Mode.FULL, c.reason("it is denied half precision") if c.half is not None else c.why_whole, c.computed()
-    ),
+    _denied,
   ),
   Row(
     "each alone",
     "it has a result for each operand",
     lambda c: has(c.equation, Trait.EACH) and len(c.equation.invars) == len(c.equation.outvars),
-    lambda c: c.decided(
-      Mode.EACH, "each operand as it comes", tuple(c.body.how(a, c.half) for a in c.equation.invars)
-    ),
+    lambda c: c.decided(Mode.EACH, Code.EACH_ALONE, tuple(c.body.how(a, c.half) for a in c.equation.invars)),
   ),
   Row(
     "comparison",
     "no result is float32: exact whatever the operands",
     lambda c: not any(castable(v.aval) for v in c.equation.outvars),
-    lambda c: c.decided(Mode.FULL, "its result is not floating-point", c.all_held(Held(Kind.FIXED, FLOAT32))),
+    lambda c: c.decided(Mode.FULL, Code.NOT_FLOATING, c.all_held(Held(Kind.FIXED, FLOAT32))),
   ),
   Row(
     "sum of gradients",
     "it adds gradients of a parameter",
     lambda c: c.adds_gradients,
-    lambda c: c.decided(
-      Mode.FULL, "it adds gradients of a parameter", c.all_held(Held(Kind.PINNED, FLOAT32))
-    ),
+    lambda c: c.decided(Mode.FULL, Code.GRADIENT_SUM, c.all_held(Held(Kind.PINNED, FLOAT32))),
   ),
   Row(
     "data",

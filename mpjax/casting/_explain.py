@@ -1,39 +1,32 @@
-"""`explain`: what would run where under autocast, and why, as data."""
+"""`explain`: what would run where under autocast, and why, as data and as tables."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from mpjax._calls import require_call
+from mpjax._gone import instead
 from mpjax._own_autocast import own_autocast
 from mpjax._render.html_sections import Shown
-from mpjax._render.text_sections import TextSection
-from mpjax._types import JaxprEqn, PolicyLike, Var
+from mpjax._render.plain_text import bytes_text, percent, with_prefix
+from mpjax._render.text_sections import TextSection, answer_lines, of_rows
+from mpjax._types import Atom, JaxprEqn, PolicyLike, Var
 from mpjax.casting._autocast import AUTO
-from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
+from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
-from mpjax.casting._explain_answer import answer_of
-from mpjax.casting._explain_groups import named
-from mpjax.casting._explain_text import sections_of
-from mpjax.casting._explained import (
-  ExplainedCarry,
-  ExplainedFragility,
-  ExplainedIsland,
-  ExplainedOperation,
-  ExplainedProgram,
-)
-from mpjax.casting._fragile import REASONS, Fragile, fragile_nodes
 from mpjax.casting._half_precision import explaining
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
-from mpjax.casting._kernels import IN_FLOAT32, runs_in_float32, way_out
+from mpjax.casting._kernels import runs_in_float32, way_out
 from mpjax.casting._kinds import Kind, castable, is_float
 from mpjax.casting._op_lists import OpLists
+from mpjax.casting._reasons import NOT_FP8, Code
 from mpjax.casting._trace import Traced
 from mpjax.fp8._hardware import in_force
 from mpjax.jaxpr import (
@@ -50,10 +43,11 @@ from mpjax.jaxpr import (
   in_region,
   inside,
   is_variable,
+  layer_pattern,
   marked_path,
+  merged_path,
   open_jaxpr,
   shape_of,
-  source_line,
   times_run,
   variables_of,
   without_marks,
@@ -61,13 +55,125 @@ from mpjax.jaxpr import (
 from mpjax.policy import Policy, get_policy
 from mpjax.products import is_fp8
 
+_MOST_NAMES = 4  # modules or primitives in a sentence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainedOperation:
+  """One operation of a program.
+
+  Attributes:
+    path: module path, such as `GPT/h0/attn`.
+    primitive: name of the JAX primitive.
+    list: allow, deny, infer or opaque.
+    before: dtype of its result in the user's program.
+    after: dtype that it runs in under autocast.
+    code: the reason for the dtype; `why` has it in words.
+    about: what the words tell, such as a size.
+    rule: the row of the table of decisions (docs/reference/autocast_rules.md).
+    flops: FLOPs of a matrix product or convolution, or those a kernel states, all repetitions; else 0.
+    bytes: bytes of its results under autocast, all repetitions.
+    times: how often it runs (the length of the scans around it; a while loop counts once).
+    casts: casts that autocast inserts before it.
+    cast_bytes: bytes that those casts write.
+    island: number of the float32 island that it is part of, or `None`.
+    operands: the floating dtypes of a kernel's operands; empty for others.
+  """
+
+  path: str
+  primitive: str
+  list: str
+  before: str
+  after: str
+  code: Code
+  about: str
+  rule: str
+  flops: int
+  bytes: int
+  times: int
+  casts: int = 0
+  cast_bytes: int = 0
+  island: int | None = None
+  operands: tuple[str, ...] = ()
+
+  @property
+  def why(self) -> str:
+    """The reason for the dtype, in words."""
+    return self.code.sentence(self.about)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedIsland:
+  """A float32 island: computed again in the backward pass, from what is kept of it.
+
+  Attributes:
+    number: as `island` of its operations has it.
+    path: module path.
+    operations: names of the JAX primitives that are computed again.
+    copied: names of those before it that it carries out itself, since their results take more memory than
+      what they are made of: a one-hot, a mask of positions.
+    kept_bytes: bytes kept for the backward pass: inputs in half precision, and statistics of rows in
+      float32; all repetitions.
+    recomputed_bytes: bytes of the float32 results inside, which the backward pass computes again; all
+      repetitions.
+    fenced_bytes: bytes that the backward pass reads through an optimisation barrier, so that a compiler does
+      compute again; all repetitions. 0 where the backward pass follows at once, as in a loss.
+    times: how often it runs.
+  """
+
+  number: int
+  path: str
+  operations: tuple[str, ...]
+  copied: tuple[str, ...]
+  kept_bytes: int
+  recomputed_bytes: int
+  fenced_bytes: int
+  times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedCarry:
+  """A carry of a loop that is float32 in the user's program, and the dtype it is held in.
+
+  Attributes:
+    path: the loop's module path and `carry_0`, `carry_1`, ...: what an override has to match.
+    primitive: `scan` or `while`.
+    shape: the carry's shape.
+    dtype: the dtype it is held in.
+    why: the reason for the dtype.
+  """
+
+  path: str
+  primitive: str
+  shape: tuple[int, ...]
+  dtype: str
+  why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedGather:
+  """A parameter that is divided over `fsdp`, and the dtype that it is gathered in.
+
+  Attributes:
+    path: the parameter's path.
+    shape: the parameter's shape.
+    kept: the dtype it is kept in.
+    dtype: the dtype it is gathered in.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  kept: str
+  dtype: str
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Explanation(Shown, ExplainedProgram):
+class Explanation(Shown):
   """The decisions of autocast for a program: `str()` is the answer, `table(NAME)` a part, `rows` the data.
 
   Attributes:
     policy: the policy.
+    recompute: what the backward pass computes again, where no override says otherwise.
     rows: one for each operation, in the order of the program.
     islands: one for each float32 island, in the order of the program.
     carries: one for each float32 carry of each loop, in the order of the program.
@@ -76,16 +182,60 @@ class Explanation(Shown, ExplainedProgram):
     gathers: one for each parameter that a step on a mesh gathers; only `TrainStep.explain` fills it.
     fp8: the recipe and the formats in force on this machine, or why there are none; empty without a recipe.
     note: a sentence about autocasts that the function has itself; empty if it has none.
-    fragile: one for each operation whose result half precision may destroy: a difference of products, an
-      angle made by one, an order among noisy values, the end of a loop. `mpjax.inspect_numerics` measures
-      them.
   """
 
+  policy: Policy
+  recompute: str
+  rows: tuple[ExplainedOperation, ...]
+  islands: tuple[ExplainedIsland, ...] = ()
+  carries: tuple[ExplainedCarry, ...] = ()
+  unknown: tuple[str, ...] = ()
+  gathers: tuple[ExplainedGather, ...] = ()
+  fp8: str = ""
+  note: str = ""
+
+  def matrix_flops(self) -> dict[str, int]:
+    """Floating-point operations of matrix products, convolutions and kernels, by dtype."""
+    total: dict[str, int] = {}
+    for row in self.rows:
+      if row.flops:
+        total[row.after] = total.get(row.after, 0) + row.flops
+    return total
+
+  def __getattr__(self, name: str) -> NoReturn:
+    raise AttributeError(f"an Explanation has no attribute {name!r}{instead(name, 'Explanation')}")
+
   def _answer(self) -> list[str]:
-    return answer_of([self])
+    reasons = []
+    for why, modules, primitives, rows in _by_reason(self, _left_out(self)):
+      size, many = sum(row.flops for row in rows), f"{len(rows)} operation{'s' * (len(rows) > 1)}"
+      share = f"{percent(size / sum(self.matrix_flops().values()))} of the FLOPs" if size else many
+      reasons.append(f"  {share}, {primitives} in {modules}: {why}")
+    first = _figures(self)
+    if reasons:
+      first.append(f"In float32, {'or not in FP8, ' if self.fp8 else ''}and why:")
+    return answer_lines(first, reasons, [_change(self)], rest="  {} more")
 
   def _sections(self) -> Iterator[TextSection]:
-    return sections_of([self])
+    heads = ["why", "modules", "primitives", "operations", "flops"]
+    for name, title, not_fp8 in ("float32", "In float32", False), ("fp8", "Products not in FP8", True):
+      left_out = [row for row in _left_out(self) if (row.code in NOT_FP8) == not_fp8]
+      rows = [
+        [why, modules, primitives, str(len(alike)), _text("flops", sum(row.flops for row in alike))]
+        for why, modules, primitives, alike in _by_reason(self, left_out)
+      ]
+      yield from _table(name, f"{title}, and why", heads, rows)
+    kernels = [row for row in self.rows if row.operands]
+    kept = ("operations", "kept_bytes", "recomputed_bytes", "fenced_bytes")
+    for name, title, found, fields in (
+      ("kernels", "Kernels", kernels, ("primitive", "operands", "flops", "why")),
+      ("islands", "Float32 islands", self.islands, kept),
+      ("carries", "Loop carries", self.carries, ("primitive", "shape", "dtype", "why")),
+      ("gathers", "Parameters gathered over fsdp", self.gathers, ("shape", "kept", "dtype")),
+      ("modules", "Modules", _modules(self), _Module._fields[1:]),
+    ):
+      heads = ["path", "number", *(field.replace("_", " ") for field in fields)]
+      yield from _table(name, title, heads, _alike(self, found, fields))
 
 
 def explain(
@@ -114,9 +264,8 @@ def explain(
 
   Returns:
     An `Explanation`. `str()` of it is an answer of at most twelve lines: how much is half precision, what is
-    float32 and why, what is fragile, and how to change it. `.table(NAME)` is one of `.tables` as text,
-    `.table("all")` all of them; `.rows` is the data. If `fun` has an autocast of its own, that one is
-    explained.
+    float32 and why, and how to change it. `.table(NAME)` is one of `.tables` as text, `.table("all")` all of
+    them; `.rows` is the data. If `fun` has an autocast of its own, that one is explained.
 
   Raises:
     TypeError: for arguments that `fun` does not take; shows the call that is right.
@@ -129,12 +278,15 @@ def explain(
     return of_itself(*args, policy=None if policy is AUTO else policy)
   require_call("explain", fun, args, kwargs)
   own = own_autocast(fun)
-  if own is not None:
-    while (inner := own_autocast(own.fun)) is not None:
-      own = inner
-    found = explain_as_run(own.fun, args, kwargs, own.policy, own.ops, own.overrides, own.recompute)
-    return dataclasses.replace(found, note=found.note or _of_own_autocast(found.policy, policy))
-  return explain_as_run(fun, args, kwargs, policy, ops, overrides)
+  if own is None:
+    return explain_as_run(fun, args, kwargs, policy, ops, overrides)
+  while (inner := own_autocast(own.fun)) is not None:
+    own = inner
+  found = explain_as_run(own.fun, args, kwargs, own.policy, own.ops, own.overrides, own.recompute)
+  note = f"The function has an autocast of its own, policy {found.policy.label}: that is explained here"
+  if policy is not AUTO and (asked := get_policy(policy)) != found.policy:
+    note += f"; policy {asked.label} changes nothing in it"
+  return dataclasses.replace(found, note=found.note or f"{note}.")
 
 
 def explain_as_run(
@@ -152,230 +304,162 @@ def explain_as_run(
   with explaining(True):
     plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved, enter_all=True)
   rules.overrides.check_all_matched()
-  explained = _Explained()
-  _walk(plan, 1, explained)
-  unknown = {n.name for n in plan.all_nodes() if n.listed == "opaque" and facts(n.equation) is UNKNOWN}
+  found = [*_explained(plan, 1, itertools.count(1))]
+  nodes = list(plan.all_nodes())
+  unknown = {n.name for n in nodes if n.listed == "opaque" and facts(n.equation) is UNKNOWN}
+  note = ""
+  if labels := sorted({label for node in nodes if (label := autocast_label(node.path))}):
+    note = f"The function has an autocast inside, policy {' and '.join(labels)}: it decides there, and "
+    note += f"policy {resolved.label} decides the rest"
+    note += "; the overrides of this call do not reach inside." if ops is not None or overrides else "."
   return Explanation(
     resolved,
-    rows=tuple(explained.rows),
-    islands=tuple(explained.islands),
-    carries=tuple(explained.carries),
+    recompute,
+    rows=tuple(one for one in found if isinstance(one, ExplainedOperation)),
+    islands=tuple(one for one in found if isinstance(one, ExplainedIsland)),
+    carries=tuple(one for one in found if isinstance(one, ExplainedCarry)),
     unknown=tuple(sorted(unknown)),
-    fragile=tuple(map(_fragility, fragile_nodes(plan, rules))),
     fp8=", ".join(map(in_force, rules.overrides.recipes)),
-    note=_of_autocasts_inside(plan, resolved, ops is not None or bool(overrides)),
+    note=note,
   )
 
 
-def _of_own_autocast(own: Policy, asked: PolicyLike) -> str:
-  """Returns the sentence about a function that `autocast` returned."""
-  said = f"The function has an autocast of its own, policy {named(own)}: that is explained here"
-  if asked is AUTO or get_policy(asked) == own:
-    return f"{said}."
-  return f"{said}; policy {named(get_policy(asked))} changes nothing in it."
-
-
-def _of_autocasts_inside(plan: CastPlan, policy: Policy, overridden: bool) -> str:
-  """Returns the sentence about a program of which an autocast inside has decided some."""
-  labels = sorted({label for node in plan.all_nodes() if (label := autocast_label(node.path))})
-  if not labels:
-    return ""
-  inner = f"an autocast inside, policy {labels[0]}: it"
-  inner = inner if len(labels) == 1 else f"autocasts inside, policies {', '.join(labels)}: each"
-  rest = f"policy {named(policy)} decides the rest"
-  rest += "; the overrides of this call do not reach inside" if overridden else ""
-  return f"The function has {inner} decides there, and {rest}."
-
-
-@dataclasses.dataclass
-class _Explained:
-  """An explanation that is being put together."""
-
-  rows: list[ExplainedOperation] = dataclasses.field(default_factory=list)
-  islands: list[ExplainedIsland] = dataclasses.field(default_factory=list)
-  carries: list[ExplainedCarry] = dataclasses.field(default_factory=list)
-
-
-def _walk(plan: CastPlan, times: int, explanation: _Explained) -> None:
-  """Adds what is decided in a program, and in its bodies, to an explanation."""
+def _explained(
+  plan: CastPlan, times: int, numbers: Iterator[int]
+) -> Iterator[ExplainedOperation | ExplainedIsland | ExplainedCarry]:
+  """Yields what is decided in a program, and in its bodies, that runs so many times."""
   island_of: dict[Node, int] = {}
   for unit in plan.units:
     if isinstance(unit, Island) and any(node.mode is not Mode.HALF for node in unit.nodes):
-      number = len(explanation.islands) + 1
-      explanation.islands.append(_island(unit, plan, number, times))
+      number = next(numbers)
+      yield _island(unit, plan, number, times)
       island_of |= dict.fromkeys(unit.nodes, number)
-  made: set[tuple[Var, np.dtype]] = set()
+  cast: set[tuple[Var, np.dtype]] = set()
   for node in plan.nodes:
     if node.call is not None:
-      explanation.carries += _carries(node, node.call)
-      length = times_run(node.equation)
+      layout = call_layout(node.equation)
+      for i, (k, carry) in enumerate(zip(layout.carry, node.call.carry, strict=False)):
+        path, atom = inside(without_marks(node.path), f"carry_{i}"), node.equation.invars[k]
+        if castable(atom.aval):
+          yield ExplainedCarry(path, node.name, shape_of(atom), carry.held.dtype.name, carry.why)
       for inner in node.call.plans:
-        _walk(inner, times * length, explanation)
-    elif label := autocast_label(node.path):
-      explanation.rows += _decided_inside(node.equation, node.path, times, label)
-    else:
-      within = list(_inside(node, node.equation, node.path, times))
-      if node.kernel is None and not has(node.equation, Trait.KERNEL):
-        explanation.rows.append(_row(node, plan, times, island_of.get(node), made))
-      explanation.rows += within
+        yield from _explained(inner, times * times_run(node.equation), numbers)
+      continue
+    as_one = node.kernel is not None or has(node.equation, Trait.KERNEL) or autocast_label(node.path)
+    if not as_one:
+      yield _decided(node, plan, times, island_of.get(node), cast)
+    yield from _within(node, node.equation, node.path, times)
 
 
-def _row(
-  node: Node, plan: CastPlan, times: int, island: int | None, made: set[tuple[Var, np.dtype]]
+def _decided(
+  node: Node, plan: CastPlan, times: int, island: int | None, cast: set[tuple[Var, np.dtype]]
 ) -> ExplainedOperation:
-  casts = list(_casts(plan, node, made)) if island is None else []
-  results = [
-    (v, held) for v, held in zip(node.equation.outvars, node.outs, strict=True) if hasattr(v.aval, "shape")
-  ]
+  """Returns an operation that autocast decides about; `cast` are the values that were cast before."""
+  wanted = zip(node.equation.invars, node.reads, strict=True) if island is None else ()
+  casts = {(a, d) for a, d in wanted if d is not None and is_variable(a) and d != plan.held[a].dtype} - cast
+  cast |= casts
+  held = [(v, h) for v, h in zip(node.equation.outvars, node.outs, strict=True) if hasattr(v.aval, "shape")]
+  before = _dtype(v for v, _ in held)
+  after = before
+  if node.fp8 is not None:
+    after = node.fp8.recipe.forward_dtype
+  elif node.mode is Mode.HALF:
+    after = np.dtype(node.half).name
+  elif node.mode is Mode.EACH and node.outs:
+    after = str(node.outs[0].dtype)
   return ExplainedOperation(
     path=without_marks(node.path),
     primitive=_name(node.equation),
     list=node.listed,
-    before=str(dtype_of(results[0][0])) if results else "",
-    after=_runs_in(node),
+    before=before,
+    after=after,
+    code=node.code,
+    about=node.about,
+    rule=node.rule,
     flops=flops(node.equation) * times,
-    bytes=times * sum(_bytes(v, held.dtype) for v, held in results),
+    bytes=times * sum(_bytes(v, h.dtype) for v, h in held),
+    times=times,
     casts=len(casts),
     cast_bytes=times * sum(_bytes(variable, dtype) for variable, dtype in casts),
     island=island,
-    why=node.why,
-    rule=node.rule,
-    times=times,
   )
 
 
-def _inside(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[ExplainedOperation]:
-  """Yields a row for each kernel of an equation that is carried out as one, and each product in it."""
+def _within(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[ExplainedOperation]:
+  """Yields the kernels and products in an equation that runs as one, and what an inner autocast decided."""
+  label = autocast_label(path)
   kernel = node.kernel is not None or has(equation, Trait.KERNEL)
-  for body in () if kernel else bodies_of(equation):  # a kernel's is of one block
-    for each in open_jaxpr(body).eqns:
-      yield from _inside(node, each, inside(path, marked_path(each)), times * times_run(equation))
-  if not kernel and (equation is node.equation or not has(equation, Trait.PRODUCT)):
+  bodies = () if kernel else bodies_of(equation)  # a kernel's is of one block
+  for each in (e for body in bodies for e in open_jaxpr(body).eqns):
+    yield from _within(node, each, inside(path, marked_path(each)), times * times_run(equation))
+  product = has(equation, Trait.PRODUCT)
+  leaf = label and not bodies and equation.outvars
+  if not (kernel or (product and equation is not node.equation) or leaf):
     return
-  floats = [v for v in (*equation.invars, *equation.outvars) if is_float(v.aval)]
-  dtypes = zip(equation.invars, node.reads if node.kernel else map(dtype_of, equation.invars), strict=True)
-  operands = tuple(dict.fromkeys(str(dtype or dtype_of(a)) for a, dtype in dtypes if is_float(a.aval)))
+  reads = node.reads if node.kernel is not None else [None] * len(equation.invars)
+  atoms = zip(equation.invars, reads, strict=True)
+  operands = tuple(dict.fromkeys(str(dtype or dtype_of(a)) for a, dtype in atoms if is_float(a.aval)))
   if is_fp8(equation):
     operands = (str(equation.params["spec"].lhs_dtype),)
-  narrow = [dtype for dtype in operands if np.dtype(dtype).itemsize < 4]
-  why = "a kernel: it stays in the dtypes of the program" if kernel and node.kernel is None else node.why
-  if in_region(path):
-    why = f"a {'kernel' if kernel else 'product'} in a half-precision region"
-  elif node.kernel is None and node.half is not None and runs_in_float32(equation, path):
-    why = f"{IN_FLOAT32}{way_out(equation)}"
+  floats = [v for v in (*equation.invars, *equation.outvars) if is_float(v.aval)]
+  after = _dtype(equation.outvars)
+  if operands and (kernel or product):
+    after = min(operands, key=lambda dtype: np.dtype(dtype).itemsize)
+  code, about = _why_within(node, equation, path, kernel)
   yield ExplainedOperation(
     path=without_marks(path),
     primitive=_name(equation),
-    list="opaque",
-    before=str(dtype_of(floats[0])) if floats else "",
-    after=(narrow or operands or ("",))[0],
+    list=facts(equation).list if label else "opaque",
+    before="float32" if label and floats else _dtype([*floats, *equation.outvars]),
+    after=after,
+    code=code,
+    about=about,
+    rule="autocast inside" if label else node.rule,
     flops=flops(equation) * times,
     bytes=times * sum(_bytes(v, dtype_of(v)) for v in equation.outvars),
-    casts=0,
-    cast_bytes=0,
-    island=None,
-    why=why,
-    rule=node.rule,
     times=times,
     operands=operands if kernel else (),
   )
 
 
-def _decided_inside(equation: JaxprEqn, path: str, times: int, label: str) -> Iterator[ExplainedOperation]:
-  """Yields a row for each operation that an autocast inside has decided, in the dtypes that it runs in."""
-  bodies = () if has(equation, Trait.KERNEL) else bodies_of(equation)
-  for body in bodies:
-    for each in open_jaxpr(body).eqns:
-      yield from _decided_inside(each, inside(path, marked_path(each)), times * times_run(equation), label)
-  if bodies or not equation.outvars:
-    return
-  row = facts(equation)
-  result = dtype_of(equation.outvars[0])
-  floats = [dtype_of(atom) for atom in equation.invars if is_float(atom.aval)]
-  runs_in = (
-    min(floats, key=lambda dtype: dtype.itemsize) if has(equation, Trait.PRODUCT) and floats else result
-  )
-  denied = row.list == "deny" and result == np.float32
-  yield ExplainedOperation(
-    path=without_marks(path),
-    primitive=_name(equation),
-    list=row.list,
-    before="float32" if is_float(equation.outvars[0].aval) else str(result),
-    after=str(runs_in),
-    flops=flops(equation) * times,
-    bytes=times * sum(_bytes(v, dtype_of(v)) for v in equation.outvars),
-    casts=0,
-    cast_bytes=0,
-    island=None,
-    why=row.reason if denied else f"the autocast inside decides (policy {label})",
-    rule="autocast inside",
-    times=times,
-  )
-
-
-def _casts(plan: CastPlan, node: Node, made: set[tuple[Var, np.dtype]]) -> Iterator[tuple[Var, np.dtype]]:
-  """Yields (variable, dtype) of the casts that an equation is the first to need."""
-  for atom, dtype in zip(node.equation.invars, node.reads, strict=True):
-    if dtype is None or not is_variable(atom):
-      continue
-    if dtype != plan.held[atom].dtype and (atom, dtype) not in made:
-      made.add((atom, dtype))
-      yield atom, dtype
+def _why_within(node: Node, equation: JaxprEqn, path: str, kernel: bool) -> tuple[Code, str]:
+  """Returns the reason of an equation inside another, and what it tells."""
+  if label := autocast_label(path):
+    row = facts(equation)
+    denied = row.list == "deny" and _dtype(equation.outvars) == "float32"
+    return (Code.LISTED, row.reason) if denied else (Code.AUTOCAST_INSIDE, label)
+  if in_region(path):
+    return Code.IN_REGION, "kernel" if kernel else "product"
+  if node.kernel is None and node.half is not None and runs_in_float32(equation, path):
+    return Code.KERNEL_IN_FLOAT32, way_out(equation)
+  return (Code.KERNEL, "") if kernel and node.kernel is None else (node.code, node.about)
 
 
 def _island(island: Island, plan: CastPlan, number: int, times: int) -> ExplainedIsland:
   """Returns what an island costs: what it keeps for the backward pass, and what that computes again."""
   again = [node for node in island.nodes if node.listed != "allow"]
   # The other operands of the products at its end are kept with or without the island.
-  read = {v for node in again for v in variables_of(node.equation.invars)}
-  read |= {v for node in island.copies for v in variables_of(node.equation.invars)}
-  kept = 0
-  for variable, dtype in island.inputs:
-    narrow = island.saved is not None and plan.held[variable].kind is Kind.HALF
-    size = _bytes(variable, island.saved if narrow else dtype) if variable in read else 0
-    kept += size
-  fenced = kept if island.fenced and island.saved is None else 0
-  kept += sum(statistics_bytes(node.equation) for node in again) if island.saved is None else 0
-  inside = sum(_bytes(v, dtype_of(v)) for node in again for v in node.equation.outvars)
+  read = {v for node in (*again, *island.copies) for v in variables_of(node.equation.invars)}
+  narrow = lambda v: island.saved is not None and plan.held[v].kind is Kind.HALF
+  inputs = [(v, island.saved if narrow(v) else dtype) for v, dtype in island.inputs if v in read]
+  kept = sum(_bytes(v, dtype) for v, dtype in inputs)
+  statistics = sum(statistics_bytes(node.equation) for node in again) if island.saved is None else 0
+  results = [v for node in again for v in node.equation.outvars]
   return ExplainedIsland(
     number=number,
-    path=island.nodes[0].path,
+    path=without_marks(island.nodes[0].path),
     operations=tuple(_name(node.equation) for node in again),
     copied=tuple(_name(node.equation) for node in island.copies),
-    kept_bytes=times * kept,
-    recomputed_bytes=times * inside,
-    fenced_bytes=times * fenced,
-    kept_in="float8" if island.saved is not None else "",
+    kept_bytes=times * (kept + statistics),
+    recomputed_bytes=times * sum(_bytes(v, dtype_of(v)) for v in results),
+    fenced_bytes=times * kept if island.fenced and island.saved is None else 0,
     times=times,
   )
 
 
-def _fragility(found: Fragile) -> ExplainedFragility:
-  equation = found.node.equation
-  path = without_marks(found.node.path)
-  return ExplainedFragility(
-    path, equation.primitive.name, found.kind, source_line(equation), REASONS[found.kind]
-  )
-
-
-def _carries(node: Node, call: Call) -> Iterator[ExplainedCarry]:
-  for i, (k, carry) in enumerate(zip(call_layout(node.equation).carry, call.carry, strict=False)):
-    atom = node.equation.invars[k]
-    if castable(atom.aval):
-      dtype = carry.held.dtype.name
-      yield ExplainedCarry(
-        inside(without_marks(node.path), f"carry_{i}"), node.name, shape_of(atom), dtype, carry.why
-      )
-
-
-def _runs_in(node: Node) -> str:
-  if node.fp8 is not None:
-    return node.fp8.recipe.forward_dtype
-  if node.mode is Mode.HALF:
-    return np.dtype(node.half).name
-  if node.mode is Mode.EACH and node.outs:
-    return str(node.outs[0].dtype)
-  return next((str(dtype_of(v)) for v in node.equation.outvars if hasattr(v.aval, "dtype")), "")
+def _dtype(variables: Iterable[Atom]) -> str:
+  """Returns the dtype of the first of some values that has one."""
+  return next((str(dtype_of(v)) for v in variables if hasattr(v.aval, "dtype")), "")
 
 
 def _name(equation: JaxprEqn) -> str:
@@ -386,3 +470,130 @@ def _name(equation: JaxprEqn) -> str:
 
 def _bytes(variable: Var, dtype: np.dtype | None) -> int:
   return math.prod(shape_of(variable)) * (np.dtype(dtype).itemsize if isinstance(dtype, np.dtype) else 4)
+
+
+def _is_full(row: ExplainedOperation) -> bool:
+  """Returns whether an operation is float32 under the policy, as it is in the program."""
+  return row.after == row.before == "float32"
+
+
+def _left_out(one: Explanation) -> list[ExplainedOperation]:
+  """Returns the operations that are float32 under a policy of less, and the products that are not FP8."""
+  if one.policy.compute_dtype == np.float32 and not one.policy.overrides:
+    return []
+  kept = (Code.REGION, Code.IN_REGION)  # the dtypes of a region are the program's own
+  return [row for row in one.rows if row.code in NOT_FP8 or (_is_full(row) and row.code not in kept)]
+
+
+def _by_reason(
+  one: Explanation, rows: Iterable[ExplainedOperation]
+) -> Iterator[tuple[str, str, str, list[ExplainedOperation]]]:
+  """Yields reasons with the names of modules and primitives, and the operations.
+
+  Kernels in float32 come first, then others by size, and last what follows its operands.
+  """
+  found: dict[str, list[ExplainedOperation]] = {}
+  for row in rows:
+    found.setdefault(row.why, []).append(row)
+  size = lambda alike: (sum(row.flops for row in alike), sum(row.bytes for row in alike))
+  by_size = sorted(found.values(), key=size, reverse=True)
+  follows = lambda alike: all(row.list == "infer" for row in alike)
+  for alike in sorted(by_size, key=lambda rows: (rows[0].code is not Code.KERNEL_IN_FLOAT32, follows(rows))):
+    primitives = [row.primitive.rpartition(":")[2] for row in alike]
+    modules = [name for name, _ in _alike(one, alike, ())]
+    yield alike[0].why, _few(modules), _few(primitives), alike
+
+
+class _Module(NamedTuple):
+  """What a module has: operations, those in float32, the FLOPs of products and their dtypes."""
+
+  path: str
+  operations: int
+  in_float32: int
+  flops: int
+  products: tuple[str, ...]
+
+
+def _modules(one: Explanation) -> Iterator[_Module]:
+  of_module: dict[str, list[ExplainedOperation]] = {}
+  for row in one.rows:
+    of_module.setdefault(row.path, []).append(row)
+  for path, rows in of_module.items():
+    products = dict.fromkeys(row.after for row in rows if row.flops)
+    size = sum(row.flops for row in rows)
+    yield _Module(path, len(rows), sum(map(_is_full, rows)), size, tuple(products))
+
+
+def _figures(one: Explanation) -> list[str]:
+  """Returns the shares of the matrix FLOPs by dtype, what the casts and the backward pass cost, and notes."""
+  of_dtype = one.matrix_flops()
+  total = sum(of_dtype.values())
+  products = f"{with_prefix(total, 'FLOP')} of matrix products" if total else "no matrix products"
+  for dtype in sorted(of_dtype, key=lambda dtype: -of_dtype[dtype]):
+    products += f", {percent(of_dtype[dtype] / total)} in {dtype}"
+  precision = f" ({one.policy.matmul_precision})" if one.policy.matmul_precision else ""
+  full, casts = sum(map(_is_full, one.rows)), sum(row.casts for row in one.rows)
+  written = bytes_text(sum(row.cast_bytes for row in one.rows))
+  costs = f"casts: {casts}, {written}" if casts else "nothing is cast"
+  costs += f"; recompute: {one.recompute}"
+  if one.islands:
+    kept = bytes_text(sum(island.kept_bytes for island in one.islands))
+    costs += f" (float32 islands: {len(one.islands)}, kept for the backward pass: {kept})"
+  said = {"fp8: ": one.fp8, "": one.note, "primitives that mpjax does not know: ": _few(one.unknown)}
+  return [
+    f"policy {one.policy.label}: {products}{precision}; {full} of {len(one.rows)} operations in float32",
+    *(f"{lead}{text}" for lead, text in said.items() if text),
+    costs,
+  ]
+
+
+def _change(one: Explanation) -> str:
+  """Returns how to change what is half precision, with the module of the largest product as the example."""
+  to = "float32" if one.policy.compute_dtype.itemsize < 4 else "bfloat16"
+  products = [row for row in one.rows if row.flops and row.path]
+  how = "overrides= for a part that jax.named_scope names"
+  if products:
+    largest = max(products, key=lambda row: (row.after != to, row.flops))
+    same = [row for row in one.rows if layer_pattern(row.path) == layer_pattern(largest.path)]
+    [(module, _)] = _alike(one, same, ())
+    how = f'overrides={{"{module.replace("*", ".*")}": "{to}"}}'
+  return f"Change it: {how}, or full_precision(f), half_precision(f) for a function"
+
+
+def _alike(one: Explanation, found: Iterable[Any], fields: Iterable[str]) -> Iterator[list[str]]:
+  """Yields fields of what is at each path, layers that are alike once: with their name and their number."""
+  alike: dict[tuple[str, ...], list[str]] = {}
+  for each in found:
+    cells = [_text(field, getattr(each, field)) for field in fields]
+    alike.setdefault((layer_pattern(each.path), *cells), []).append(each.path)
+  every = {row.path for row in one.rows}.union(*alike.values())
+  for (_, *rest), paths in alike.items():
+    yield [merged_path(set(paths), every) or "(no module)", str(len(paths)), *rest]
+
+
+def _text(field: str, value: Any) -> str:
+  """Returns a field of a table as text; empty for none."""
+  if field == "shape":
+    return str(list(value))
+  if not value:
+    return ""
+  if field == "flops":
+    return with_prefix(value, "FLOP")
+  if field.endswith("bytes"):
+    return bytes_text(value)
+  return _few(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _few(names: Iterable[str]) -> str:
+  """Returns names as text, each once; no more than the first few of them."""
+  found = list(dict.fromkeys(names))
+  more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+  return ", ".join(found[:_MOST_NAMES]) + more
+
+
+def _table(name: str, title: str, heads: list[str], rows: Iterable[list[str]]) -> Iterator[TextSection]:
+  """Yields a table without empty columns, numbers on the right, if it has a row."""
+  columns = [column for column in zip(heads, *rows, strict=True) if any(column[1:])]
+  left = [i for i, (_, *cells) in enumerate(columns) if not "".join(cells)[:1].isdigit()]
+  if columns:
+    yield of_rows(title, [*zip(*columns, strict=True)], left=left, name=name)

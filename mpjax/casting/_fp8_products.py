@@ -17,6 +17,7 @@ from mpjax import _compat
 from mpjax._types import Array, Fp8State, JaxprEqn
 from mpjax.casting._kinds import is_float
 from mpjax.casting._product_roles import ProductRole, Root
+from mpjax.casting._reasons import Code
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8 import Recipe
 from mpjax.fp8._delayed import check_state, open_state
@@ -55,7 +56,6 @@ AT_THE_USER: dict[str, Any] = (
 
 _RAGGED = (_compat.ragged_dot_general_p, half_ragged_dot_p)
 _PRODUCTS = (jax.lax.dot_general_p, half_dot_general_p, *_RAGGED)
-NOT_FP8 = "not FP8: "  # the beginning of the reason of such a product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +85,18 @@ class Fp8Decision(NamedTuple):
   """The decision about one product of a module with a recipe.
 
   Attributes:
-    why: the reason, in words.
+    recipe: the recipe that decided.
+    code: the reason.
+    about: what its sentence tells.
     fp8: the quantised product; `None` if it stays in half precision.
     site: under delayed scaling, the name of its history, which it also has in half precision.
-    recipe: the recipe that decided.
   """
 
-  why: str
-  fp8: Fp8Product | None
-  site: str | None
   recipe: Recipe
+  code: Code
+  about: str = ""
+  fp8: Fp8Product | None = None
+  site: str | None = None
 
 
 class Sites:
@@ -172,9 +174,9 @@ def decide(
     role: its role in the program; `None` inside a custom derivative rule.
     sites: the names of delayed scaling's histories.
   """
-  why_not = _ineligible_reason(equation, recipe, role)
-  if why_not is not None or role is None:
-    return Fp8Decision(f"{NOT_FP8}{why_not}", None, None, recipe)
+  why_not = _why_not(equation, recipe, role)
+  if role is None or why_not is not None:
+    return Fp8Decision(recipe, *(why_not or (Code.IN_RULE,)))
   if equation.primitive in _RAGGED:
     return _of_experts(equation, recipe, role, sites)
   site = None
@@ -186,45 +188,45 @@ def decide(
     site = sites.name(path, weight)
   number = sites.next_number()
   lhs, rhs = map(shape_of, equation.invars[:2])
-  why_not = unfit(sizes_of(lhs, rhs, equation.params["dimension_numbers"]), recipe)
-  if why_not:
-    return Fp8Decision(f"{NOT_FP8}{why_not}", None, site, recipe)
+  if lack := unfit(sizes_of(lhs, rhs, equation.params["dimension_numbers"]), recipe):
+    return Fp8Decision(recipe, Code.UNFIT, lack, site=site)
   fp8 = Fp8Product(recipe, role.gradients, role.weights, support(recipe).native, role.roots, site, number)
-  return Fp8Decision(f"an FP8 product ({recipe})", fp8, site, recipe)
+  return Fp8Decision(recipe, Code.FP8, str(recipe), fp8, site)
 
 
 def _of_experts(equation: JaxprEqn, recipe: Recipe, role: ProductRole, sites: Sites) -> Fp8Decision:
   """Decides about a ragged product; it has no history, and a recipe of its own."""
   own = recipe_of_experts(recipe)
-  why_not = unfit(ragged_sizes(equation), own)
-  if why_not:
-    return Fp8Decision(f"{NOT_FP8}{why_not}", None, None, recipe)
+  if lack := unfit(ragged_sizes(equation), own):
+    return Fp8Decision(recipe, Code.UNFIT, lack)
   native, number = support(own).native, sites.next_number()
   fp8 = Fp8Product(own, role.gradients, role.weights, native, role.roots, None, number)
-  return Fp8Decision(f"an FP8 product of experts ({own}, under every recipe)", fp8, None, recipe)
+  return Fp8Decision(recipe, Code.FP8_EXPERTS, str(own), fp8)
 
 
-def _ineligible_reason(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> str | None:
-  """Returns why a product is not FP8, for any sizes; `None` if it may be."""
+def _why_not(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> tuple[Code, str] | None:
+  """Returns why a product is not FP8, for any sizes, and what tells it; `None` if it may be."""
   lack = support(recipe).why_not
   if lack is not None:
-    return f"{lack} (emulate: true quantises anyway)"
+    return Code.NO_UNITS, lack
   if equation.primitive not in _PRODUCTS:
     name = equation.primitive.name
-    return "it is a convolution" if name == "conv_general_dilated" else f"there is no FP8 {name}"
+    return Code.UNFIT, "it is a convolution" if name == "conv_general_dilated" else f"there is no FP8 {name}"
   if role is None:
-    return "it is inside a custom derivative rule, or recomputed in a backward pass"
+    return Code.IN_RULE, ""
   if any(role.gradients) and recipe.backward == "compute":
-    return "it is in the backward pass (fp8.backward=compute)"
+    return Code.IN_BACKWARD, ""
   if all(role.active) and not recipe.attention:
-    return "it multiplies two activations (fp8.attention)"
+    return Code.ATTENTION, ""
   if role.first and not recipe.first_layer:
-    return "it is in the first layer (fp8.first_layer)"
+    return Code.FIRST_LAYER, ""
   if role.last and not recipe.last_layer:
-    return "it is in the last layer (fp8.last_layer)"
+    return Code.LAST_LAYER, ""
   if not all(role.active) and role.after < (recipe.keep_last or 0):
-    return f"it is among the last layers (fp8.keep_last={recipe.keep_last:g})"
-  return why_not_fp8(equation) if equation.primitive in _RAGGED else None
+    return Code.LAST_LAYERS, f"{recipe.keep_last:g}"
+  if equation.primitive in _RAGGED and (lack := why_not_fp8(equation)):
+    return Code.UNFIT, lack
+  return None
 
 
 def emit(

@@ -23,6 +23,7 @@ from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._copies import Copies, held_dtype, is_exact_product, making_operands_again
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
 from mpjax.casting._place import Place
+from mpjax.casting._reasons import Code
 from mpjax.jaxpr import (
   CallKind,
   Trait,
@@ -61,9 +62,10 @@ def pull_in(
     equation = made.equation
     readers = [users.get(v, []) for v in equation.outvars]
     if _only_float32_reads(made, readers, results, full_outputs) and not _better_saved(made, held, makers):
-      own, why = Held(Kind.ISLAND, FLOAT32), "only float32 reads it"
+      own = Held(Kind.ISLAND, FLOAT32)
       outs = tuple(own if castable(v.aval) else initial(v.aval) for v in equation.outvars)
-      made = Decision(equation, made.path, "infer", Mode.FULL, made.half, why, "pulled in", outs)
+      code = Code.ONLY_FLOAT32
+      made = Decision(equation, made.path, "infer", Mode.FULL, made.half, code, "pulled in", outs)
       held.update(zip(equation.outvars, outs, strict=True))
     for atom in variables_of(equation.invars):
       users.setdefault(atom, []).append(made)

@@ -198,9 +198,6 @@ def kernel_name(equation: JaxprEqn) -> str:
   return name if isinstance(name, str) else ""
 
 
-IN_FLOAT32 = "a kernel that runs in float32: "  # how the reason of such a kernel begins
-
-
 def way_out(equation: JaxprEqn) -> str:
   """Returns what to write for a kernel that runs in float32."""
   name, run = kernel_name(equation), _registered(equation)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import AbstractValue, ShapedArray
 
 from mpjax._types import Array, ArrayLike, Atom, JaxprEqn, Var
+from mpjax.casting._reasons import Code
 from mpjax.jaxpr import Trait, has, shape_of
 
 FLOAT32 = np.dtype("float32")
@@ -91,20 +92,22 @@ class KindRule(NamedTuple):
     kind: the kind.
     means: the meaning of the kind.
     results: the kind of the result, for each place where values meet.
-    why: the reason, as `explain` prints it for an operation that follows its operands.
+    code: the reason of an operation that follows its operands.
   """
 
   kind: Kind
   means: str
   results: dict[Where, Result]
-  why: str
+  code: Code
 
 
 def _row(
-  kind: Kind, means: str, why: str, follow: Result, full: Result, branches: Result, carry: Result
+  kind: Kind, means: str, *, follow: Result, full: Result, branches: Result, carry: Result
 ) -> KindRule:
   places = (Where.FOLLOW, Where.FULL, Where.BRANCHES, Where.CARRY)
-  return KindRule(kind, means, dict(zip(places, (follow, full, branches, carry), strict=True)), why)
+  return KindRule(
+    kind, means, dict(zip(places, (follow, full, branches, carry), strict=True)), Code[kind.name]
+  )
 
 
 _SAME = {kind: Result(kind) for kind in Kind}
@@ -117,7 +120,6 @@ KIND_RULES = (
   _row(
     Kind.FIXED,
     "no float32 in the program: an integer, float64, or half precision by the user's choice",
-    "it has a dtype of the user's own",
     follow=_SAME[Kind.FIXED],
     full=_SAME[Kind.FIXED],
     branches=_SAME[Kind.FIXED],
@@ -126,7 +128,6 @@ KIND_RULES = (
   _row(
     Kind.PINNED,
     "cast to float32 by the user, or a gradient that has left its backward pass",
-    "an operand was cast to float32 by the user, or is a gradient",
     follow=_SAME[Kind.PINNED],
     full=Result(Kind.PINNED, Condition.SHRINKS, Kind.STATISTIC),
     branches=_SAME[Kind.PINNED],
@@ -135,7 +136,6 @@ KIND_RULES = (
   _row(
     Kind.RUNNING,
     "the carry of a loop that remembers many steps, inside that loop",
-    "an operand is the memory of a loop's steps",
     follow=_SAME[Kind.RUNNING],
     full=_ISLAND_OR_STATISTIC,
     branches=_SAME[Kind.RUNNING],
@@ -144,7 +144,6 @@ KIND_RULES = (
   _row(
     Kind.STATISTIC,
     "what a reduction left: a sum, a mean, a maximum",
-    "an operand is a reduction's result",
     follow=Result(Kind.ISLAND, Condition.SMALL, Kind.STATISTIC),
     full=_ISLAND_OR_STATISTIC,
     branches=_SAME[Kind.STATISTIC],
@@ -153,7 +152,6 @@ KIND_RULES = (
   _row(
     Kind.HALF,
     "a matrix product's result, and what follows from it",
-    "its operands are half precision",
     follow=_HALF_UNLESS_WIDE,
     full=_ISLAND_OR_STATISTIC,
     branches=_HALF_UNLESS_WIDE,
@@ -162,7 +160,6 @@ KIND_RULES = (
   _row(
     Kind.ISLAND,
     "computed in float32 from half precision; half precision again where it meets that",
-    "it is part of an island",
     follow=_SAME[Kind.ISLAND],
     full=_ISLAND_OR_STATISTIC,
     branches=_SAME[Kind.ISLAND],
@@ -171,7 +168,6 @@ KIND_RULES = (
   _row(
     Kind.FLEXIBLE,
     "a parameter, an input or a literal, or computed from those alone: follows what it meets",
-    "its operands come before any product",
     follow=_SAME[Kind.FLEXIBLE],
     full=_SAME[Kind.FLEXIBLE],
     branches=_SAME[Kind.FLEXIBLE],

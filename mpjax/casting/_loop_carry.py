@@ -142,7 +142,7 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Decide
     elif equation.primitive in _LOGARITHMS and any(a in reached for a in variables):
       ways.update(dict.fromkeys(equation.outvars, _Way.LOGARITHM))
   if half is None:
-    return _Flow(None, bodies.why_float32)
+    return _Flow(None, bodies.why_float32.sentence())
   if not product:
     return _Flow(None, "no matrix product in the loop reads it: a sum or a state over many steps")
   if not is_variable(after) or after not in ways:

@@ -15,6 +15,7 @@ from mpjax._types import Atom, JaxprEqn
 from mpjax.casting._casting_rules import ByRules, CastingRules
 from mpjax.casting._kinds import is_float, size
 from mpjax.casting._product_roles import is_layer, is_outer, states_precision
+from mpjax.casting._reasons import Code
 from mpjax.jaxpr import (
   FULL_PRECISION,
   CallKind,
@@ -35,8 +36,8 @@ from mpjax.jaxpr import (
 _LONG = 32  # steps: a network has about as many layers
 
 
-def why_solver(equation: JaxprEqn, rules: CastingRules) -> str:
-  """Returns why the bodies of a call run in float32 under every policy; empty for others.
+def why_solver(equation: JaxprEqn, rules: CastingRules) -> Code | None:
+  """Returns why the bodies of a call run in float32 under every policy; `None` for others.
 
   A fixed point or an adaptive step ends where an error is small, which a rounding error never is. A value
   that passes through an arg-max or another integer, such as the next token, does not count. A filter solves a
@@ -45,21 +46,21 @@ def why_solver(equation: JaxprEqn, rules: CastingRules) -> str:
   """
   kind, found = call_kind(equation), rules.found_in_loops
   if kind is None:
-    return ""
+    return None
   if (equation, "solver") not in found:
-    why = ""
+    why: Code | None = None
     if ends_by_products(equation, rules):
-      why = "the loop ends by a float that its products make: a solver"
+      why = Code.SOLVER
     elif kind.is_control_flow and _solves_for_its_state(equation, rules):
-      why = "the state of the loop goes through linear algebra at each step: a filter"
+      why = Code.STATE_FILTER
     elif kind.is_custom_rule:
       why = _of_one_solver(equation, rules)
     found[equation, "solver"] = why
-  return str(found[equation, "solver"])
+  return cast(Code | None, found[equation, "solver"])
 
 
-def why_in_solver(calls: Calls, rules: CastingRules, path: str = "") -> str:
-  """Returns why equations inside some calls run in float32 under every policy; empty if they do not.
+def why_in_solver(calls: Calls, rules: CastingRules, path: str = "") -> Code | None:
+  """Returns why equations inside some calls run in float32 under every policy; `None` if they do not.
 
   Args:
     calls: the calls, outermost first.
@@ -72,19 +73,19 @@ def why_in_solver(calls: Calls, rules: CastingRules, path: str = "") -> str:
     carries = range(len(call_layout(call).carry)) if why else ()
     if why and "half" not in [rules.overrides.loop_carry_at(inside(path, f"carry_{i}")) for i in carries]:
       return why
-  return ""
+  return None
 
 
-def _of_one_solver(equation: JaxprEqn, rules: CastingRules) -> str:
+def _of_one_solver(equation: JaxprEqn, rules: CastingRules) -> Code | None:
   """Returns why the bodies of a call are in float32, if all their products are in such loops."""
-  why = ""
+  why = None
   for body in bodies_of(equation):
     for inner in open_jaxpr(body).eqns:
       if _is_half_product(inner, rules):
-        return ""
+        return None
       own = why_solver(inner, rules) or _of_one_solver(inner, rules)
       if not own and any(_is_half_product(e, rules) for b in bodies_of(inner) for e in equations_in(b)):
-        return ""
+        return None
       why = why or own
   return why
 

@@ -7,6 +7,7 @@ import dataclasses
 from mpjax.casting._fp8_products import Sites
 from mpjax.casting._product_roles import Lineage, ProductRoles
 from mpjax.casting._readers import Reads
+from mpjax.casting._reasons import Code
 from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import Calls, Facts
 
@@ -28,7 +29,7 @@ class Place:
     islands: whether to make islands: not inside a checkpoint of the user's.
     in_loop: whether it is a step of a `scan`, whose backward pass is another loop.
     copies: whether islands compute cheap inputs themselves: not if values are inspected, each in one place.
-    solver: why it is in float32 under every policy, such as the body of a solver; otherwise empty.
+    solver: why it is in float32 under every policy, such as the body of a solver; otherwise `None`.
     enter_all: whether to decide about the bodies of calls that run whole in float32, too, for `explain`.
   """
 
@@ -44,5 +45,5 @@ class Place:
   islands: bool = True
   in_loop: bool = False
   copies: bool = True
-  solver: str = ""
+  solver: Code | None = None
   enter_all: bool = False

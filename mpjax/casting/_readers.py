@@ -31,6 +31,7 @@ from mpjax.casting._product_roles import (
   is_product,
   states_precision,
 )
+from mpjax.casting._reasons import Code
 from mpjax.jaxpr import (
   Backward,
   CallKind,
@@ -100,8 +101,8 @@ def why_float32(
   reads: Reads,
   rules: CastingRules,
   calls: Calls,
-) -> str:
-  """Returns why a product on the list `allow` keeps float32 operands; empty if it need not.
+) -> Code | None:
+  """Returns why a product on the list `allow` keeps float32 operands; `None` if it need not.
 
   Args:
     equation: the product.
@@ -112,51 +113,51 @@ def why_float32(
     calls: the calls around it.
   """
   if equation.primitive not in (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p):
-    return ""
+    return None
   backward = in_backward(equation, calls)
   real = [fact.real for fact in operands] or [True]
   constant = [fact.is_constant for fact in operands] or [False]
   if not any(real) or all(constant):
-    return "its operands are positions, counts or constants: from no float input and no parameter"
+    return Code.POSITIONS
   if not backward and is_filter(operands):
-    return "a filter: it multiplies data by a NumPy array that the program closes over, a constant"
+    return Code.FILTER
   if any(is_recurrent(equation, call, rules) for call, _ in calls):
-    return "a linear recurrence: each step multiplies the state by the same matrix, and roundings grow"
+    return Code.RECURRENCE
   if backward or not _only_float32(reads):
-    return ""
+    return None
   # A lookup in a table that layers read is a layer; so is a product of constants and activations on the way.
   alone = not (followed and reads & Reads.FLOAT32)
   active = any(fact.active for fact in operands)
   prepares = not active and not any(fact.argument for fact in operands)
   if (not all(real) or (constant[-1] and active)) and (alone or prepares):
-    return "it selects or adds by positions or constants, and nothing reads it in half precision"
+    return Code.SELECTION
   algebra = bool(reads & Reads.ALGEBRA)
   if any(fact.solved and fact.active for fact in operands) and (alone or algebra):
-    return "an operand comes from linear algebra, and only float32 reads it"
+    return Code.FROM_ALGEBRA
   if algebra and (len({fact.root for fact in operands}) == 1 or all(fact.active for fact in operands)):
-    return "linear algebra reads it, and no operand is a weight"
-  return ""
+    return Code.FOR_ALGEBRA
+  return None
 
 
-def why_float32_result(equation: JaxprEqn, reads: Reads, roles: ProductRoles) -> str:
-  """Returns why a product in half precision has a float32 result; empty if the result is half precision.
+def why_float32_result(equation: JaxprEqn, reads: Reads, roles: ProductRoles) -> Code | None:
+  """Returns why a product in half precision has a float32 result; `None` if the result is half precision.
 
   A result that another product follows is an activation: half precision holds what that product reads. If it
   is large, such as the logits of a vocabulary, float32 is not worth its memory: in half precision it is kept
   for the backward pass in half the bytes.
   """
   if backward_depth(equation) or not _only_float32(reads):
-    return ""
+    return None
   result = equation.outvars[0]
   if roles.lineage(result).gradient:
-    return ""
+    return None
   if reads & Reads.ALGEBRA:
-    return "linear algebra reads its result"
+    return Code.RESULT_FOR_ALGEBRA
   operands = equation.invars[:2]
   activations = [a for a in operands if roles.lineage(a).active] or operands
   if roles.reaches_product(result) or 4 * size(result) > max(map(size, activations)):
-    return ""
-  return "nothing reads its result in half precision, and it is small"
+    return None
+  return Code.SMALL_RESULT
 
 
 class _Products:
@@ -192,7 +193,7 @@ class _Products:
     ends = self._ends.get(calls)
     followed = ends is not None and any(ends[v] & Ends.PRODUCT for v in equation.outvars)
     operands = self.operands(equation, calls)[:2]
-    return bool(why_float32(equation, operands, followed, reads, self._rules, calls))
+    return why_float32(equation, operands, followed, reads, self._rules, calls) is not None
 
 
 class Readers(Backward[Reads]):
@@ -285,7 +286,7 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
   backward: dict[Calls, list[Root]] = {}
   for facts in roles.lineages.everywhere():
     calls = facts.calls
-    solver = bool(why_in_solver(calls, rules))
+    solver = why_in_solver(calls, rules) is not None
     in_loop = any(call_kind(call) is CallKind.WHILE for call, _ in calls)
     for equation in facts.equations:
       if not is_product(equation, rules):

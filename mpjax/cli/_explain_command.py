@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from mpjax.casting import side_by_side
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
 from mpjax.cli._show import report_console, show
 from mpjax.train import load_config, load_plugins, make_setup
@@ -12,7 +11,7 @@ from mpjax.train.setup._setup import Setup, on_devices_here
 
 
 def run(options: argparse.Namespace) -> None:
-  """Runs the command."""
+  """Runs the command: an answer for each policy, one after the other."""
   load_plugins(options.plugin)
   policies, overrides = split_policies(options.overrides)
   setups: list[Setup] = []
@@ -22,7 +21,10 @@ def run(options: argparse.Namespace) -> None:
     setup = make_setup(on_devices_here(config))
     if all(setup.policy != other.policy for other in setups):
       setups.append(setup)
-  show(side_by_side([setup.explain() for setup in setups]), report_console(), options.table)
+  console = report_console()
   for setup in setups:
+    if setup is not setups[0]:
+      console.print()
+    show(setup.explain(), console, options.table)
     if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
       print(f"\n{setup.policy.label} has autocast: false: a run casts parameters and batch instead")

@@ -17,7 +17,6 @@ from mpjax._types import Array, Atom, Fp8State, JaxprEqn, PyTree, Var
 from mpjax.casting._cast_plan import CastPlan, Mode, Node
 from mpjax.casting._casting_rules import CastingRules, make_rules
 from mpjax.casting._emit import Tap, execute
-from mpjax.casting._fragile import fragile_equations
 from mpjax.casting._kinds import castable, is_float, size
 from mpjax.casting._trace import Traced
 from mpjax.jaxpr import (
@@ -37,6 +36,7 @@ from mpjax.jaxpr import (
   variables_of,
   without_marks,
 )
+from mpjax.numerics._fragile import fragile_equations
 from mpjax.policy import Policy, get_policy, matmul_precision
 
 # Steps of a longer loop, or of time, are observed together.

@@ -16,8 +16,7 @@ from jaxtyping import Float32
 
 from mpjax._average import is_average, worth
 from mpjax._types import Array, LossFunction, PolicyLike, PyTree
-from mpjax.casting import Explanation, explain_as_run
-from mpjax.casting._explained import ExplainedGather
+from mpjax.casting import ExplainedGather, Explanation, explain_as_run
 from mpjax.casting._overrides import Overrides
 from mpjax.loss_scale import find_scaler, hide, show, unscale
 from mpjax.policy import get_policy, matmul_precision

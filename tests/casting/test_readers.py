@@ -234,8 +234,6 @@ def test_a_solver_takes_float32s_steps_and_can_be_told_otherwise():
   ]
   for cast in halves:
     assert products(cast, SMALL, X)[0].startswith("bf16 bf16"), cast
-  told = mpjax.explain(fixed_point, SMALL, X, policy="bf16", overrides={"carry_0": {"loop_carry": "half"}})
-  assert {found.kind for found in told.fragile} == {"loop"}
 
 
 def _in_a_region(w, x):
@@ -322,35 +320,6 @@ def test_a_carry_keeps_the_dtype_that_the_user_chose(policy):
   assert (
     jax.eval_shape(mpjax.autocast(lambda x: (x @ W).astype(jnp.bfloat16), policy), X).dtype == jnp.float32
   )
-
-
-FRAGILE = {
-  "difference": lambda x, w: jnp.sum((x @ w - x @ (1.01 * w)) ** 2),
-  "angle": lambda x, w: jnp.sum(jnp.sin(30 * (x @ w))),
-  "small": lambda x, w: jnp.sum((x[:, :3] @ w[:3]) ** 2),
-  # A product reads the sum as well, so that it is rounded.
-  "order": lambda x, w: (lambda n: jnp.sum(jax.lax.top_k(n, 2)[0]) + jnp.sum((n @ w) ** 2))(NOISE(x @ w)),
-}
-
-
-@pytest.mark.parametrize("kind", FRAGILE)
-def test_what_stays_fragile_is_said(kind):
-  explained = mpjax.explain(FRAGILE[kind], X, W, policy="bf16")
-  assert [found.kind for found in explained.fragile] == [kind]
-  assert explained.fragile[0].line.startswith("test_readers.py:")
-  assert "Fragile in half precision" in str(explained)
-  assert mpjax.explain(FRAGILE[kind], X, W, policy="fp32").fragile == ()
-
-
-def test_ordinary_networks_have_nothing_fragile():
-  def attention(x, w):
-    q, k, v = x @ w, x @ (2 * w), x @ (3 * w)
-    angle = positions()[:, None] * jnp.arange(8.0)
-    p = jax.nn.softmax(rotated(q, angle) @ rotated(k, angle).T)
-    h = x + p @ v
-    return -jax.nn.log_softmax((h - h.mean(-1, keepdims=True)) @ w)[:, 0].mean()
-
-  assert mpjax.explain(attention, X, W, policy="bf16").fragile == ()
 
 
 def test_lists_change_where_order_is_float32():
