@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# An attribute by its package, a key by the mapping that had it, a value by its key, or a flag by its command:
-# `optim.name`, `loss_scaling.key`, `recompute.value`, `numerics.--flag`.
+# An attribute by its package or class, a key by the mapping that had it, a value by its key, or a flag by its
+# command: `optim.name`, `loss_scaling.key`, `recompute.value`, `numerics.--flag`.
 INSTEAD: dict[str, str] = {
   **dict.fromkeys(
     ("loss_scale.import_loss_scale", "loss_scale.export_loss_scale"),
@@ -46,10 +46,12 @@ INSTEAD: dict[str, str] = {
   ),
   "numerics.NumericsFigures": "mpjax.NumericsReport has its attributes",
   **dict.fromkeys(
-    ("numerics.save_pictures", "numerics.--pictures"),
+    ("NumericsReport.save_pictures", "numerics.--pictures"),
     "save_html writes a page that draws them, --html says where",
   ),
   "numerics.--no-advice": "leave it out: advice runs nothing",
+  "numerics.Measured": "advice is not tried: mpjax.tune measures policies",
+  "numerics.inspection_programs": "mpjax.inspect_numerics runs them",
   **dict.fromkeys(
     ("fp8.include", "fp8.exclude"),
     "overrides choose modules: {'.*/head': bf16} leaves one out, {mlp: fp8, '.*': bf16} takes no others",

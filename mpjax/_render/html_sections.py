@@ -10,6 +10,7 @@ import html
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from mpjax._gone import instead
 from mpjax._render.text_sections import TextSection, print_sections, sections_text
 from mpjax.dtypes import did_you_mean
 
@@ -52,6 +53,12 @@ class Shown:
   Shows its `str` at a prompt, and the answer and every table in a notebook. A subclass defines `_answer` and
   `_sections`. If it is a dataclass it needs `repr=False`; otherwise its fields would be shown.
   """
+
+  if not TYPE_CHECKING:
+
+    def __getattr__(self, name):
+      kind = type(self).__name__
+      raise AttributeError(f"{kind!r} object has no attribute {name!r}{instead(name, kind)}")
 
   def _answer(self) -> Sequence[str]:
     """Returns the answer, most important line first: at most eleven lines of 116 columns."""

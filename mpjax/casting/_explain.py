@@ -6,12 +6,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpjax._calls import require_call
-from mpjax._gone import instead
 from mpjax._own_autocast import own_autocast
 from mpjax._render.html_sections import Shown
 from mpjax._render.plain_text import bytes_text, percent, with_prefix
@@ -201,9 +200,6 @@ class Explanation(Shown):
       if row.flops:
         total[row.after] = total.get(row.after, 0) + row.flops
     return total
-
-  def __getattr__(self, name: str) -> NoReturn:
-    raise AttributeError(f"an Explanation has no attribute {name!r}{instead(name, 'Explanation')}")
 
   def _answer(self) -> list[str]:
     reasons = []

@@ -35,6 +35,8 @@ def apply_updates(params: T, updates: PyTree) -> T:
   Returns:
     New parameters in the dtypes of the old ones.
   """
+  if not any(is_overwritten(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)):
+    return optax.apply_updates(params, updates)
   hidden = optax.apply_updates(hide(params), hide(updates))
   return map_parts(lambda p, new, u: new, lambda p, _, u: jnp.asarray(u, p.dtype), params, hidden, updates)
 

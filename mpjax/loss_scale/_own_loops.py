@@ -82,7 +82,7 @@ def value_and_grad(
   def scaled(*args: PyTree, **kwargs: PyTree) -> tuple[Any, tuple[Any, PyTree]]:
     """Returns the loss times the scale, and `(loss, aux)`."""
     out = fun(*args, **kwargs)
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+    if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
       raise TypeError(f"fun returned a {type(out).__name__}: expected (loss, aux), as has_aux=True says")
     loss, aux = out if has_aux else (out, None)
     loss = loss.value if is_average(loss) else loss

@@ -1,4 +1,4 @@
-"""The batches of an inspection: one or several, their rows, and the pieces in which they run."""
+"""The batches of an inspection: one or several, their micro-batches and rows."""
 
 from __future__ import annotations
 

@@ -151,8 +151,8 @@ class _Inspection:
     pairs = zip(self._passes, self._sides, strict=True)
     looked = [jax.device_get(run(state, batch)) for run, (_, state) in pairs]
     self._losses.append([float(one.loss) for one in looked])
-    self._rows.append((self._passes[0].rows(batch), rows(batch)))
-    own, *wide = (dict(run.seen(one)) for run, one in zip(self._passes, looked, strict=True))
+    self._rows.append((self._passes[0].rows, rows(batch)))
+    own, *wide = (dict(one.seen()) for one in looked)
     if wide:
       found = {key: _compared(own.get(key), seen) for key, seen in wide[0].items()}
     else:
@@ -174,7 +174,7 @@ class _Inspection:
       step=int(state.step),
       batches=self.count,
       rows=seen,
-      rows_given=given,
+      rows_left_out=given - seen,
       loss=losses[0],
       reference_loss=losses[1] if losses[1:] else None,
       tensors=(*self._of_points(), *self._of_parameters()),

@@ -25,7 +25,7 @@ from mpjax.optim import unstored
 from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.sharding import on_device
-from mpjax.step import TrainState, TrainStep, Transform, first_of_batch, merged, only, state_of, unrounded
+from mpjax.step import TrainState, TrainStep, Transform, merged, only, state_of, unrounded
 
 T = TypeVar("T")
 
@@ -54,31 +54,41 @@ class Looked(NamedTuple):
 
   Attributes:
     loss: float32[], unscaled.
-    points: summaries of each point's value and of its unscaled gradient, [*steps].
+    points: by module and name, summaries of a point's value and of its unscaled gradient, [*steps].
     gradients: summaries of unscaled gradients by tree path of the parameter.
     updates: sums by tree path, for master weights and the optimiser's updates of them, in float32. Empty if
       not asked for.
   """
 
   loss: Array
-  points: list[tuple[Seen, Seen]]
+  points: dict[tuple[str, str], tuple[Seen, Seen]]
   gradients: dict[str, Seen]
   updates: dict[str, UpdateSums]
+
+  def seen(self) -> Iterator[tuple[tuple[Any, ...], Seen]]:
+    """Yields (kind, module and name or path, steps) and the summary of all that a pass kept, on the host."""
+    for name, both in self.points.items():
+      for index in np.ndindex(*both[0].top.shape):
+        for kind, seen in zip(("activation", "activation gradient"), both, strict=True):
+          if (one := seen[index]).count:  # otherwise the loss does not depend on it
+            yield (kind, name, index), one
+    for path, seen in self.gradients.items():
+      yield ("weight gradient", path), seen
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-  """A pass over the first of some parts of a batch; it does not change the state.
+  """A pass over the first rows of a batch; it does not change the state.
 
   Attributes:
     points: the values that it observes.
-    parts: number of parts of the rows.
-    run: (state, batch) -> the loss, `Left` and the number of values that the loss depends on by point,
+    rows: number of rows that it looks at.
+    run: (state, batch) -> the loss, `Left` and the number of values that it does not depend on by point,
       gradients by path, (weight, update) by path.
   """
 
   points: list[Point]
-  parts: int
+  rows: int
   run: Callable[..., tuple[Array, list[tuple[Left, Array]], dict[str, Array], dict[str, tuple[Array, Array]]]]
 
   def __call__(self, state: TrainState, batch: PyTree) -> Looked:
@@ -86,27 +96,17 @@ class Pass:
     loss, left, gradients, updates = self.run(state, batch)
     scaler = find_scaler(state.opt_state)
     scale = 1.0 if scaler is None else scaler.scale
-    both = lambda one, apart, n: (see(one.value, apart, present=n), see(one.gradient, apart, scale, n))
+    both = lambda one, apart, absent: (
+      see(one.value, apart, absent=absent),
+      see(one.gradient, apart, scale, absent),
+    )
+    points = zip(self.points, left, strict=True)
     return Looked(
       loss,
-      [both(one, len(point.steps), n) for point, (one, n) in zip(self.points, left, strict=True)],
+      {(p.module, p.name): both(one, len(p.steps), absent) for p, (one, absent) in points},
       {path: see(x) for path, x in gradients.items()},
       {path: update_sums(*pair) for path, pair in updates.items()},
     )
-
-  def rows(self, batch: PyTree) -> int:
-    """Returns the number of rows that the pass looks at."""
-    return rows(batch) // self.parts
-
-  def seen(self, looked: Looked) -> Iterator[tuple[tuple[Any, ...], Seen]]:
-    """Yields (kind, module and name or path, steps) and the summary of all that a pass kept, on the host."""
-    for point, both in zip(self.points, looked.points, strict=True):
-      for index in np.ndindex(*point.steps):
-        for kind, seen in zip(("activation", "activation gradient"), both, strict=True):
-          if (one := seen[index]).count:  # otherwise the loss does not depend on it
-            yield (kind, (point.module, point.name), index), one
-    for path, seen in looked.gradients.items():
-      yield ("weight gradient", path), seen
 
 
 @jax.custom_vjp
@@ -155,55 +155,57 @@ def reference_state(state: TrainState) -> TrainState:
 def passes(sides: list[tuple[TrainStep, TrainState]], batch: PyTree, *, updates: bool) -> list[Pass]:
   """Returns the pass of each step for batches of a batch's shapes; all look at the same rows.
 
-  They look at as many rows as fit in memory with all that leaves a pass.
+  They look at as many rows as fit in memory with all that leaves a pass; at all rows if the loss does not
+  take fewer.
 
   Args:
     sides: steps of one loss function with their states.
     batch: a batch; only its shapes matter.
     updates: whether the first step's optimiser runs, too.
   """
-  needed = max(_bytes_left(step, state, batch) for step, state in sides)
-  parts = _parts(batch, needed, any(step.policy.fp8 for step, _ in sides))
-  return [_pass(*side, batch, parts, updates and i == 0) for i, side in enumerate(sides)]
+  of_rows = lambda batch: [_points(step, state, batch) for step, state in sides]
+  points, n = of_rows(batch), rows(batch)
+  needed = max(sum(8 * math.prod((*p.steps, *p.repeats, *p.shape)) for p in found) for found in points)
+  chosen = _rows_that_fit(batch, needed, any(step.policy.fp8 for step, _ in sides))
+  if chosen < n:
+    try:
+      points = of_rows(jax.eval_shape(lambda batch: _first_rows(chosen, batch), batch))
+    except (TypeError, ValueError):  # such as a reshape to a number of rows
+      chosen = n
+
+  def of_side(step: TrainStep, state: TrainState, found: list[Point], updates: bool) -> Pass:
+    make = lambda: Pass(found, chosen, _program(step, found, chosen, updates))
+    return kept(step, ("pass", _types((state, batch)), chosen, updates), make)
+
+  both = enumerate(zip(sides, points, strict=True))
+  return [of_side(*side, found, updates and i == 0) for i, (side, found) in both]
 
 
-def _bytes_left(step: TrainStep, state: TrainState, batch: PyTree) -> int:
-  """Returns the bytes of all that would leave a pass over a whole batch at its points."""
-  points = kept(step, ("points", _types((state, batch))), lambda: loss_points(step, state, batch))
-  return sum(8 * math.prod((*p.steps, *p.repeats, *p.shape)) for p in points)
+def _points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point]:
+  return kept(step, ("points", _types((state, batch))), lambda: loss_points(step, state, batch))
 
 
-def _parts(batch: PyTree, needed: int, in_fp8: bool) -> int:
-  """Returns the number of parts of a batch's rows: the least of which one fits, else the largest possible."""
-  leaves = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
-  n = rows(batch)
+def _rows_that_fit(batch: PyTree, needed: int, in_fp8: bool) -> int:
+  """Returns the number of rows to look at, if all that leaves a pass over the whole batch takes `needed`."""
+  leaves, n = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)], rows(batch)
   if needed <= _FITS or any(len(leaf) != n for leaf in leaves):
-    return 1
+    return n
   shardings = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)]
   least = max((len(sharding.device_set) for sharding in shardings), default=1)
-  if in_fp8 and n % (_FP8_ROWS * least) == 0:  # with fewer rows, other products would run in FP8
-    least *= _FP8_ROWS
-  possible = [parts for parts in range(1, n + 1) if n % parts == 0 and n // parts % least == 0]
-  return next((parts for parts in possible if needed <= parts * _FITS), possible[-1] if possible else 1)
+  if in_fp8:  # of another number of rows, other products would run in FP8
+    least = math.lcm(least, _FP8_ROWS)
+  return min(max(n * _FITS // needed // least, 1) * least, n)
 
 
-def _pass(step: TrainStep, state: TrainState, batch: PyTree, parts: int, updates: bool) -> Pass:
-  def make() -> Pass:
-    part = jax.eval_shape(lambda batch: _part(parts, batch), batch)
-    points = loss_points(step, state, part)
-    return Pass(points, parts, _program(step, points, parts, updates))
-
-  return kept(step, ("pass", _types((state, batch)), parts, updates), make)
+def _first_rows(n: int, batch: PyTree) -> PyTree:
+  """Returns a batch's first rows; if they are fewer than all, each leaf has rows or is a scalar."""
+  return batch if n == rows(batch) else jax.tree.map(lambda x: x[:n] if np.ndim(x) else x, batch)
 
 
 def _types(tree: PyTree) -> Hashable:
   """Returns what a program depends on: the structure and types of its arguments."""
   leaves, structure = jax.tree.flatten(tree)
   return structure, tuple(jax.typeof(x) for x in leaves)
-
-
-def _part(parts: int, batch: PyTree) -> PyTree:
-  return batch if parts == 1 else first_of_batch(parts, batch)
 
 
 def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point]:
@@ -222,7 +224,7 @@ def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point
   return found
 
 
-def _program(step: TrainStep, points: list[Point], parts: int, updates: bool) -> Callable[..., Any]:
+def _program(step: TrainStep, points: list[Point], n: int, updates: bool) -> Callable[..., Any]:
   def probe(point: Point) -> Left:
     loops = (*point.steps, *point.repeats)
     zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
@@ -230,7 +232,7 @@ def _program(step: TrainStep, points: list[Point], parts: int, updates: bool) ->
 
   @jax.jit
   def run(state: TrainState, batch: PyTree) -> Any:
-    state, batch = on_device(state), _part(parts, batch)
+    state, batch = on_device(state), _first_rows(n, batch)
     weights = step.loss.compute_params(state)
 
     def scaled_loss(params: PyTree, probes: list[Left]) -> tuple[Array, Array]:
@@ -246,8 +248,8 @@ def _program(step: TrainStep, points: list[Point], parts: int, updates: bool) ->
     of_updates = _updates(step, state, grads, loss) if updates else {}
     scaler = find_scaler(state.opt_state)
     grads = hide(grads) if scaler is None else unscale(hide(grads), scaler.scale)
-    reached = [_present(point, one) for point, one in zip(points, left, strict=True)]
-    return loss, list(zip(left, reached, strict=True)), dict(float_leaves(grads)), of_updates
+    of_points = [(one, _absent(point, one)) for point, one in zip(points, left, strict=True)]
+    return loss, of_points, dict(float_leaves(grads)), of_updates
 
   return run
 
@@ -281,10 +283,10 @@ def _updates(
   return {path: (weights[path], update) for path, update in float_leaves(hide(updates))}
 
 
-def _present(point: Point, left: Left) -> Array:
-  """Returns int32[*steps]: the number of a point's values in each step that the loss depends on."""
+def _absent(point: Point, left: Left) -> Array:
+  """Returns uint32[*steps]: the number of a point's values in each step that the loss does not depend on."""
   loops = tuple(range(len(point.steps), left.reached.ndim))
-  return jnp.sum(left.reached.astype(jnp.int32), axis=loops) * math.prod(point.shape)
+  return jnp.sum(left.reached == 0, axis=loops, dtype=jnp.uint32) * np.uint32(math.prod(point.shape))
 
 
 def _inexact(params: PyTree) -> PyTree:

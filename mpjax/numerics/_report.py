@@ -41,7 +41,6 @@ class NumericsReport(Shown):
     loss_scale: the loss scale of the run; 1 without loss scaling.
     step: number of training steps before the state.
     batches, rows: numbers of inspected batches and rows.
-    rows_given: number of rows of these batches.
     loss: mean loss under the policy over batches.
     reference_loss: mean loss in float32; `None` without a float32 run.
     tensors: the tensors, sorted by kind and position in the program.
@@ -50,6 +49,7 @@ class NumericsReport(Shown):
     own_scale: whether the optimiser itself scales the loss; then a policy does not change the loss scale.
     findings: the findings, problems first, then in the order of the program.
     advice: the policy to use instead; `None` if it was not asked for.
+    rows_left_out: number of rows of these batches that did not fit in memory.
   """
 
   title: str
@@ -58,7 +58,6 @@ class NumericsReport(Shown):
   step: int
   batches: int
   rows: int
-  rows_given: int
   loss: float
   reference_loss: float | None
   tensors: tuple[Tensor, ...]
@@ -67,6 +66,7 @@ class NumericsReport(Shown):
   own_scale: bool = False
   findings: tuple[Finding, ...] = ()
   advice: Advice | None = None
+  rows_left_out: int = 0
 
   def __post_init__(self) -> None:
     ordered = sorted(self.tensors, key=lambda t: (KINDS.index(t.kind), t.order))
@@ -127,7 +127,7 @@ class NumericsReport(Shown):
       "lines": [{"key": key, "buys": buys} for key, buys in self.advice.lines],
       "unchanged": self.advice.unchanged,
     }
-    same = ("title", "loss_scale", "step", "batches", "rows", "descent_quality")
+    same = ("title", "loss_scale", "step", "batches", "rows", "rows_left_out", "descent_quality")
     return plain_data(
       {
         "version": 1,

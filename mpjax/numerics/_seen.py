@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Num
+from jaxtyping import Array, Float32, Num, UInt32
 
 from mpjax import _compat
 from mpjax.formats import FORMATS
@@ -24,6 +24,7 @@ FP8 = tuple(name for name in INTEREST if name.startswith("float8"))
 BINS = tuple(range(-64, 32))
 # Length of a sketch: it shares few factors with the widths of arrays, so that a column is spread over it.
 SKETCH = 1016
+_LONG = 1 << 24
 _BIAS, _LAST = 127, 255  # of float32's exponents; the last is that of infinities and NaN
 _INF = np.uint32(0x7F800000)  # bits of float32's infinity; NaN are above
 
@@ -127,10 +128,8 @@ class Seen:
   @property
   def range(self) -> tuple[int, int] | None:
     """The binades of the smallest and the largest finite nonzero value; `None` without such values."""
-    below, counts = self.histogram
-    there = [e for e, count in zip(BINS, counts, strict=True) if count > 0]
-    there = [BINS[0] - 1, *there] if below > 0 else there
-    return (there[0], there[-1]) if there else None
+    there = np.flatnonzero(np.asarray(self.exponents[1:_LAST])) + 1 - _BIAS
+    return (int(there[0]), int(there[-1])) if len(there) else None
 
   def at_least(self, magnitude: float) -> float:
     """Returns the number of values at or above a magnitude, with NaN.
@@ -192,26 +191,28 @@ class Seen:
 
 
 def see(
-  x: Num[Array, "..."], apart: int = 0, scale: Any = 1.0, present: Int32[Array, "..."] | None = None
+  x: Num[Array, "..."], apart: int = 0, scale: Any = 1.0, absent: UInt32[Array, "..."] | None = None
 ) -> Seen:
-  """Summarises an array on its devices; each padded length has one compiled program.
+  """Summarises an array on its devices; few programs are compiled, since arrays are padded to few lengths.
 
   Args:
-    x: floating array.
+    x: floating array, of fewer than 2^32 values.
     apart: number of axes in front whose entries are summarised apart.
     scale: the values are divided by it, in float32.
-    present: for each of these entries the number of values that count; the others are zeros. By default all.
+    absent: for each of these entries the number of values, all zero, that do not count. By default none.
   """
-  size = math.prod(x.shape[apart:])
-  counts = np.full(x.shape[:apart], size, np.int32) if present is None else present
-  return see_padded(padded(x, apart), counts, jnp.float32(scale))
+  flat = padded(x, apart)
+  padding = np.uint32(flat.shape[-1] - math.prod(x.shape[apart:]))
+  lacking = np.full(x.shape[:apart], padding) if absent is None else absent + padding
+  return see_padded(flat, lacking, jnp.float32(scale))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def padded(x: Num[Array, "..."], apart: int = 0) -> Float32[Array, "..."]:
   """Returns float32[*apart, n], with zeros at the end, for one of few n."""
   size = math.prod(x.shape[apart:])
-  length = SKETCH if size <= SKETCH else 1 << (size - 1).bit_length()
+  # Powers of two; of long arrays, multiples of one, which take less memory.
+  length = SKETCH if size <= SKETCH else min(1 << (size - 1).bit_length(), -(-size // _LONG) * _LONG)
 
   def pad(x: Num[Array, "..."]) -> Float32[Array, "..."]:
     flat = x.astype(jnp.float32).reshape(*x.shape[:apart], size)
@@ -228,31 +229,31 @@ def on_no_axes(fun: Callable[[Array], Array], x: Array) -> Array:
 
 
 @jax.jit
-def see_padded(x: Float32[Array, "..."], present: Any, scale: Float32[Array, ""]) -> Seen:
+def see_padded(x: Float32[Array, "..."], absent: Any, scale: Float32[Array, ""]) -> Seen:
   """Summarises each row of float32[*apart, n]; see `see`."""
   if x.ndim > 1:
-    rows = jax.lax.map(lambda row: see_padded(*row, scale), (x.reshape(-1, x.shape[-1]), present.reshape(-1)))
+    rows = jax.lax.map(lambda row: see_padded(*row, scale), (x.reshape(-1, x.shape[-1]), absent.reshape(-1)))
     return jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-1], *leaf.shape[1:]), rows)
   x = x / scale
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7FFFFFFF)
   finite = jnp.where(bits < _INF, x, 0)
   counted = jax.lax.platform_dependent(bits >> 23, cpu=by_scatter, default=by_comparison)
-  exponents = counted.at[0].add(present - x.size)
+  exponents = counted.at[0].add(-absent)
   top, total = jnp.max(jnp.abs(finite)), jnp.sum(finite)
-  return Seen(exponents, jnp.sum(bits > _INF, dtype=jnp.int32), top, total, _sketch(finite))
+  return Seen(exponents, jnp.sum(bits > _INF, dtype=jnp.uint32), top, total, _sketch(finite))
 
 
-def by_comparison(exponents: Num[Array, " n"]) -> Int32[Array, "256"]:
+def by_comparison(exponents: Num[Array, " n"]) -> UInt32[Array, "256"]:
   """Counts by comparing each value with each exponent: on accelerators a single pass, in registers."""
-  return jnp.sum(exponents[:, None] == np.arange(_LAST + 1, dtype=np.uint32), axis=0, dtype=jnp.int32)
+  return jnp.sum(exponents[:, None] == np.arange(_LAST + 1, dtype=np.uint32), axis=0, dtype=jnp.uint32)
 
 
-def by_scatter(exponents: Num[Array, " n"]) -> Int32[Array, "256"]:
+def by_scatter(exponents: Num[Array, " n"]) -> UInt32[Array, "256"]:
   """Counts by adding to the bins: XLA for CPU does not fuse comparisons."""
   # Neighbours are often alike and go to two histograms: adding to one bin twice in a row would wait.
   index = 2 * exponents + jax.lax.iota(jnp.uint32, exponents.size) % 2
-  bins = jnp.zeros(2 * (_LAST + 1), jnp.int32).at[index].add(1, mode="promise_in_bounds")
-  return bins.reshape(-1, 2).sum(-1)
+  bins = jnp.zeros(2 * (_LAST + 1), jnp.uint32).at[index].add(1, mode="promise_in_bounds")
+  return bins.reshape(-1, 2).sum(-1, dtype=jnp.uint32)
 
 
 def _sketch(finite: Float32[Array, " n"]) -> Float32[Array, "1016"]:

@@ -39,11 +39,12 @@ class UpdateSums(NamedTuple):
 
 def update_sums(weight: Array, update: Array) -> UpdateSums:
   """Returns the figures of the updates of a (master) weight."""
-  return _sums(padded(weight), padded(update), np.int32(weight.size))
+  flat = padded(weight)
+  return _sums(flat, padded(update), np.uint32(flat.size - weight.size))
 
 
 @jax.jit
-def _sums(w: Array, u: Array, size: Any) -> UpdateSums:
+def _sums(w: Array, u: Array, absent: Any) -> UpdateSums:
   moved = u != 0
   ratio = jnp.where(w != 0, jnp.abs(u) / jnp.where(w != 0, jnp.abs(w), 1), 0)
   largest = jnp.max(jnp.abs(u))
@@ -56,7 +57,7 @@ def _sums(w: Array, u: Array, size: Any) -> UpdateSums:
       counts.append(moved & (after == kept))
     sums.append(unit * ((after - kept) / jnp.where(largest > 0, largest, 1)))
   return UpdateSums(
-    see_padded(ratio, size, jnp.float32(1)),
+    see_padded(ratio, absent, jnp.float32(1)),
     jnp.stack([jnp.sum(c, dtype=jnp.int32).astype(jnp.float32) for c in counts]),
     jnp.stack([largest, *map(jnp.sum, sums)]),
   )

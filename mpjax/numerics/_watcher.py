@@ -12,7 +12,7 @@ import numpy as np
 from mpjax._types import PyTree
 from mpjax.loss_scale import find_scaler, hide
 from mpjax.numerics._arguments import on_axes_of
-from mpjax.numerics._pass import Looked, Pass, float_leaves, passes
+from mpjax.numerics._pass import Looked, float_leaves, passes
 from mpjax.numerics._seen import BINS, Seen, see
 from mpjax.numerics._tensors import GRADIENTS
 from mpjax.numerics._updates import as_numbers, descent, lost
@@ -38,7 +38,6 @@ class Watcher:
 
   def __init__(self, step: TrainStep):
     self._step = step
-    self._pass: Pass | None = None
 
   def look(self, state: TrainState, batch: PyTree) -> tuple[Looked, dict[str, Seen], jax.Array | float]:
     """Inspects a step; the result stays on the devices. Call this before the step: it donates the state."""
@@ -46,11 +45,10 @@ class Watcher:
       state, batch = placed((state, batch))
       if self._step.accumulate > 1:  # the first micro-batch, since a backward pass takes one
         batch = first_of_batch(self._step.accumulate, batch)
-      if self._pass is None:
-        [self._pass] = passes([(self._step, state)], batch, updates=True)
+      [run] = passes([(self._step, state)], batch, updates=True)
       parameters = {path: see(leaf) for path, leaf in float_leaves(hide(on_device(state.arrays)))}
       scaler = find_scaler(state.opt_state)
-      return self._pass(state, batch), parameters, 1.0 if scaler is None else jnp.copy(scaler.scale)
+      return run(state, batch), parameters, 1.0 if scaler is None else jnp.copy(scaler.scale)
 
   def figures(self, looked: tuple[Looked, dict[str, Seen], jax.Array | float]) -> Figures:
     """Returns the figures of a step that `look` has inspected."""
@@ -59,7 +57,7 @@ class Watcher:
     half = dtype.name if dtype.itemsize < 4 else "float16"
     totals: dict[str, Seen] = {}
     histograms = {}
-    for kind, path, one in self._tensors(seen, parameters):
+    for kind, path, one in _tensors(seen, parameters):
       totals[kind] = totals[kind] + one if kind in totals else one
       counts = one.histogram[1]
       if there := [i for i, count in enumerate(counts) if count]:
@@ -79,14 +77,14 @@ class Watcher:
         shares[f"{what} {f'bfloat16 with {name}' if name.startswith('int') else name} weights"] = share
     return Figures(shares, histograms)
 
-  def _tensors(self, looked: Looked, parameters: dict[str, Seen]) -> Iterator[tuple[str, str, Seen]]:
-    assert self._pass is not None
-    for (kind, name, *index), one in self._pass.seen(looked):
-      if index:
-        module, operation = name
-        name = "/".join((module, *map(str, index[0]), operation.replace(" ", "_")))
-      yield kind, name, one
-    for path, one in parameters.items():
-      yield "parameter", path, one
-    for path, sums in looked.updates.items():
-      yield "update", path, sums.ratio
+
+def _tensors(looked: Looked, parameters: dict[str, Seen]) -> Iterator[tuple[str, str, Seen]]:
+  for (kind, name, *index), one in looked.seen():
+    if index:
+      module, operation = name
+      name = "/".join((module, *map(str, index[0]), operation.replace(" ", "_")))
+    yield kind, name, one
+  for path, one in parameters.items():
+    yield "parameter", path, one
+  for path, sums in looked.updates.items():
+    yield "update", path, sums.ratio

@@ -181,7 +181,8 @@ def make_layout(
       (gather != "step", f"gather={gather!r} says when to gather parameters on a mesh"),
     ]
     for text in (text for is_given, text in needs if is_given):
-      raise ValueError(f"{text}: pass mesh=, too; one device is enough, as in jax.make_mesh((1,), ('data',))")
+      one = "; one device is enough, as in jax.make_mesh((1,), ('data',))" if offload else ""
+      raise ValueError(f"{text}: pass mesh=, too{one}")
     return None
   mesh = check_mesh(mesh)
   if gather == "block" and "fsdp" not in mesh.shape:

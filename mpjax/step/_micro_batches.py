@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree, Shaped
 
 from mpjax._types import Array
@@ -22,7 +23,7 @@ def split_batch(n: int, batch: PyTree) -> PyTree:
     require_same_rows(batch, f"accumulate={n}")
 
   def split(x: Shaped[Array, " ..."]) -> Shaped[Array, "n ..."]:
-    if not x.ndim:
+    if not np.ndim(x):
       return jnp.broadcast_to(x, (n,))
     if x.shape[0] % n:
       raise ValueError(f"a batch of {x.shape[0]} rows cannot be split into accumulate={n} micro-batches")
@@ -37,7 +38,7 @@ def require_same_rows(batch: PyTree, divided: str) -> None:
   After the division a device or micro-batch could have rows that broadcast, and the loss would be wrong
   without an error. It names what has `divided` the batch.
   """
-  with_rows = [(name, leaf) for name, leaf in named_leaves(batch) if leaf.ndim]
+  with_rows = [(name, leaf) for name, leaf in named_leaves(batch) if np.ndim(leaf)]
   for name, leaf in with_rows[1:]:
     first_name, first = with_rows[0]
     if leaf.shape[0] != first.shape[0]:

@@ -68,7 +68,7 @@ def strict(text):
   return json.loads(text, parse_constant=refuse)
 
 
-FIELDS = "version title policy compute_dtype backend versions loss_scale step batches rows loss bins formats"
+FIELDS = "version title policy compute_dtype backend versions loss_scale step batches rows rows_left_out loss bins formats"
 FIELDS += " lost_updates descent_quality tensors verdict findings advice"
 
 

@@ -160,6 +160,15 @@ def test_the_watch_over_a_run(case):
     assert sum(counts) == pytest.approx(sum(expected.histograms[path][1]), abs=2), path
 
 
+def test_the_watch_takes_batches_of_any_shape_and_scalars():
+  step, state = alone(plain, 2)
+  watcher = Watcher(step)
+  whole, half = (
+    watcher.look(state, {name: x[:n] for name, x in BATCH.items()} | {"t": 1.0}) for n in (16, 8)
+  )
+  assert watcher.figures(whole).histograms.keys() == watcher.figures(half).histograms.keys()
+
+
 @on_meshes([case for case in CASES if case.explicit != "nothing"])
 def test_a_search_on_explicit_axes(case):
   expected = find_nonfinite(*alone(logarithm, case.accumulate), BROKEN, reference=False)

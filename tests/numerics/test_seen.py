@@ -130,15 +130,20 @@ def test_the_sketch_is_linear_and_leaves_out_what_is_not_finite():
 def test_steps_are_summarised_apart_without_those_that_did_not_run_and_scales_are_divided_out():
   x = spread(3 * 2 * 50).reshape(3, 2, 50)
   x[1, 1] = 0
-  present = np.asarray([100, 50, 100], np.int32)
-  both = seen(x, apart=1, scale=1000.0, present=jnp.asarray(present))
+  absent = np.asarray([0, 50, 0], np.uint32)
+  both = seen(x, apart=1, scale=1000.0, absent=jnp.asarray(absent))
   for i in range(3):
-    alone = seen(x[i, : present[i] // 50] / np.float32(1000))
+    alone = seen(x[i, : 2 - absent[i] // 50] / np.float32(1000))
     one = both[(i,)]
     np.testing.assert_array_equal(one.exponents, alone.exponents)
     assert (one.zero, one.count, one.top) == (alone.zero, alone.count, alone.top)
   total = both[(0,)] + both[(2,)]
   assert (total.count, total.top) == (200, np.abs(x[[0, 2]] / np.float32(1000)).max())
+
+
+def test_long_arrays_are_padded_to_multiples_and_counted_without_the_padding():
+  traced = jax.eval_shape(see, jax.ShapeDtypeStruct((2**31 + 9,), jnp.float32))
+  assert (traced.exponents.shape, traced.exponents.dtype) == ((256,), jnp.uint32)
 
 
 def test_what_is_lost_is_weighed_by_its_size():

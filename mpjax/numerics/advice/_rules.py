@@ -30,13 +30,13 @@ class Rule:
   Attributes:
     kind: kind of the findings.
     severity: their severity, or a function from the look and the tensor to it.
-    unless: rules that explain the findings if they find a problem.
+    unless: rules that explain the findings if they find anything.
     unless_before: rules that explain a finding if a problem of theirs comes before: earlier in the forward
       pass, or for gradients in the backward pass.
     limits: thresholds, by the name of an argument of the function.
   """
 
-  # The order of the rows says only which of several findings of one kind on one tensor is shown.
+  # The order of the rows is that of the findings on the whole step, and of several on one tensor.
   rows: ClassVar[list[Rule]] = []
 
   def __init__(
@@ -58,7 +58,7 @@ class Rule:
 
   def findings(self, look: Look) -> Iterator[Finding]:
     """Yields what the rule finds and no other rule explains."""
-    if look.problems(*self.unless):
+    if look.found(*self.unless):
       return
     earlier = [finding.order for finding in look.problems(*self.unless_before)]
     for t, text in self._find(look, **self.limits):

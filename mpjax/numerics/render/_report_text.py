@@ -115,7 +115,7 @@ def _loss(report: NumericsReport) -> str:
 
 def _run(report: NumericsReport) -> str:
   batches = "1 batch" if report.batches == 1 else f"{report.batches} batches"
-  rows = f"{report.rows}" if report.rows == report.rows_given else f"{report.rows} of {report.rows_given}"
+  rows = f"{report.rows} of {report.rows + report.rows_left_out}" if report.rows_left_out else report.rows
   return f"{batches} ({rows} rows), step {report.step}"
 
 

@@ -82,7 +82,7 @@ function showFacts() {
   pairs.push(["Loss scale", scale === 1 ? "none" : Number.isInteger(RUN) ? [...power(RUN), ` = ${digits(scale)}`] : digits(scale)]);
   pairs.push(["Loss", `${loss(REPORT.loss.policy)}${number(REPORT.loss.reference) === null ? "" : `, in float32 ${loss(REPORT.loss.reference)}`}`]);
   const plural = (count, word) => `${digits(count)} ${word}${count === 1 ? "" : word === "batch" ? "es" : "s"}`;
-  pairs.push(["Run on", `${plural(REPORT.batches, "batch")}, ${plural(REPORT.rows, "row")}, at step ${digits(REPORT.step)}, ${REPORT.backend}`]);
+  pairs.push(["Run on", `${plural(REPORT.batches, "batch")}, ${REPORT.rows_left_out ? `${digits(REPORT.rows)} of ` : ""}${plural(REPORT.rows + REPORT.rows_left_out, "row")}, at step ${digits(REPORT.step)}, ${REPORT.backend}`]);
   byId("facts").replaceChildren(...pairs.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
   byId("footer").textContent = Object.entries(REPORT.versions).map(([name, version]) => `${name} ${version}`).join(" · ");
 }

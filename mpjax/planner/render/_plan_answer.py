@@ -22,7 +22,8 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8", "tensorfloat32
 _WIDE = ("float32", "tensorfloat32")
 _PADDING = "pad "  # the beginning of notes on padding
 _WAYS_OUT = {
-  "activations": "recompute=blocks keeps fewer of them, a smaller batch or accumulate=2 halves them",
+  "activations": "jax.checkpoint around a block (train.recompute=blocks) keeps fewer of them, a smaller "
+  "batch or accumulate=2 halves them",
   "workspace": "a smaller batch or accumulate=2 halves it",
   "temporaries": "a smaller batch or accumulate=2 halves them",
   "compute copies": "a mesh with fsdp divides them",
