@@ -28,8 +28,7 @@ INSTEAD: dict[str, str] = {
     "step.adopt(state, before) and train.init_from give a step or run the master weights of another, "
     "step.user_state(state) returns them in float32",
   ),
-  "recompute.dots": "jax.checkpoint(loss_fn, policy=jax.checkpoint_policies.dots_saveable) keeps the results "
-  "of products alone, train.recompute: blocks less",
+  "recompute.dots": "islands keep as little; jax.checkpoint around a block, or train.recompute: blocks, less",
   "mesh.gather_prefetch": "leave it out, the compiler orders the gathers",
   "loss_scaling.consecutive_hysteresis": "leave it out: growth restores the patience of hysteresis",
   **dict.fromkeys(

@@ -65,7 +65,7 @@ GUESSES = {
   "jmp: cast_to_compute": (lambda: mpjax.cast_to_compute(PARAMS), "get_policy('bf16').cast_to_compute"),
   "mpjax before: recompute='dots'": (
     lambda: mpjax.autocast(loss_fn, recompute="dots"),
-    "jax.checkpoint_policies.dots_saveable",
+    "jax.checkpoint around a block",
   ),
   "jmp: get_policy(string)": (lambda: mpjax.get_policy("params=float32,compute=half,output=float32"), None),
   "jmp: Policy('bf16')": (lambda: mpjax.Policy("bf16"), "mpjax.get_policy('bf16')"),

@@ -39,8 +39,8 @@ class Left(NamedTuple):
   """A value and its cotangent; also the probe as whose cotangents they leave a program.
 
   Attributes:
-    value: float32[*steps, *repeats, *shape].
-    gradient: float32[*steps, *repeats, *shape].
+    value: [*steps, *repeats, *shape], in the value's dtype.
+    gradient: the same shape and dtype.
     reached: float32[*steps, *repeats]: 1; 0 if the loss does not depend on the value.
   """
 
@@ -121,8 +121,8 @@ def leave(x: Array, probe: Left) -> Array:
 
 
 def _leave_backward(x: Array, ct: Array) -> tuple[Array, Left]:
-  wide = lambda x: on_no_axes(lambda x: x.astype(jnp.float32), x)
-  return ct, Left(wide(x), wide(ct), jnp.ones([]))
+  value, gradient = (on_no_axes(lambda x: x, one) for one in (x, ct))
+  return ct, Left(value, gradient, jnp.ones([]))
 
 
 leave.defvjp(lambda x, probe: (x, x), _leave_backward)
@@ -165,7 +165,8 @@ def passes(sides: list[tuple[TrainStep, TrainState]], batch: PyTree, *, updates:
   """
   of_rows = lambda batch: [_points(step, state, batch) for step, state in sides]
   points, n = of_rows(batch), rows(batch)
-  needed = max(sum(8 * math.prod((*p.steps, *p.repeats, *p.shape)) for p in found) for found in points)
+  size = lambda p: 2 * jnp.dtype(p.dtype).itemsize * math.prod((*p.steps, *p.repeats, *p.shape))
+  needed = max(sum(map(size, found)) for found in points)
   chosen = _rows_that_fit(batch, needed, any(step.policy.fp8 for step, _ in sides))
   if chosen < n:
     try:
@@ -227,8 +228,8 @@ def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point
 def _program(step: TrainStep, points: list[Point], n: int, updates: bool) -> Callable[..., Any]:
   def probe(point: Point) -> Left:
     loops = (*point.steps, *point.repeats)
-    zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
-    return Left(zeros(*loops, *point.shape), zeros(*loops, *point.shape), zeros(*loops))
+    zeros = jnp.zeros((*loops, *point.shape), point.dtype)
+    return Left(zeros, zeros, jnp.zeros(loops, jnp.float32))
 
   @jax.jit
   def run(state: TrainState, batch: PyTree) -> Any:
