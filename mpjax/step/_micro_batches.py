@@ -23,13 +23,13 @@ def split_batch(n: int, batch: PyTree) -> PyTree:
     require_same_rows(batch, f"accumulate={n}")
 
   def split(x: Shaped[Array, " ..."]) -> Shaped[Array, "n ..."]:
-    if not np.ndim(x):
+    if not x.ndim:
       return jnp.broadcast_to(x, (n,))
     if x.shape[0] % n:
       raise ValueError(f"a batch of {x.shape[0]} rows cannot be split into accumulate={n} micro-batches")
     return x.reshape(x.shape[0] // n, n, *x.shape[1:]).swapaxes(0, 1)
 
-  return jax.tree.map(split, batch)
+  return jax.tree.map(lambda x: split(x if hasattr(x, "ndim") else jnp.asarray(x)), batch)
 
 
 def require_same_rows(batch: PyTree, divided: str) -> None:

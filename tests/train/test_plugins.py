@@ -72,7 +72,7 @@ def test_what_is_exported_has_the_logits_of_the_run(finished, tmp_path):
 @pytest.mark.parametrize("finished", ["nnx", "haiku"], indirect=True)
 def test_a_run_is_inspected(finished, tmp_path):
   report = tmp_path / "report.json"
-  options = ["--html", str(tmp_path / "x.html"), "--json", str(report), "--no-advice"]
+  options = ["--html", str(tmp_path / "x.html"), "--json", str(report)]
   assert main(["numerics", str(finished[1]), *OF_FILE, "batches=1", *options]) == 0
   tensors = json.loads(report.read_text())["tensors"]
   assert {"activation", "parameter", "weight gradient"} <= {tensor["kind"] for tensor in tensors}
