@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpjax._gone import missing
-from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._inspection import inspect_numerics
-from mpjax.numerics._report import NumericsReport
+from mpjax.numerics._report import Advice, Finding, NumericsReport
 from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
 
 __all__ = [

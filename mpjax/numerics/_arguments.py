@@ -132,8 +132,6 @@ def step_of(
       return target, state, True
     other = step_under(target, get_policy(policy).without_histories())
     return other, other.adopt(state, target, warn=False), True
-  if not callable(target):
-    raise ValueError(f"target of type {type(target).__name__}: expected a TrainStep or a loss function")
   resolved = get_policy("auto" if policy is None else policy).without_histories()
   step = make_train_step(target, optax.identity() if tx is None else tx, resolved.without_devices())
   return step, step.init(state, **init), tx is not None
@@ -141,34 +139,15 @@ def step_of(
 
 @contextlib.contextmanager
 def on_axes_of(step: TrainStep | Callable[..., Any]) -> Iterator[Callable[[PyTree], PyTree]]:
-  """Leaves `jax.set_mesh`; yields what puts a tree, or each of an iterator's, on the axes of a step's mesh.
+  """Leaves `jax.set_mesh`; yields what puts a tree on the axes of a step's mesh, which the compiler divides.
 
-  The compiler divides these. Without a mesh, a step or a loss function keeps explicit axes: it may say how
-  its products are divided.
+  Without a mesh, a step or a loss function keeps explicit axes: it may say how its products are divided.
   """
   if not isinstance(step, TrainStep) or step.layout is None:
     yield lambda tree: tree
     return
-  around = jax.sharding.get_mesh()
-
-  def placed(tree: PyTree) -> PyTree:
-    if isinstance(tree, Iterator):
-      return map(placed, _taken_in(around, tree))
-    return jax.tree.map(_on_auto_axes, tree)
-
   with jax.set_mesh(_NO_MESH):
-    yield placed
-
-
-def _taken_in(mesh: jax.sharding.Mesh, batches: Iterator[Any]) -> Iterator[Any]:
-  """Yields an iterator's batches, each made in the mesh that its user has set."""
-  while True:
-    with jax.set_mesh(mesh):
-      try:
-        batch = next(batches)
-      except StopIteration:
-        return
-    yield batch
+    yield lambda tree: jax.tree.map(_on_auto_axes, tree)
 
 
 def _on_auto_axes(x: Any) -> Any:
@@ -178,23 +157,22 @@ def _on_auto_axes(x: Any) -> Any:
   return jax.device_put(x, NamedSharding(check_mesh(at.mesh), at.spec, memory_kind=at.memory_kind))
 
 
+def _parameters(fun: Callable[..., Any]) -> list[str]:
+  """Returns the names of a function's arguments; none if they are not known."""
+  try:
+    return list(inspect.signature(fun).parameters)
+  except (TypeError, ValueError):
+    return []
+
+
 def _stand_ins(fun: Callable[..., Any]) -> dict[str, None]:
   """Returns the keyword arguments of a loss function that the step fills in, not its caller."""
-  if not callable(fun):
-    return {}
-  try:
-    parameters = inspect.signature(fun).parameters
-  except (TypeError, ValueError):
-    return {}
-  return {name: None for name in KEYWORDS if name in parameters}
+  return dict.fromkeys(name for name in KEYWORDS if name in _parameters(fun))
 
 
 def _names(fun: Callable[..., Any], count: int) -> list[str]:
   """Returns the names of a function's arguments after the first."""
-  try:
-    found = list(inspect.signature(fun).parameters)[1 : count + 1]
-  except (TypeError, ValueError):
-    found = []
+  found = _parameters(fun)[1 : count + 1]
   return found + [f"argument {i + 2}" for i in range(len(found), count)]
 
 

@@ -21,15 +21,14 @@ def listed(batches: PyTree) -> Iterable[Any]:
   return batches if is_leaf and isinstance(batches, Iterable) and not hasattr(batches, "shape") else [batches]
 
 
-def micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
-  """Yields the n micro-batches of each batch, one after the other."""
-  for batch in batches:
-    if n == 1:
-      yield batch
-      continue
-    split = split_batch(n, batch)
-    for i in range(n):
-      yield jax.tree.map(operator.itemgetter(i), split)
+def micro_batches(batch: PyTree, n: int) -> Iterator[Any]:
+  """Yields the n micro-batches of a batch, one after the other."""
+  if n == 1:
+    yield batch
+    return
+  split = split_batch(n, batch)
+  for i in range(n):
+    yield jax.tree.map(operator.itemgetter(i), split)
 
 
 def rows(batch: PyTree) -> int:

@@ -13,15 +13,15 @@ import optax
 
 from mpjax._types import PolicyLike, PyTree
 from mpjax.loss_scale import find_loss_scales, find_scaler, hide
+from mpjax.numerics._advice import with_conclusions
 from mpjax.numerics._arguments import arguments_of, on_axes_of, step_of
 from mpjax.numerics._batches import listed, micro_batches, rows
 from mpjax.numerics._pass import Pass, float_leaves, passes, reference_state, reference_step
 from mpjax.numerics._points import Point
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._seen import Seen, is_half, see
-from mpjax.numerics._tensors import Distance, Tensor
-from mpjax.numerics._updates import as_numbers, descent, held_as, lost
-from mpjax.numerics.advice import with_conclusions
+from mpjax.numerics._tensors import KINDS, Tensor
+from mpjax.numerics._updates import held_as, lost
 from mpjax.step import TrainState, TrainStep
 
 
@@ -90,17 +90,19 @@ def inspect_numerics(
   say = progress or (lambda line: None)
   with on_axes_of(given.fun_or_step) as placed:
     step, state, updates = step_of(given.fun_or_step, placed(given.state), given.policy, tx, init)
-    parts = micro_batches(placed(iter(listed(given.batches))), step.accumulate)
     if reference is True:
       reference = reference_step(given.fun_or_step if isinstance(given.fun_or_step, TrainStep) else step)
     inspection = _Inspection(step, state, reference or None, updates)
-    for i, batch in enumerate(parts):
-      if i == 0:
-        say("compiling")
-      inspection.add(batch)
-      say(f"batch {i + 1}")
-    if not inspection.count:
-      raise ValueError("no batch: expected a batch, or a list of at least one")
+  for batch in listed(given.batches):  # an iterator makes them on the mesh that its user has set
+    with on_axes_of(given.fun_or_step) as placed:
+      for part in micro_batches(placed(batch), step.accumulate):
+        if not inspection.count:
+          say("compiling")
+        inspection.add(part)
+        say(f"batch {inspection.count}")
+  if not inspection.count:
+    raise ValueError("no batch: expected a batch, or a list of at least one")
+  with on_axes_of(given.fun_or_step):
     return with_conclusions(inspection.report(title, keep), advise)
 
 
@@ -111,13 +113,13 @@ class _Sums:
   Attributes:
     magnitudes: in float32; without a float32 run, in the policy's run.
     own: in the policy's run, if there is a float32 run.
-    distance: between both.
-    moved: figures of updates, as `as_numbers` has them.
+    squares: from their sketches, the sums of squares of the difference and of the float32 values.
+    moved: counts of updates, as `UpdateSums` has them.
   """
 
   magnitudes: Seen
   own: Seen | None = None
-  distance: Distance | None = None
+  squares: np.ndarray | None = None
   moved: np.ndarray | None = None
 
   def __add__(self, other: _Sums) -> _Sums:
@@ -158,7 +160,7 @@ class _Inspection:
     else:
       found = {key: _Sums(seen) for key, seen in own.items()}
     for path, sums in looked[0].updates.items():
-      found["update", path] = _Sums(sums.ratio, moved=as_numbers(sums))
+      found["update", path] = _Sums(sums.ratio, moved=sums.counts.astype(np.int64))
     for key, sums in found.items():
       self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
@@ -166,6 +168,7 @@ class _Inspection:
     """Returns the report on all batches so far."""
     (step, state), losses = self._sides[0], np.mean(self._losses, axis=0).tolist()
     scaler = find_scaler(state.opt_state)
+    tensors = [*self._of_points(), *self._of_parameters()]
     seen, given = (sum(numbers) for numbers in zip(*self._rows, strict=True))
     return NumericsReport(
       title=title,
@@ -177,7 +180,7 @@ class _Inspection:
       rows_left_out=given - seen,
       loss=losses[0],
       reference_loss=losses[1] if losses[1:] else None,
-      tensors=(*self._of_points(), *self._of_parameters()),
+      tensors=tuple(sorted(tensors, key=lambda t: (KINDS.index(t.kind), t.order))),
       keep=keep,
       narrow_reference=_narrow(self._passes[1].points) if losses[1:] else (),
       own_scale=bool(find_loss_scales(jax.eval_shape(step.inner_tx.init, state.arrays))),
@@ -207,8 +210,7 @@ class _Inspection:
     modules = [point.module for point in self._points.values()]
     held = held_as(step, state)
     for order, (path, leaf) in enumerate(float_leaves(hide(state.arrays)), len(self._points)):
-      seen = jax.device_get(see(leaf))
-      found = {"parameter": _compared(seen, seen)}  # both runs read the same
+      found = {"parameter": _Sums(jax.device_get(see(leaf)))}  # both runs read the same
       found |= {
         kind: self._sums[kind, path] for kind in ("weight gradient", "update") if (kind, path) in self._sums
       }
@@ -216,8 +218,7 @@ class _Inspection:
       for kind, sums in found.items():
         moved = {}
         if sums.moved is not None:
-          norm, shares = descent(sums.moved)
-          moved = {"norm": norm, "descent": shares, "lost": lost(sums.moved), "moved": float(sums.moved[0])}
+          moved = {"lost": lost(sums.moved), "moved": float(sums.moved[0])}
         yield Tensor(
           kind=kind,
           module=module_of(parent, modules),
@@ -233,19 +234,23 @@ class _Inspection:
 
 
 def _compared(own: Seen | None, wide: Seen) -> _Sums:
-  return _Sums(wide) if own is None else _Sums(wide, own, Distance.between(own, wide))
+  if own is None:
+    return _Sums(wide)
+  a, b = np.asarray(own.sketch, np.float64), np.asarray(wide.sketch, np.float64)
+  return _Sums(wide, own, np.array([np.sum((a - b) ** 2), np.sum(b * b)]))
 
 
 def _figures(sums: _Sums) -> dict[str, Any]:
   """Returns magnitudes, and errors if float32 has finite values to compare with."""
-  wide, own, distance = sums.magnitudes, sums.own, sums.distance
+  wide, own = sums.magnitudes, sums.own
   found: dict[str, Any] = {"magnitudes": wide}
   if own is not None:
     found["policy"] = (float(own.nan), own.inf, own.zero)
-  if distance is not None:
-    found["norm"] = math.sqrt(distance.of_second)
+  if sums.squares is not None:
+    off, norm = (math.sqrt(x) for x in sums.squares)
+    found["norm"] = norm
     if wide.broken != wide.count:
-      found |= distance.figures(wide.count, not wide.broken and own is not None and not own.broken)
+      found["error"] = off / norm if norm else math.inf if off else 0.0
   return found
 
 

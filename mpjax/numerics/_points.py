@@ -18,13 +18,13 @@ from mpjax.casting._cast_plan import CastPlan, Mode, Node
 from mpjax.casting._casting_rules import CastingRules, make_rules
 from mpjax.casting._emit import Tap, execute
 from mpjax.casting._kinds import castable, is_float, size
+from mpjax.casting._loop_facts import layers_of_steps
 from mpjax.casting._trace import Traced
 from mpjax.jaxpr import (
   CallKind,
   Trait,
   at_region_edge,
   call_kind,
-  call_layout,
   dtype_of,
   has,
   in_region,
@@ -149,13 +149,14 @@ def _planned(
 
 def _points(plan: CastPlan, rules: CastingRules) -> dict[tuple[Node, int], Point]:
   """Returns the observed results, by decision and position, in program order."""
-  return dict(_walk(plan, (), (), fragile_equations(plan.jaxpr, rules), collections.Counter()))
+  return dict(_walk(plan, (), (), rules, fragile_equations(plan.jaxpr, rules), collections.Counter()))
 
 
 def _walk(
   plan: CastPlan,
   steps: tuple[int, ...],
   repeats: tuple[int, ...],
+  rules: CastingRules,
   kinds: Mapping[JaxprEqn, str],
   seen: collections.Counter[tuple[str, str]],
 ) -> Iterator[tuple[tuple[Node, int], Point]]:
@@ -163,7 +164,7 @@ def _walk(
   for node in plan.nodes:
     if _is_entered(node):
       for inner in node.call.plans if node.call else ():
-        yield from _walk(inner, *_loops_inside(node, steps, repeats), kinds, seen)
+        yield from _walk(inner, *_loops_inside(node, steps, repeats, rules), rules, kinds, seen)
       continue
     for i, variable in enumerate(node.equation.outvars):
       if variable in chosen:
@@ -171,36 +172,16 @@ def _walk(
 
 
 def _loops_inside(
-  node: Node, steps: tuple[int, ...], repeats: tuple[int, ...]
+  node: Node, steps: tuple[int, ...], repeats: tuple[int, ...], rules: CastingRules
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """Returns the loops around a body whose steps are kept apart, and those inside them."""
   if call_kind(node.equation) is not CallKind.SCAN:
     return steps, repeats
   length = times_run(node.equation)
-  if repeats or not _has_own_weights(node) or math.prod((*steps, length)) > _LONGEST:
+  # If its steps are not layers, each with its own weights, they are steps of time.
+  if repeats or not any(layers_of_steps(node.equation, rules)) or math.prod((*steps, length)) > _LONGEST:
     return steps, (*repeats, length)
   return (*steps, length), repeats
-
-
-def _has_own_weights(node: Node) -> bool:
-  """Returns whether the steps of a loop are layers: each multiplies the carry by weights of its own.
-
-  If all steps multiply by the same weights, they are steps of time.
-  """
-  if node.call is None:
-    return False
-  plan, layout = node.call.plans[0], call_layout(node.equation)
-  constant = {*plan.jaxpr.constvars, *plan.jaxpr.invars[: layout.carry.start]}
-  given = set(plan.jaxpr.invars[layout.carry.stop :])
-  for one in plan.nodes:
-    operands = variables_of(one.equation.invars)
-    if one.listed == "allow" or one.has_product():
-      if any(a in given for a in operands) and not any(a in constant and is_float(a.aval) for a in operands):
-        return True
-    elif has(one.equation, Trait.SAME_WEIGHT):
-      for group in (constant, given):
-        group.update(one.equation.outvars if operands and operands[0] in group else ())
-  return False
 
 
 def _point(

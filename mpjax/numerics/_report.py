@@ -6,8 +6,7 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +18,9 @@ from mpjax._render.plain_text import fold, percent, power_of_two_text
 from mpjax._render.text_sections import TEXT_WIDTH, TextSection, answer_lines, of_rows
 from mpjax._version import __version__
 from mpjax.formats import FORMATS
-from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._seen import BINS, FP8, INTEREST, is_half
-from mpjax.numerics._tensors import GRADIENTS, KINDS, Tensor, descent_quality, share_lost
-from mpjax.numerics.render import save_html
+from mpjax.numerics._tensors import GRADIENTS, KINDS, Tensor
+from mpjax.numerics.render import save_html, write_whole
 from mpjax.policy import Policy
 
 _TITLES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
@@ -33,7 +31,51 @@ _NAMES = {
   "activation": ("activations", "values"),
 }
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3 scaled", "float8_e5m2": "E5M2 scaled"}
-_MOST_YAML = 3  # lines of the policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """An effect of low precision.
+
+  Attributes:
+    kind: `overflow`, `gradient overflow`, `underflow`, `nonfinite`, `lost updates`, `error`,
+      `gradient error`, `weight gradient`, `range`, `reference` or `fragile`.
+    severity: `problem`, or `note` for an effect that does no harm now.
+    module: module path or a parameter's tree path; empty for the step.
+    text: one or two sentences that say what was measured.
+    tensor: the parameter's tree path, or the tensor's name; empty for the step.
+    order: position in the program; -1 for the step, and for a parameter that is not finite.
+  """
+
+  kind: str
+  severity: str
+  module: str
+  text: str
+  tensor: str = ""
+  order: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+  """A policy to use instead, as the findings suggest it; `mpjax.tune` measures it.
+
+  Attributes:
+    policy: the policy, as `mpjax.get_policy` takes it.
+    lines: (key, its benefit) for each change.
+  """
+
+  policy: Mapping[str, Any]
+  lines: tuple[tuple[str, str], ...] = ()
+
+  @property
+  def unchanged(self) -> bool:
+    """Returns whether there is nothing to change."""
+    return not self.lines
+
+  @property
+  def yaml(self) -> str:
+    """Returns the `policy` key of a config, ready to paste."""
+    return yaml.safe_dump({"policy": dict(self.policy)}, sort_keys=False, default_flow_style=False)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -80,17 +122,22 @@ class NumericsReport(Shown):
   advice: Advice | None = None
   rows_left_out: int = 0
 
-  def __post_init__(self) -> None:
-    ordered = sorted(self.tensors, key=lambda t: (KINDS.index(t.kind), t.order))
-    object.__setattr__(self, "tensors", tuple(ordered))
-
   def of(self, kind: str, module: str | None = None) -> list[Tensor]:
     """Returns the tensors of a kind, in program order; only those of `module` if it is given."""
     return [t for t in self.tensors if t.kind == kind and module in (None, t.module)]
 
   def lost(self, kind: str, name: str, scale: float | None = 1.0) -> float:
-    """Returns the share of a kind's values that a format rounds to zero; see `share_lost`."""
-    return share_lost(self.of(kind), name, scale)
+    """Returns the share of the nonzero values of all tensors of a kind that a format rounds to zero.
+
+    Args:
+      kind: kind of the tensors.
+      name: name of the format.
+      scale: factor of the values; `None`: each tensor's own, which brings its largest value just into the
+        format's range.
+    """
+    all_of = [t.magnitudes for t in self.of(kind)]
+    gone = sum(m.shares(name, scale or m.own_scale(name)).underflow * m.count for m in all_of)
+    return gone / (sum(m.there for m in all_of) or 1.0)
 
   def lost_updates(self) -> dict[str, float]:
     """Returns the share of the step's nonzero updates that weights of each format lose.
@@ -104,19 +151,6 @@ class NumericsReport(Shown):
       name: sum(count * lost[name] for count, lost in moved) / total for _, one in moved for name in one
     }
     return shares | {"stochastic": 0.0} if moved else {}
-
-  @property
-  def descent_quality(self) -> float | None:
-    """The share of the updates' intended descent that the weights make in their own formats.
-
-    `<actual update, intended update> / |intended update|^2` over all parameters: 1 if nothing is lost, 0 if
-    no weight moves along it (the effective descent quality of arXiv 2405.18710). `None` without updates.
-    """
-    return self.descent_quality_in(None)
-
-  def descent_quality_in(self, held: str | None) -> float | None:
-    """Returns `descent_quality` for weights in another format: `bfloat16`, `float16`, `int8`..."""
-    return descent_quality(self.of("update"), held)
 
   def error_by_module(self, kind: str) -> dict[str, float]:
     """Returns the largest error against float32 in each module, in program order."""
@@ -139,7 +173,7 @@ class NumericsReport(Shown):
       "lines": [{"key": key, "buys": buys} for key, buys in self.advice.lines],
       "unchanged": self.advice.unchanged,
     }
-    same = ("title", "loss_scale", "step", "batches", "rows", "rows_left_out", "descent_quality")
+    same = ("title", "loss_scale", "step", "batches", "rows", "rows_left_out")
     return plain_data(
       {
         "version": 1,
@@ -165,20 +199,40 @@ class NumericsReport(Shown):
 
   def save_json(self, path: str | os.PathLike[str]) -> None:
     """Writes `to_dict` as JSON."""
-    path = pathlib.Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(self.to_dict(), allow_nan=False) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(self.to_dict(), allow_nan=False) + "\n")
 
   def save_html(self, path: str | os.PathLike[str]) -> None:
     """Writes one page that needs nothing else and asks nothing of the network."""
     save_html(self.to_dict(), path)
 
   def _answer(self) -> list[str]:
-    return answer(self)
+    title = f" of {self.title}" if self.title else ""
+    first = [
+      f"numerics{title}, policy {self.policy.full_label}: {verdict(self)}",
+      f"{_loss(self)}; {_run(self)}",
+      *_figure_lines(list(figures(self))),
+    ]
+    policy = [] if self.advice is None or self.advice.unchanged else _policy_lines(self.advice)
+    said = [_finding_line(finding) for finding in self.findings]
+    return answer_lines(first, said, policy, rest="{} more in the table findings")
 
   def _sections(self) -> list[TextSection]:
-    return sections_of(self)
+    of = f" of {self.title}" if self.title else ""
+    title = f"numerics{of}: policy {self.policy.full_label}, {_run(self)}\n{_loss(self)}"
+    sections = [of_rows(title, list(_kind_rows(self)), name="kinds")]
+    errors = [self.error_by_module(kind) for kind in ("activation", "activation gradient")]
+    if modules := list(dict.fromkeys(module for found in errors for module in found)):
+      cells = lambda module: (f"{found[module]:.2g}" if module in found else "" for found in errors)
+      rows = [["module", "values", "gradients"], *([m or "(no module)", *cells(m)] for m in modules)]
+      sections.append(of_rows("Error against float32, by module in program order", rows, name="modules"))
+    if self.findings:
+      said = [f"{finding.severity}: {finding.text}" for finding in self.findings]
+      sections.append(TextSection("Findings", lines=said, name="findings"))
+    if self.advice is not None:
+      said = [f"{key}: {buys}" for key, buys in self.advice.lines] or ["no change"]
+      said += self.advice.yaml.splitlines()
+      sections.append(TextSection("Advice", lines=said, name="advice"))
+    return sections
 
 
 class Figure(NamedTuple):
@@ -245,22 +299,6 @@ def figures(report: NumericsReport) -> Iterator[Figure]:
       yield Figure(kind, "largest error against float32", value, where=worst.path or worst.module)
 
 
-def answer(report: NumericsReport) -> list[str]:
-  """Returns the answer of a report, in at most eleven lines."""
-  title = f" of {report.title}" if report.title else ""
-  first = [
-    f"numerics{title}, policy {report.policy.full_label}: {verdict(report)}",
-    f"{_loss(report)}; {_run(report)}",
-    *_figure_lines(list(figures(report))),
-  ]
-  return answer_lines(
-    first,
-    [_finding_line(finding) for finding in report.findings],
-    [] if report.advice is None or report.advice.unchanged else _policy_lines(report.advice),
-    rest="{} more in the table findings",
-  )
-
-
 def _loss(report: NumericsReport) -> str:
   against = "" if report.reference_loss is None else f" (float32: {report.reference_loss:.6g})"
   scale = f"loss scale {power_of_two_text(report.loss_scale)}" if report.loss_scale != 1 else "no loss scale"
@@ -298,28 +336,7 @@ def _finding_line(finding: Finding) -> str:
 def _policy_lines(advice: Advice) -> list[str]:
   """Returns the policy to use, in few lines of YAML."""
   text = yaml.safe_dump(dict(advice.policy), default_flow_style=True, width=10**6, sort_keys=False).strip()
-  lines = fold(f"policy: {text}", TEXT_WIDTH - 2).replace("\n", "\n  ").split("\n")
-  return lines if len(lines) <= _MOST_YAML else ["the policy to write is in the table advice"]
-
-
-def sections_of(report: NumericsReport) -> list[TextSection]:
-  """Returns the tables of a report: kinds of tensors, modules, findings, advice."""
-  of = f" of {report.title}" if report.title else ""
-  title = f"numerics{of}: policy {report.policy.full_label}, {_run(report)}\n{_loss(report)}"
-  sections = [of_rows(title, list(_kind_rows(report)), name="kinds")]
-  errors = [report.error_by_module(kind) for kind in ("activation", "activation gradient")]
-  if modules := list(dict.fromkeys(module for found in errors for module in found)):
-    cells = lambda module: (f"{found[module]:.2g}" if module in found else "" for found in errors)
-    rows = [["module", "values", "gradients"], *([m or "(no module)", *cells(m)] for m in modules)]
-    sections.append(of_rows("Error against float32, by module in program order", rows, name="modules"))
-  if report.findings:
-    said = [f"{finding.severity}: {finding.text}" for finding in report.findings]
-    sections.append(TextSection("Findings", lines=said, name="findings"))
-  if report.advice is not None:
-    said = [f"{key}: {buys}" for key, buys in report.advice.lines] or ["no change"]
-    said += report.advice.yaml.splitlines()
-    sections.append(TextSection("Advice", lines=said, name="advice"))
-  return sections
+  return fold(f"policy: {text}", TEXT_WIDTH - 2).replace("\n", "\n  ").split("\n")
 
 
 def _kind_rows(report: NumericsReport) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""What is kept of a tensor: how many values each power of two has, the largest, their sum, and a sketch."""
+"""What is kept of a tensor: how many values each power of two has, the largest, and a sketch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Shares(NamedTuple):
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=("exponents", "nan", "top", "total", "sketch"),
+  data_fields=("exponents", "nan", "top", "sketch"),
   meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +65,6 @@ class Seen:
       infinities and NaN.
     nan: number of NaN.
     top: largest finite magnitude.
-    total: sum of the finite values.
     sketch: float32[1016]: entry i is the sum of the finite values at i, i + 1016, ..., with random signs that
       are the same for every array of a shape.
 
@@ -80,7 +79,6 @@ class Seen:
   exponents: Any
   nan: Any
   top: Any
-  total: Any
   sketch: Any = None
 
   def __getitem__(self, index: tuple[int, ...]) -> Seen:
@@ -90,8 +88,7 @@ class Seen:
   def __add__(self, other: Seen) -> Seen:
     """Adds up two summaries on the host."""
     exponents = np.asarray(self.exponents, np.int64) + other.exponents
-    nan, total = int(self.nan) + int(other.nan), float(self.total) + float(other.total)
-    return Seen(exponents, nan, max(self.top, other.top), total)
+    return Seen(exponents, int(self.nan) + int(other.nan), max(self.top, other.top))
 
   @property
   def count(self) -> float:
@@ -174,20 +171,16 @@ class Seen:
 
   def lost_norm(self, name: str, scale: float = 1.0) -> float:
     """Returns the norm of values that a format rounds to zero over the norm of all finite values."""
-    below, counts = self.histogram
-    edge = FORMATS[name].underflow_edge / scale
+    binade = np.arange(1.0, _LAST) - _BIAS
     # Up to a factor that is equal for all binades: the mean square over the square of the lower edge.
-    energy = [count * 4.0**e for e, count in zip(BINS, counts, strict=True)]
-    smallest = below * 4.0 ** (BINS[0] - 1)
-    gone = smallest + sum(x for e, x in zip(BINS, energy, strict=True) if 2.0 ** (e + 1) <= edge)
-    return math.sqrt(gone / (smallest + sum(energy))) if gone else 0.0
+    energy = self.exponents[1:_LAST] * 4.0**binade
+    gone = energy[2.0 ** (binade + 1) <= FORMATS[name].underflow_edge / scale].sum()
+    return math.sqrt(gone / energy.sum()) if gone else 0.0
 
   def kept(self, name: str, scale: float = 1.0) -> float:
     """Returns the share of the nonzero values that a format neither rounds to zero nor overflows."""
-    if not self.there:
-      return 1.0
     shares = self.shares(name, scale)
-    return 1 - (shares.underflow + shares.overflow) * self.count / self.there
+    return 1 - (shares.underflow + shares.overflow) * self.count / (self.there or 1.0)
 
 
 def see(
@@ -239,8 +232,8 @@ def see_padded(x: Float32[Array, "..."], absent: Any, scale: Float32[Array, ""])
   finite = jnp.where(bits < _INF, x, 0)
   counted = jax.lax.platform_dependent(bits >> 23, cpu=by_scatter, default=by_comparison)
   exponents = counted.at[0].add(-absent)
-  top, total = jnp.max(jnp.abs(finite)), jnp.sum(finite)
-  return Seen(exponents, jnp.sum(bits > _INF, dtype=jnp.uint32), top, total, _sketch(finite))
+  nan, top = jnp.sum(bits > _INF, dtype=jnp.uint32), jnp.max(jnp.abs(finite))
+  return Seen(exponents, nan, top, _sketch(finite))
 
 
 def by_comparison(exponents: Num[Array, " n"]) -> UInt32[Array, "256"]:

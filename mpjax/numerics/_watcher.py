@@ -15,7 +15,7 @@ from mpjax.numerics._arguments import on_axes_of
 from mpjax.numerics._pass import Looked, float_leaves, passes
 from mpjax.numerics._seen import BINS, Seen, see
 from mpjax.numerics._tensors import GRADIENTS
-from mpjax.numerics._updates import as_numbers, descent, lost
+from mpjax.numerics._updates import lost
 from mpjax.sharding import on_device
 from mpjax.step import TrainState, TrainStep, first_of_batch
 
@@ -71,10 +71,9 @@ class Watcher:
       shares[f"{kind}s lost in {half}"] = total.underflow(half, factor)
       shares[f"{kind}s overflown in {half}"] = total.shares(half, factor).overflow
       shares[f"{kind}s zero"] = total.zero / total.count
-    sums = np.sum([as_numbers(u) for u in seen.updates.values()], axis=0)
-    for what, by_format in (("updates lost in", lost(sums)), ("descent made by", descent(sums)[1])):
-      for name, share in by_format.items():
-        shares[f"{what} {f'bfloat16 with {name}' if name.startswith('int') else name} weights"] = share
+    moves = np.sum([u.counts for u in seen.updates.values()], axis=0, dtype=np.int64)
+    for name, share in lost(moves).items():
+      shares[f"updates lost in {f'bfloat16 with {name}' if name.startswith('int') else name} weights"] = share
     return Figures(shares, histograms)
 
 

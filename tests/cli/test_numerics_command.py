@@ -122,10 +122,7 @@ def test_looking_at_a_run_changes_nothing_and_leaves_histograms(trained, plain):
     assert [event.step for event in events.Histograms(found[0])] == [4, 8]
   shares = [tag for tag in tags["scalars"] if tag.startswith("numerics/")]
   assert any("lost in" in tag.replace("_", " ") for tag in shares)
-  assert all(0 <= event.value <= 1 for tag in shares if "descent" not in tag for event in events.Scalars(tag))
-  made = {name: events.Scalars(f"numerics/descent made by {name} weights") for name in ("float16", "float32")}
-  assert [event.value for event in made["float32"]] == pytest.approx([1, 1], abs=1e-3)
-  assert all(0.5 < event.value < 1.5 for event in made["float16"])
+  assert all(0 <= event.value <= 1 for tag in shares for event in events.Scalars(tag))
 
 
 @pytest.mark.slow

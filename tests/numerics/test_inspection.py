@@ -61,13 +61,11 @@ def test_errors_are_those_of_the_policys_own_run(policy):
       continue
     a, b = (x[t.kind, t.module, t.name].astype(np.float64).ravel() for x in (found, exact))
     error = np.linalg.norm(a - b) / np.linalg.norm(b)
-    cosine = a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
     if policy == "fp32":
       assert t.error < 1e-5
     else:
       assert 1e-5 < error < 0.2
       assert t.error == pytest.approx(error, rel=0.35)
-      assert 1 - t.cosine == pytest.approx(1 - cosine, rel=0.6, abs=1e-6)
     assert t.policy[:2] == (0, 0)
     assert abs(t.policy[2] - (a == 0).sum()) <= 2
 
@@ -101,7 +99,7 @@ def test_reported_gradients_do_not_depend_on_the_loss_scale():
       shares = t.magnitudes.shares("float8_e5m2", scale)
       assert t.to_dict(scale)["scaled_shares"]["float8_e5m2"] == shares._asdict()
     assert report.reference_loss is None
-    assert {(t.error, t.cosine, t.policy) for t in report.of("activation")} == {(None, None, None)}
+    assert {(t.error, t.policy) for t in report.of("activation")} == {(None, None)}
     assert report.advice.unchanged
     assert "float32:" not in str(report)
 

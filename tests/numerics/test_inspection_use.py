@@ -35,9 +35,8 @@ from tests.numerics._by_hand import (
 def test_without_an_optimiser_nothing_is_said_of_updates():
   report = look("bf16", tx=None)
   assert not report.of("update")
-  assert not [f for f in report.findings if f.kind in ("lost updates", "descent")]
-  assert report.descent_quality is None
-  assert report.to_dict()["descent_quality"] is None
+  assert not [f for f in report.findings if f.kind == "lost updates"]
+  assert report.lost_updates() == report.to_dict()["lost_updates"] == {}
 
 
 def test_steps_of_a_loop_are_layers():
@@ -69,7 +68,7 @@ def strict(text):
 
 
 FIELDS = "version title policy compute_dtype backend versions loss_scale step batches rows rows_left_out loss bins formats"
-FIELDS += " lost_updates descent_quality tensors verdict findings advice"
+FIELDS += " lost_updates tensors verdict findings advice"
 
 
 @pytest.mark.parametrize("policy", ["fp16", "fp8"])

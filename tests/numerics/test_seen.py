@@ -79,13 +79,11 @@ def test_an_overflow_is_seen_if_one_value_overflows_and_else_not():
 
 
 @pytest.mark.parametrize("size", [1, 7, SKETCH - 1, SKETCH, 5000])
-def test_the_sketch_of_a_short_array_keeps_every_value_and_the_sum_is_of_the_finite_ones(size):
+def test_the_sketch_of_a_short_array_keeps_every_value(size):
   x = np.random.default_rng(1).standard_normal(size).astype(np.float32)
   if size <= SKETCH:
     np.testing.assert_array_equal(np.abs(seen(x).sketch), np.pad(np.abs(x), (0, SKETCH - size)))
-  assert seen(x).total == pytest.approx(x.sum(dtype=np.float64), abs=1e-3)
   x[0] = np.inf
-  assert seen(x).total == pytest.approx(x[1:].sum(dtype=np.float64), abs=1e-3)
   assert (seen(x).count, seen(x).inf) == (size, 1)
 
 

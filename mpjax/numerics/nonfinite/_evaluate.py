@@ -197,7 +197,7 @@ class Evaluation:
     if of_places(equation, floating, array.shape):
       return bool(made_here(array, floating))
     if meant and has(equation, Trait.ACCUMULATES):
-      finite = [_without_infinities(x.array) if x.blame else x.array for x in operands]
+      finite = [jnp.where(jnp.isfinite(x.array), x.array, 0) if x.blame else x.array for x in operands]
       return not all(is_finite(x) for x in _bind(equation, finite))
     return False
 
@@ -308,16 +308,12 @@ def _bind(equation: JaxprEqn, operands: list[Array]) -> list[Array]:
 
 def _origin(equation: JaxprEqn | None, operands: list[Array], array: Array, place: Place) -> Origin:
   return Origin(
+    **vars(place),
     primitive="constant" if equation is None else equation.primitive.name,
-    module=place.module,
-    line=place.line,
-    backward=place.backward,
-    iterations=place.iterations,
     dtype=jnp.result_type(array).name,
     shape=np.shape(array),
     nonfinite=count(array),
     operands=tuple(describe(x) for x in operands if is_inexact(x)),
-    of_optimizer=place.of_optimizer,
   )
 
 
@@ -338,7 +334,3 @@ def _where(active: Array, new: list[BlamedArray], old: list[BlamedArray]) -> lis
   arrays = where_rows(active, [x.array for x in new], [x.array for x in old])
   blames = [a.blame | b.blame for a, b in zip(new, old, strict=True)]
   return [BlamedArray(x, _FINITE if is_finite(x) else b) for x, b in zip(arrays, blames, strict=True)]
-
-
-def _without_infinities(x: Array) -> Array:
-  return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))

@@ -9,18 +9,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import KeyPath
+from jax.tree_util import KeyPath, keystr
 
 from mpjax._types import Array, PolicyLike, PyTree
-from mpjax.loss_scale import NonFinite, find_loss_scales, get_loss_scale, is_inexact
+from mpjax.dtypes import cast_like
+from mpjax.loss_scale import (
+  NonFinite,
+  apply_updates,
+  find_loss_scales,
+  find_scaler,
+  get_loss_scale,
+  is_inexact,
+  keep_dtypes,
+  map_parts,
+)
 from mpjax.numerics._arguments import arguments_of, on_axes_of, step_of
-from mpjax.numerics.nonfinite._after_gradients import after_gradients
 from mpjax.numerics.nonfinite._evaluate import Evaluation, Source
 from mpjax.numerics.nonfinite._origins import Origin, Place, count, is_finite
 from mpjax.numerics.nonfinite._report import NonfiniteReport
+from mpjax.optim import unstored
 from mpjax.patterns import path_text
 from mpjax.sharding import on_device
-from mpjax.step import TrainState, TrainStep
+from mpjax.step import TrainState, TrainStep, state_of, unrounded, with_policy, with_step_arguments
 
 _MOST_OTHERS = 8
 # Stands for the counts of updates that a loss scale inside the user's optimiser has replaced.
@@ -130,7 +140,7 @@ def _hunt(
       carried = jax.jit(step.carried)(state, batch)
       kinds = ("model state ", "FP8 state ")
       found.append(_examined(step, kinds, alone.carried, (state, batch), inputs, carried))
-    run = after_gradients(step)
+    run = _after_gradients(step)
     loss, grads = jax.tree.unflatten(jax.tree.structure(compiled), found[0].arrays)
     inputs = [*_named("loss", loss), *_named("gradients", grads), *of_state]
     kinds = ("updates", "parameters after the step ", _STATE, _SKIPPED)
@@ -180,7 +190,11 @@ def _examined(
   """
   with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
-  names = [_name(kind, path) for kind, part in zip(kinds, shapes, strict=True) for path, _ in _leaves(part)]
+  names = [
+    _name(kind, path)
+    for kind, part in zip(kinds, shapes, strict=True)
+    for path, _ in jax.tree.leaves_with_path(part)
+  ]
   of_loss = [place is not None or name.startswith(kinds[0]) for name in names]
   evaluation = Evaluation(step.accumulate)
   values = evaluation.run(closed, inputs, of_loss, place or Place())
@@ -195,10 +209,44 @@ def _examined(
   return _Seen(arrays, results, _nonfinite(names, jax.tree.leaves(compiled)), blamed, parts)
 
 
+def _after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], tuple[PyTree, ...]]:
+  """Returns a function from (loss, unscaled gradients, state) to what the step computes from them.
+
+  It leaves out the skip that the step puts around its optimiser, which shows zeros in place of a NaN. A skip
+  inside the user's optimiser stays.
+
+  It returns the unrounded updates of the master weights that move, these parameters after the step, and the
+  optimiser's state before it is stored in few bytes. The last result is bool[]: whether a loss scale inside
+  the user's own optimiser has replaced these by zeros and the old state although the gradients are finite.
+  """
+  policy = step.policy
+  skips = policy.loss_scaling is not None or step.options.skip_nonfinite
+  given = with_step_arguments(step.inner_tx)
+  tx = with_policy(given, dataclasses.replace(policy, loss_scaling=None), guarded=False)
+
+  def run(loss: Array, grads: PyTree, state: TrainState) -> tuple[PyTree, ...]:
+    grads, params = step.trained.arguments(state, grads)
+    masters, layers = unrounded(params, step.layers(state))
+    before = unstored(state_of(layers._replace(scaler=None)))
+    scaler = find_scaler(before)
+    if scaler is not None:
+      times = lambda g: g * scaler.scale.astype(g.dtype) if is_inexact(g) else g
+      grads = map_parts(times, lambda g: g, grads)
+    updates, after = tx.update(grads, before, masters, value=loss)
+    after = keep_dtypes(after, before) if skips else after
+    new = cast_like(apply_updates(masters, updates), params)
+    skipped = jnp.asarray(False)
+    if scaler is not None:
+      skipped = get_loss_scale(after).skipped_steps > scaler.skipped_steps
+    return step.trained.moving(state, updates), step.trained.moving(state, new), after, skipped
+
+  return run
+
+
 def _name(kind: str, path: KeyPath) -> str:
   if kind == _STATE:
     return f"{kind}['{path_text(path).removeprefix('inner_state/')}']"
-  return kind + _text(path)
+  return kind + keystr(path)
 
 
 def _nonfinite(names: list[str], arrays: list[Any]) -> dict[str, NonFinite]:
@@ -218,15 +266,10 @@ def _summed(step: TrainStep) -> str:
 
 def _named(what: str, tree: PyTree, may_mask: bool = False) -> list[tuple[str, Array, bool]]:
   """Returns the name and array of each leaf, and whether its negative infinities may be a mask's."""
-  return [((what + _text(path)).lstrip("."), jnp.asarray(leaf), may_mask) for path, leaf in _leaves(tree)]
-
-
-def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
-  return jax.tree_util.tree_flatten_with_path(tree)[0]
-
-
-def _text(path: KeyPath) -> str:
-  return jax.tree_util.keystr(path)
+  return [
+    ((what + keystr(path)).lstrip("."), jnp.asarray(leaf), may_mask)
+    for path, leaf in jax.tree.leaves_with_path(tree)
+  ]
 
 
 def _places(origins: list[Origin]) -> list[Origin]:

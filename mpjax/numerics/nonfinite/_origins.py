@@ -68,57 +68,16 @@ class Iteration:
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
-  """An operation with a non-finite result that its operands do not explain.
-
-  Attributes:
-    primitive: name of the JAX primitive.
-    module: path of its module, such as `GPT/blocks/3/mlp`; empty outside modules.
-    line: file and line of the user's program, such as `model.py:31`; empty if not known.
-    backward: whether only the gradient needs the operation, not the loss.
-    iterations: the iterations of the loops around it, outermost first.
-    dtype: name of the dtype of the result.
-    shape: shape of the result.
-    nonfinite: numbers of NaN, +inf and -inf in the result.
-    operands: the floating operands.
-    float32_largest: the largest magnitude of the same operation in float32 on the same operands; infinity if
-      it is not finite there either; `None` if the operation is already in float32, or was not computed again.
-    whole: whether it stands for a loop that is finite when it runs operation by operation.
-    constant: whether the program itself contains the infinity or NaN, and `primitive` reads it.
-    of_optimizer: whether it is in the optimiser; its module is then an optax transform such as
-      `scale_by_adam`.
-  """
-
-  primitive: str
-  module: str
-  line: str
-  backward: bool
-  iterations: tuple[Iteration, ...]
-  dtype: str
-  shape: tuple[int, ...]
-  nonfinite: NonFinite
-  operands: tuple[Operand, ...]
-  float32_largest: float | None = None
-  whole: bool = False
-  constant: bool = False
-  of_optimizer: bool = False
-
-  @property
-  def overflowed(self) -> bool:
-    """Returns whether the result is beyond the range of its dtype, but finite in float32."""
-    return self.float32_largest is not None and bool(np.isfinite(self.float32_largest))
-
-
-@dataclasses.dataclass(frozen=True)
 class Place:
   """The place of an equation in the program.
 
   Attributes:
-    module: path of its module.
-    line: file and line of the user's program.
-    backward: whether only the gradient needs it.
-    iterations: the iterations of the loops around it.
-    of_optimizer: whether the program is an optimiser, whose modules are its transforms.
+    module: path of its module, such as `GPT/blocks/3/mlp`; empty outside modules. In an optimiser, an optax
+      transform such as `scale_by_adam`.
+    line: file and line of the user's program, such as `model.py:31`; empty if not known.
+    backward: whether only the gradient needs it, not the loss.
+    iterations: the iterations of the loops around it, outermost first.
+    of_optimizer: whether it is in the optimiser.
   """
 
   module: str = ""
@@ -142,6 +101,37 @@ class Place:
   def in_iteration(self, index: int, length: int | None, micro_batch: bool = False) -> Place:
     """Returns this place in one iteration of the loop."""
     return dataclasses.replace(self, iterations=(*self.iterations, Iteration(index, length, micro_batch)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin(Place):
+  """An operation with a non-finite result that its operands do not explain.
+
+  Attributes:
+    primitive: name of the JAX primitive.
+    dtype: name of the dtype of the result.
+    shape: shape of the result.
+    nonfinite: numbers of NaN, +inf and -inf in the result.
+    operands: the floating operands.
+    float32_largest: the largest magnitude of the same operation in float32 on the same operands; infinity if
+      it is not finite there either; `None` if the operation is already in float32, or was not computed again.
+    whole: whether it stands for a loop that is finite when it runs operation by operation.
+    constant: whether the program itself contains the infinity or NaN, and `primitive` reads it.
+  """
+
+  primitive: str
+  dtype: str
+  shape: tuple[int, ...]
+  nonfinite: NonFinite
+  operands: tuple[Operand, ...]
+  float32_largest: float | None = None
+  whole: bool = False
+  constant: bool = False
+
+  @property
+  def overflowed(self) -> bool:
+    """Returns whether the result is beyond the range of its dtype, but finite in float32."""
+    return self.float32_largest is not None and bool(np.isfinite(self.float32_largest))
 
 
 @jax.jit
@@ -183,8 +173,7 @@ def is_finite(x: Array) -> bool:
 
 def count(x: Array) -> NonFinite:
   """Counts the elements of a floating array that are NaN, +inf and -inf."""
-  nan, posinf, neginf, *_ = map(int, jax.device_get(_counts(x))[:4])
-  return NonFinite(nan, posinf, neginf, np.size(x))
+  return describe(x).nonfinite
 
 
 def describe(x: Array) -> Operand:

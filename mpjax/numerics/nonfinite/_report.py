@@ -127,7 +127,7 @@ class NonfiniteReport(Shown):
 def _origin_row(origin: Origin) -> list[str]:
   column = lambda value: "\n".join(value(operand) for operand in origin.operands)
   operands, largest = column(lambda o: o.dtype), column(lambda o: f"{o.largest:.3g}")
-  result = f"{origin.dtype}: {_counts_text(origin.nonfinite)}"
+  result = f"{origin.dtype}: {origin.nonfinite}"
   did = f"{_fault(origin)[0]}, {_when(origin)}"
   return [_where(origin), did, result, operands, largest, column(lambda o: str(o.zeros))]
 
@@ -150,7 +150,7 @@ def _cause(report: NonfiniteReport) -> str:
   origin = report.origin
   if origin is None:
     return "no operation was found to blame"
-  text = f"{_said(origin)}: {_counts_text(origin.nonfinite)}"
+  text = f"{_said(origin)}: {origin.nonfinite}"
   if origin.operands and not origin.whole and not _fault(origin)[1]:
     largest = " and ".join(f"{operand.largest:.3g}" for operand in origin.operands)
     several = "s" if len(origin.operands) > 1 else ""
@@ -222,12 +222,6 @@ def _fault(origin: Origin) -> tuple[str, str]:
 def _meets_zero(origin: Origin) -> bool:
   operands = origin.operands[-1:] if origin.primitive == lax.div_p.name else origin.operands[:1]
   return any(operand.zeros for operand in operands)
-
-
-def _counts_text(counts: NonFinite) -> str:
-  kinds = ((counts.nan, "NaN"), (counts.posinf, "inf"), (counts.neginf, "-inf"))
-  bad = " and ".join(f"{n} {kind}" for n, kind in kinds if n)
-  return f"{bad} of {counts.size} {'value' if counts.size == 1 else 'values'}"
 
 
 def _listed(texts: list[str], separator: str = ", ") -> str:

@@ -21,8 +21,6 @@ _VERSION = 1
 def save_html(report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
   """Writes a report as a page that works from a disk, without a server and without a network.
 
-  The file is written completely or not at all: a failed write leaves the old file at `path`.
-
   Args:
     report: the report from `NumericsReport.to_dict()`.
     path: path of the file; missing folders are made.
@@ -32,8 +30,12 @@ def save_html(report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
   """
   if report.get("version") != _VERSION:
     raise ValueError(f"report of version {report.get('version')!r}: expected version {_VERSION}")
+  write_whole(path, _page(report))
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+  """Writes a file completely or not at all: a failed write leaves the old one. Missing folders are made."""
   path = pathlib.Path(path)
-  text = _page(report)
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
   try:

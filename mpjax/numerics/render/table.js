@@ -29,7 +29,6 @@ const COLUMNS = [
   { title: "Subnormal %", first: -1, numeric: true, value: shareOf("subnormal"), cell: (tensor, value) => [column(value)] },
   { title: "Overflow %", first: -1, numeric: true, value: shareOf("overflow"), cell: (tensor, value) => [column(value)], hot: (value) => value > 0 },
   { title: "Error", first: -1, numeric: true, value: (tensor) => number(tensor.error), cell: (tensor, value) => [digits(value)], hot: (value) => !(value < 0.1) },
-  { title: "Cosine", first: 1, numeric: true, value: (tensor) => number(tensor.cosine), cell: (tensor, value) => [value === null || Number.isNaN(value) ? digits(value) : value.toFixed(5)], hot: (value) => !(value >= 0.99) },
   { title: "Lost %", first: -1, numeric: true, value: lostOf, cell: (tensor, value) => [column(value)], hot: (value) => value >= 0.1 },
 ];
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +10,10 @@ from typing import Any, ClassVar
 
 from mpjax._render.plain_text import percent, power_of_two_text
 from mpjax.formats import FORMATS
-from mpjax.numerics._conclusions import Finding
-from mpjax.numerics._report import NumericsReport
-from mpjax.numerics._seen import SKETCH, is_half
+from mpjax.numerics._loss_scales import half_products, scale_limits
+from mpjax.numerics._report import Finding, NumericsReport
+from mpjax.numerics._seen import is_half
 from mpjax.numerics._tensors import Tensor
-from mpjax.numerics.advice._loss_scales import half_products, scale_limits
 
 # A larger error against float32 is a problem: 26 roundings to bfloat16 (2^-8), 8 to E4M3 (2^-4).
 _FAR = {"half": 0.1, "fp8": 0.5}
@@ -24,8 +24,11 @@ _NOISE, _ROUNDING = 2.0**-18, 2.0**-22
 Said = tuple[Tensor | None, str]
 
 
+@dataclasses.dataclass(eq=False)
 class Rule:
-  """A rule of the findings: decorates a function of a `Look` and of the limits that yields what is `Said`.
+  """A rule of the findings: decorates a function of a `Look` that yields what is `Said`.
+
+  The thresholds of a rule are the defaults of its function's other arguments.
 
   Attributes:
     kind: kind of the findings.
@@ -33,23 +36,15 @@ class Rule:
     unless: rules that explain the findings if they find anything.
     unless_before: rules that explain a finding if a problem of theirs comes before: earlier in the forward
       pass, or for gradients in the backward pass.
-    limits: thresholds, by the name of an argument of the function.
   """
 
   # The order of the rows is that of the findings on the whole step, and of several on one tensor.
   rows: ClassVar[list[Rule]] = []
 
-  def __init__(
-    self,
-    kind: str,
-    severity: str | Callable[[Look, Any], str],
-    *,
-    unless: Sequence[Rule] = (),
-    unless_before: Sequence[Rule] = (),
-    **limits: float,
-  ):
-    self.kind, self.severity, self.limits = kind, severity, limits
-    self.unless, self.unless_before = unless, unless_before
+  kind: str
+  severity: str | Callable[[Look, Any], str]
+  unless: Sequence[Rule] = ()
+  unless_before: Sequence[Rule] = ()
 
   def __call__(self, find: Callable[..., Iterator[Said]]) -> Rule:
     self._find = find
@@ -61,7 +56,7 @@ class Rule:
     if look.found(*self.unless):
       return
     earlier = [finding.order for finding in look.problems(*self.unless_before)]
-    for t, text in self._find(look, **self.limits):
+    for t, text in self._find(look):
       severity = self.severity if isinstance(self.severity, str) else self.severity(look, t)
       if t is None:
         yield Finding(self.kind, severity, "", text)
@@ -169,8 +164,8 @@ def gradient_overflow(look: Look) -> Iterator[Said]:
 
 # A gradient with half of the error that is a problem has not lost what matters, however many small values it
 # lost; what is lost must account for a quarter of the error.
-@Rule("underflow", "problem", harmless=0.05, missed=0.25)
-def underflow(look: Look, harmless: float, missed: float) -> Iterator[Said]:
+@Rule("underflow", "problem")
+def underflow(look: Look, harmless: float = 0.05, missed: float = 0.25) -> Iterator[Said]:
   """Finds activation gradients that lose more than the chosen share, and so are far from float32's."""
   scale = look.report.loss_scale
   for t in look.report.of("activation gradient"):
@@ -198,10 +193,6 @@ def scales_in_range(look: Look) -> Iterator[Said]:
     near = high < scale <= 2 * high and not look.found(gradient_overflow)
     most = power_of_two_text(scale if near else high)
     good = f"loss scales from {power_of_two_text(low)} to {most} {keep} without an overflow"
-    if scale < low and in_float16 and not look.found(underflow):
-      good += (
-        f"; at the run's {_scale(look)} the lost values are a small part of each gradient's norm or error"
-      )
   elif high:
     good = f"the largest without an overflow, {power_of_two_text(high)}, does not {keep}"
   else:
@@ -220,27 +211,13 @@ def broken_update(look: Look) -> Iterator[Said]:
     yield t, f"{t.path}: its update is not finite although its gradient is: {why}"
 
 
-@Rule("lost updates", "problem", stalls=0.5)  # a weight that most updates leave as it is does not train
-def lost_updates(look: Look, stalls: float) -> Iterator[Said]:
+@Rule("lost updates", "problem")  # a weight that most updates leave as it is does not train
+def lost_updates(look: Look, stalls: float = 0.5) -> Iterator[Said]:
   """Finds parameters that lose most of their updates in their own format."""
   for t in look.report.of("update"):
     if t.lost_here > stalls:
       lost = f"{percent(t.lost_here)} of its updates do not change the weight ({t.dtype})"
       yield t, f"{t.path}: {lost}; a float32 master copy takes all of them"
-
-
-@Rule("descent", "note", behind=0.9)  # a parameter is named if it makes a tenth less than all together
-def descent(look: Look, behind: float) -> Iterator[Said]:
-  """Says which share of the updates' intended descent the weights make."""
-  here, half = look.report.descent_quality, look.report.descent_quality_in("bfloat16")
-  if here is None or half is None:
-    return
-  moving = [t for t in look.report.of("update") if t.norm and t.descent]
-  worst = min(moving, key=lambda t: t.descent_here)
-  named = f" ({worst.path} {100 * worst.descent_here:.4g}%)" if worst.descent_here < behind * here else ""
-  text = f"the weights make {100 * here:.4g}% of the descent that this step's updates intend{named}"
-  others = any(_weights(t) != "bfloat16" for t in moving)
-  yield None, f"{text}, bfloat16 weights would make {100 * half:.4g}%" if others else text
 
 
 @Rule("lost updates", "note", unless=[lost_updates])
@@ -254,8 +231,8 @@ def updates_by_format(look: Look) -> Iterator[Said]:
     yield None, f"{text}; float16 weights {lost['float16']}; the weights here are {held}"
 
 
-@Rule("error", "problem", unless_before=[overflow], grows=4.0)  # 4 times that of all before is the origin
-def error(look: Look, grows: float) -> Iterator[Said]:
+@Rule("error", "problem", unless_before=[overflow])  # 4 times that of all before is the origin
+def error(look: Look, grows: float = 4.0) -> Iterator[Said]:
   """Finds the activation at which the error grows large."""
   for t in _growth(look.report.of("activation"), look.far, grows):
     yield t, f"{_name(t)}: its value is the first with a large error against float32, {_error(t)}"
@@ -264,8 +241,8 @@ def error(look: Look, grows: float) -> Iterator[Said]:
 _EXPLAIN_GRADIENTS = [overflow, error, gradient_overflow]
 
 
-@Rule("gradient error", "problem", unless=_EXPLAIN_GRADIENTS, unless_before=[underflow], grows=4.0)
-def gradient_error(look: Look, grows: float) -> Iterator[Said]:
+@Rule("gradient error", "problem", unless=_EXPLAIN_GRADIENTS, unless_before=[underflow])
+def gradient_error(look: Look, grows: float = 4.0) -> Iterator[Said]:
   """Finds the activation gradient at which the error grows large, on the way back."""
   for t in _growth(look.report.of("activation gradient")[::-1], look.far, grows):
     text = f"{_name(t)}: its gradient is the first with a large error against float32, {_error(t)}"
@@ -288,8 +265,8 @@ def _check(look: Look) -> str:
 
 
 # Half of bfloat16's binary digits; a hundredth of a period.
-@Rule("fragile", "note", digits_kept=4, finest=2.0**-4)
-def fragile(look: Look, digits_kept: float, finest: float) -> Iterator[Said]:
+@Rule("fragile", "note")
+def fragile(look: Look, digits_kept: float = 4, finest: float = 2.0**-4) -> Iterator[Said]:
   """Finds differences of products in half precision that keep few digits, and angles that are far apart."""
   dtype = look.report.policy.compute_dtype
   digits = int(FORMATS[dtype.name].mantissa_bits) + 1
@@ -355,28 +332,6 @@ def _far_weight_gradients(look: Look) -> list[tuple[Tensor, str]]:
 
   far = [t for t in gradients if t.error is not None and t.error > look.far]
   return [(t, only_rounding(t) if t.magnitudes.range else "") for t in far]
-
-
-# A quarter of the error, 6 standard errors from 0, of an error above that of float32 products.
-@Rule("bias", "note", part=0.25, sure=6.0, least=2.0**-13)
-def bias(look: Look, part: float, sure: float, least: float) -> Iterator[Said]:
-  """Finds the product whose bias is the largest share of its error."""
-  found: list[tuple[float, Tensor, str]] = []
-  for t in look.report.of("activation"):
-    is_product = t.name.startswith(("dot_general", "conv_general_dilated"))
-    if not is_product or t.bias is None or t.gain is None or not least <= (t.error or 0.0) < math.inf:
-      continue
-    # Values of a column may share an error, such as a rounded weight's if inputs have a mean: no evidence.
-    columns, gain, mean = t.shape[-1] if t.shape else 1, t.gain / (t.error or 1.0), t.bias / (t.error or 1.0)
-    if abs(gain) > max(part, sure * math.sqrt(1 / columns + 2 / SKETCH)):
-      way = "small" if gain < 0 else "large"
-      found.append((abs(gain), t, f"its values are {100 * abs(t.gain):.2g}% too {way} overall"))
-    elif abs(mean) > max(part, sure / math.sqrt(columns)):
-      found.append((abs(mean), t, f"the mean of its error is {t.bias:+.2g} of the values' rms"))
-  if found:
-    _, t, what = max(found, key=lambda one: one[0])
-    text = f"{_name(t)}{_more(found)}: its rounding is biased: {what}, and its whole error is {_error(t)}"
-    yield t, f"{text}; errors in one direction add up over layers and steps"
 
 
 @Rule("reference", "note")

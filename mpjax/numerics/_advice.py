@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mpjax._render.plain_text import percent, power_of_two_text
-from mpjax.numerics._conclusions import Advice
-from mpjax.numerics._report import NumericsReport
-from mpjax.numerics.advice import _rules as rules
-from mpjax.numerics.advice._rules import Look
+from mpjax.numerics import _rules as rules
+from mpjax.numerics._report import Advice, NumericsReport
+from mpjax.numerics._rules import Look
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy, as_changes, get_policy
 
@@ -126,27 +126,21 @@ def _overrides(look: Look) -> list[Change]:
 def _patterns(modules: list[str], report: NumericsReport) -> dict[str, str]:
   """Returns override patterns, each with one of its modules; layers that are alike share a pattern."""
   everything = {t.scope for t in report.of("activation")}
+  numberless = functools.partial(re.sub, r"\d+", "*")
   patterns: dict[str, str] = {}
   for module in modules:
-    alike = {m for m in everything if _numberless(m) == _numberless(module)}
+    alike = {m for m in everything if numberless(m) == numberless(module)}
     together = len(alike) > 1 and alike <= set(modules)
     regex = re.sub(r"\d+", r"\\d+", module) if together else re.escape(module).replace(r"\-", "-")
     # Does not match submodules if values inside the module are observed, too.
     inside = not module or any(other.startswith(f"{module}/") for other in everything)
     regex = regex or "^"
     meant = set(alike) if together else {module}
-    if any(component_regex(regex).search(m) and not _is_in(m, meant) for m in everything):
+    others = {m for m in everything if not any(f"{m}/".startswith(f"{one}/") for one in meant)}
+    if any(component_regex(regex).search(m) for m in others):
       regex = f"^{regex}"
     patterns.setdefault(f"{regex}$" if inside else regex, module)
   return patterns
-
-
-def _is_in(path: str, modules: set[str]) -> bool:
-  return any(path == module or path.startswith(f"{module}/") for module in modules)
-
-
-def _numberless(module: str) -> str:
-  return re.sub(r"\d+", "*", module)
 
 
 def _spec(policy: Policy, changes: Iterable[Change]) -> dict[str, Any]:
