@@ -25,7 +25,7 @@ from benchmarks._timing import Stepper, compared, in_turns, shuffled
 
 PACKAGES = ("flax", "optax", "jmp", "mixed-precision-for-JAX")
 TIMED = True
-ROUNDS, COMPILE_ROUNDS = 30, 3
+ROUNDS, COMPILE_ROUNDS = 20, 1
 
 
 def rows() -> Iterator[Row]:
