@@ -48,6 +48,10 @@ INSTEAD: dict[str, str] = {
     ("NumericsReport.save_pictures", "numerics.--pictures"),
     "save_html writes a page that draws them, --html says where",
   ),
+  **dict.fromkeys(
+    ("NumericsReport.descent_quality", "NumericsReport.descent_quality_in"),
+    "lost_updates() has the shares of updates that weights of each format lose",
+  ),
   "numerics.--no-advice": "leave it out: advice runs nothing",
   "numerics.Measured": "advice is not tried: mpjax.tune measures policies",
   "numerics.inspection_programs": "mpjax.inspect_numerics runs them",
@@ -57,6 +61,8 @@ INSTEAD: dict[str, str] = {
   ),
   "fp8.amax_compute": "leave it out: delayed scaling goes by the largest amax of its history",
   "fp8.pow2_scales": "leave it out: scales of a tensor are powers of two, those of a channel any numbers",
+  "casting.register_kernel": "wrap the function that calls the kernel, also one of another's module: "
+  "module.kernel = mpjax.half_precision(module.kernel)",
   "Explanation.fragile": "mpjax.inspect_numerics measures differences and angles and has their lines",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",

@@ -5,6 +5,9 @@ returns a frozen `CastPlan`, and `_emit.py` executes the plan. `_explain.py` tur
 tables. mpjax code that inspects values, such as `mpjax.numerics`, passes a `Tap` to `_emit.execute`.
 """
 
+from typing import TYPE_CHECKING
+
+from mpjax._gone import missing
 from mpjax.casting._autocast import autocast, full_precision
 from mpjax.casting._explain import (
   ExplainedCarry,
@@ -17,7 +20,6 @@ from mpjax.casting._explain import (
 )
 from mpjax.casting._fp8_state import init_fp8_state
 from mpjax.casting._half_precision import half_precision
-from mpjax.casting._kernels import register_kernel
 from mpjax.casting._op_lists import OpLists
 
 __all__ = [
@@ -33,5 +35,9 @@ __all__ = [
   "full_precision",
   "half_precision",
   "init_fp8_state",
-  "register_kernel",
 ]
+
+if not TYPE_CHECKING:
+
+  def __getattr__(name):
+    raise missing(__name__, name)

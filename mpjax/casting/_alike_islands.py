@@ -95,7 +95,7 @@ def _decided(node: Node) -> Hashable:
   """Returns how an equation is executed, without its bodies."""
   return (
     (node.listed, node.mode, node.half, node.outs, node.reads, node.widened, node.own_casts),
-    (node.result_dtype, node.stores_gradient, node.fp8, node.kernel),
+    (node.result_dtype, node.stores_gradient, node.fp8),
   )
 
 

@@ -111,8 +111,7 @@ def autocast(
   Raises:
     ValueError: for an invalid policy or list, and when called, for an override that matches
       no module path (the error lists the paths).
-    TypeError: when called, if `fun` returns something that is neither array nor number, or makes variables
-      of a linen module that is not among its arguments.
+    TypeError: when called, if `fun` returns something that is neither array nor number.
 
   Warns:
     PrecisionWarning: for a bare half-precision dtype as a policy, which also makes the outputs half

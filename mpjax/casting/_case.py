@@ -9,13 +9,11 @@ import jax
 import numpy as np
 
 from mpjax._types import Atom, JaxprEqn, Var
-from mpjax.casting import _kernels
 from mpjax.casting._cast_plan import DecideBody, Decision, Mode
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._higher_order import LOOPS, RULES
 from mpjax.casting._kinds import (
   FLOAT32,
-  Condition,
   Held,
   Kind,
   Where,
@@ -26,9 +24,9 @@ from mpjax.casting._kinds import (
   is_half,
   meet,
   of_its_own,
-  rule_of,
   size,
   small,
+  strongest,
 )
 from mpjax.casting._place import Place
 from mpjax.casting._product_roles import states_precision
@@ -110,16 +108,10 @@ class Case:
     """The lists of the primitives in its bodies."""
     return self.body.rules.inside(self.equation, self.half)
 
-  @functools.cached_property
-  def kernel(self) -> _kernels.InHalf | None:
-    """The way it runs in half precision as a registered kernel, if it is one."""
-    return _kernels.in_half(self.equation, self.body.how, self.half)
-
   @property
   def has_product(self) -> bool:
     """Whether its bodies hold a matrix product, or a region, which stands for one."""
-    runs_in_half = self.body.rules.has_region(self.equation) or _kernels.has_registered(self.equation)
-    return "allow" in self.lists or runs_in_half
+    return "allow" in self.lists or self.body.rules.has_region(self.equation)
 
   @property
   def why_whole(self) -> Code:
@@ -222,7 +214,7 @@ class Case:
     if roles is None or reads & Reads.NORM or not reads & (Reads.FLOAT32 | Reads.ORDER):
       return False
     kinds = {a: self.met(a).kind for a in self.operands if is_variable(a)}
-    if not kinds or rule_of(kinds.values()).kind is not Kind.HALF:
+    if not kinds or strongest(kinds.values()) is not Kind.HALF:
       return False
     rounded = [a for a, kind in kinds.items() if kind is Kind.HALF]
     return roles.meets_data(self.equation, rounded, bool(reads & Reads.ORDER))
@@ -258,7 +250,7 @@ class Case:
     outs = []
     for v in self.equation.outvars:
       shrinks = size(v) < largest or small(held)
-      out = meet(held, Where.FULL, [Condition.SHRINKS] if shrinks else [])
+      out = meet(held, Where.FULL, shrinks)
       outs.append(out._replace(wide=wide) if castable(v.aval) else initial(v.aval))
     return tuple(outs)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -52,7 +52,6 @@ class Decision:
     fp8: the quantised product, if it is an FP8 product.
     recipe: for a product, the FP8 recipe that decided whether it is one; `None` without a recipe.
     site: under delayed FP8 scaling, the name of its history.
-    kernel: for a registered kernel, its call in half precision.
   """
 
   equation: JaxprEqn
@@ -68,7 +67,6 @@ class Decision:
   fp8: Fp8Product | None = None
   recipe: Recipe | None = None
   site: str | None = None
-  kernel: Callable[..., Any] | None = None
 
   @property
   def name(self) -> str:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Sequence
-from typing import cast
 
 import jax
 import numpy as np
 
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
-from mpjax.casting import _kernels
 from mpjax.casting._case import Case
 from mpjax.casting._cast_plan import CastPlan, Decision, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
@@ -309,8 +307,6 @@ def _number(jaxpr: AnyJaxpr, equation: JaxprEqn) -> int:
 def _read_dtype(made: Decision, i: int, held: Held) -> np.dtype | None:
   if made.call is not None:
     return made.call.ins[i].dtype
-  if made.kernel is not None:
-    return _kernels.read_dtype(held, cast(np.dtype, made.half))
   if made.fp8 is not None and held.kind is Kind.FLEXIBLE:
     return FLOAT32  # master weights are rounded once
   if made.mode is Mode.HALF and not bodies_of(made.equation):

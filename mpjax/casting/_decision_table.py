@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from mpjax.casting import _fp8_products, _kernels
+from mpjax.casting import _fp8_products
 from mpjax.casting._case import Case
 from mpjax.casting._cast_plan import Decision, Mode
 from mpjax.casting._higher_order import RULES
@@ -21,10 +21,10 @@ from mpjax.casting._kinds import (
   followed,
   is_float,
   meet,
-  rule_of,
+  strongest,
 )
 from mpjax.casting._product_roles import is_layer, states_precision
-from mpjax.casting._readers import in_order_alone, is_outer_product
+from mpjax.casting._readers import is_outer_product
 from mpjax.casting._reasons import Code
 from mpjax.jaxpr import (
   OUTPUT,
@@ -61,11 +61,6 @@ def _leaves_region(case: Case) -> bool:
 def _out_of_region(case: Case) -> Decision:
   outs = case.all_in_half(Kind.HALF)
   return case.decided(Mode.EACH, Code.LEAVES_REGION, outs, "opaque")
-
-
-def _kernel(case: Case) -> Decision:
-  run, outs = cast(_kernels.InHalf, case.kernel)
-  return case.decided(Mode.KEEP, Code.KERNEL_IN_HALF, outs, "opaque", kernel=run)
 
 
 def _enter(case: Case) -> Decision:
@@ -134,12 +129,10 @@ def _follow(case: Case) -> Decision:
     met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
   results = [v for v in case.equation.outvars if castable(v.aval)]
   out = followed(case.equation, case.operands, results, met, case.half, case.real())
-  if out.kind is Kind.HALF and all(in_order_alone(case.body.reads(v)) for v in results):
-    return case.decided(Mode.FULL, Code.ORDER_ALONE, case.all_held(Held(Kind.ISLAND, FLOAT32)))
   if out.kind is Kind.HALF:
     return case.decided(Mode.HALF, Code.HALF, case.all_held(out))
-  strongest = rule_of({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})
-  return case.decided(Mode.FULL, Code.WIDE if out.wide else strongest.code, case.all_held(out))
+  kind = strongest({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})
+  return case.decided(Mode.FULL, Code.WIDE if out.wide else Code[kind.name], case.all_held(out))
 
 
 def _meet_data(case: Case) -> Decision:
@@ -185,7 +178,6 @@ ROWS = (
   Row("region entered", "a cast where a half_precision region begins", _enters_region, _into_region),
   Row("region left", "a cast where a half_precision region ends", _leaves_region, _out_of_region),
   Row("region", "inside a half_precision region", lambda c: c.in_region, _keep(Code.REGION, "opaque")),
-  Row("registered kernel", "a kernel of `register_kernel`", lambda c: c.kernel is not None, _kernel),
   Row(
     "call without floats",
     "a call that neither reads float32 nor has a product inside",

@@ -162,8 +162,6 @@ class Emitter:
       values.write(variable, kept)
 
   def _bind(self, node: Node, operands: list[Array], originals: Mapping[int, Array]) -> list[Array]:
-    if node.kernel is not None:
-      return jax.tree.leaves(node.kernel(*operands))
     if node.fp8 is not None:
       return [
         _fp8_products.emit(node.fp8, node.equation, operands, self.side, cast(np.dtype, node.result_dtype))

@@ -341,7 +341,7 @@ def _explained(
       for inner in node.call.plans:
         yield from _explained(inner, times * times_run(node.equation), numbers)
       continue
-    as_one = node.kernel is not None or has(node.equation, Trait.KERNEL) or autocast_label(node.path)
+    as_one = has(node.equation, Trait.KERNEL) or autocast_label(node.path)
     if not as_one:
       yield _decided(node, plan, times, island_of.get(node), cast)
     yield from _within(node, node.equation, node.path, times)
@@ -384,7 +384,7 @@ def _decided(
 def _within(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[ExplainedOperation]:
   """Yields the kernels and products in an equation that runs as one, and what an inner autocast decided."""
   label = autocast_label(path)
-  kernel = node.kernel is not None or has(equation, Trait.KERNEL)
+  kernel = has(equation, Trait.KERNEL)
   bodies = () if kernel else bodies_of(equation)  # a kernel's is of one block
   for each in (e for body in bodies for e in open_jaxpr(body).eqns):
     yield from _within(node, each, inside(path, marked_path(each)), times * times_run(equation))
@@ -392,9 +392,7 @@ def _within(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[E
   leaf = label and not bodies and equation.outvars
   if not (kernel or (product and equation is not node.equation) or leaf):
     return
-  reads = node.reads if node.kernel is not None else [None] * len(equation.invars)
-  atoms = zip(equation.invars, reads, strict=True)
-  operands = tuple(dict.fromkeys(str(dtype or dtype_of(a)) for a, dtype in atoms if is_float(a.aval)))
+  operands = tuple(dict.fromkeys(str(dtype_of(a)) for a in equation.invars if is_float(a.aval)))
   if is_fp8(equation):
     operands = (str(equation.params["spec"].lhs_dtype),)
   floats = [v for v in (*equation.invars, *equation.outvars) if is_float(v.aval)]
@@ -426,9 +424,9 @@ def _why_within(node: Node, equation: JaxprEqn, path: str, kernel: bool) -> tupl
     return (Code.LISTED, row.reason) if denied else (Code.AUTOCAST_INSIDE, label)
   if in_region(path):
     return Code.IN_REGION, "kernel" if kernel else "product"
-  if node.kernel is None and node.half is not None and runs_in_float32(equation, path):
+  if node.half is not None and runs_in_float32(equation, path):
     return Code.KERNEL_IN_FLOAT32, way_out(equation)
-  return (Code.KERNEL, "") if kernel and node.kernel is None else (node.code, node.about)
+  return (Code.KERNEL, "") if kernel else (node.code, node.about)
 
 
 def _island(island: Island, plan: CastPlan, number: int, times: int) -> ExplainedIsland:

@@ -1,4 +1,4 @@
-"""The kinds of float32 value that autocast distinguishes, and the table of the results where they meet."""
+"""The kinds of float32 value that autocast distinguishes, and what they make where they meet."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue, ShapedArray
 
-from mpjax._types import Array, ArrayLike, Atom, JaxprEqn, Var
-from mpjax.casting._reasons import Code
+from mpjax._types import Array, ArrayLike, Atom, JaxprEqn, PyTree, Var
 from mpjax.jaxpr import Trait, has, shape_of
 
 FLOAT32 = np.dtype("float32")
+_HALVES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
 class Kind(enum.Enum):
-  """The kinds of value that autocast distinguishes; `KIND_RULES` explains each."""
+  """The kinds of value that autocast distinguishes, the strongest first."""
 
-  FIXED = "fixed"
-  PINNED = "pinned"
-  RUNNING = "running"
-  STATISTIC = "statistic"
-  HALF = "half"
-  ISLAND = "island"
-  FLEXIBLE = "flexible"
+  FIXED = "fixed"  # no float32 in the program: an integer, float64, or half precision by the user's choice
+  PINNED = "pinned"  # cast to float32 by the user, or a gradient that has left its backward pass
+  RUNNING = "running"  # the carry of a loop that remembers many steps, inside that loop
+  STATISTIC = "statistic"  # what a reduction left: a sum, a mean, a maximum
+  HALF = "half"  # a matrix product's result, and what follows from it
+  ISLAND = "island"  # computed in float32 from half precision; half precision again where it meets that
+  FLEXIBLE = "flexible"  # a parameter, an input or a literal, or of those alone: follows what it meets
 
 
 class Wide(enum.IntEnum):
@@ -44,7 +44,7 @@ class Held(NamedTuple):
   """A value as autocast holds it.
 
   Attributes:
-    kind: see `Kind`.
+    kind: its kind.
     dtype: the dtype it is held in.
     wide: whether it is known to hold numbers that the half dtype cannot.
   """
@@ -55,7 +55,7 @@ class Held(NamedTuple):
 
 
 class Where(enum.Enum):
-  """The places where values meet: the columns of the table of kinds."""
+  """The places where values meet."""
 
   FOLLOW = "in an operation that follows them"
   FULL = "in a float32 operation"
@@ -63,156 +63,37 @@ class Where(enum.Enum):
   CARRY = "in a loop's carry"
 
 
-class Condition(enum.Enum):
-  """An additional condition where values meet, if their kinds alone do not decide."""
-
-  WIDE = "one of them may be outside the range of half precision"
-  SMALL = "they are statistics and parameters alone, and the result is no larger than the statistics"
-  SHRINKS = "the result is smaller than the operands, or they are statistics and parameters alone"
-  REMEMBERS = "the loop remembers many steps, or its module computes in float32"
+def strongest(kinds: Collection[Kind]) -> Kind:
+  """Returns the kind that decides where values of some kinds meet."""
+  return next(kind for kind in Kind if kind in kinds)
 
 
-class Result(NamedTuple):
-  """The result of values that meet: `kind`, or `other` if the condition holds."""
-
-  kind: Kind
-  condition: Condition | None = None
-  other: Kind | None = None
-
-  def __str__(self) -> str:
-    if self.condition is None or self.other is None:
-      return self.kind.value
-    return f"{self.kind.value}; {self.other.value} where {self.condition.name.lower()}"
-
-
-class KindRule(NamedTuple):
-  """A row of the table: the result of values that meet, if this is the strongest kind among them.
-
-  Attributes:
-    kind: the kind.
-    means: the meaning of the kind.
-    results: the kind of the result, for each place where values meet.
-    code: the reason of an operation that follows its operands.
-  """
-
-  kind: Kind
-  means: str
-  results: dict[Where, Result]
-  code: Code
-
-
-def _row(
-  kind: Kind, means: str, *, follow: Result, full: Result, branches: Result, carry: Result
-) -> KindRule:
-  places = (Where.FOLLOW, Where.FULL, Where.BRANCHES, Where.CARRY)
-  return KindRule(
-    kind, means, dict(zip(places, (follow, full, branches, carry), strict=True)), Code[kind.name]
-  )
-
-
-_SAME = {kind: Result(kind) for kind in Kind}
-_ISLAND_OR_STATISTIC = Result(Kind.ISLAND, Condition.SHRINKS, Kind.STATISTIC)
-_HALF_UNLESS_WIDE = Result(Kind.HALF, Condition.WIDE, Kind.ISLAND)
-_HALF_UNLESS_MEMORY = Result(Kind.HALF, Condition.REMEMBERS, Kind.RUNNING)
-
-# The strongest kind first: the first row whose kind is among the values that meet decides.
-KIND_RULES = (
-  _row(
-    Kind.FIXED,
-    "no float32 in the program: an integer, float64, or half precision by the user's choice",
-    follow=_SAME[Kind.FIXED],
-    full=_SAME[Kind.FIXED],
-    branches=_SAME[Kind.FIXED],
-    carry=_SAME[Kind.FIXED],
-  ),
-  _row(
-    Kind.PINNED,
-    "cast to float32 by the user, or a gradient that has left its backward pass",
-    follow=_SAME[Kind.PINNED],
-    full=Result(Kind.PINNED, Condition.SHRINKS, Kind.STATISTIC),
-    branches=_SAME[Kind.PINNED],
-    carry=_SAME[Kind.PINNED],
-  ),
-  _row(
-    Kind.RUNNING,
-    "the carry of a loop that remembers many steps, inside that loop",
-    follow=_SAME[Kind.RUNNING],
-    full=_ISLAND_OR_STATISTIC,
-    branches=_SAME[Kind.RUNNING],
-    carry=_HALF_UNLESS_MEMORY,
-  ),
-  _row(
-    Kind.STATISTIC,
-    "what a reduction left: a sum, a mean, a maximum",
-    follow=Result(Kind.ISLAND, Condition.SMALL, Kind.STATISTIC),
-    full=_ISLAND_OR_STATISTIC,
-    branches=_SAME[Kind.STATISTIC],
-    carry=_SAME[Kind.STATISTIC],
-  ),
-  _row(
-    Kind.HALF,
-    "a matrix product's result, and what follows from it",
-    follow=_HALF_UNLESS_WIDE,
-    full=_ISLAND_OR_STATISTIC,
-    branches=_HALF_UNLESS_WIDE,
-    carry=_HALF_UNLESS_MEMORY,
-  ),
-  _row(
-    Kind.ISLAND,
-    "computed in float32 from half precision; half precision again where it meets that",
-    follow=_SAME[Kind.ISLAND],
-    full=_ISLAND_OR_STATISTIC,
-    branches=_SAME[Kind.ISLAND],
-    carry=_HALF_UNLESS_MEMORY,
-  ),
-  _row(
-    Kind.FLEXIBLE,
-    "a parameter, an input or a literal, or computed from those alone: follows what it meets",
-    follow=_SAME[Kind.FLEXIBLE],
-    full=_SAME[Kind.FLEXIBLE],
-    branches=_SAME[Kind.FLEXIBLE],
-    carry=_SAME[Kind.FLEXIBLE],
-  ),
-)
-
-
-def rule_of(kinds: Collection[Kind]) -> KindRule:
-  """Returns the row of the strongest of some kinds."""
-  return next(rule for rule in KIND_RULES if rule.kind in kinds)
-
-
-def meet(
-  held: Sequence[Held], where: Where, true: Collection[Condition] = (), half: np.dtype | None = None
-) -> Held:
-  """Returns how the result of values that meet is held, by the table of kinds.
+def meet(held: Sequence[Held], where: Where, condition: bool = False, half: np.dtype | None = None) -> Held:
+  """Returns how the result of values that meet is held.
 
   Args:
     held: how they are held; at least one.
     where: where they meet.
-    true: other conditions that hold; this function determines `Condition.WIDE` itself.
+    condition: for `FOLLOW`, whether they are statistics and parameters alone, and the result is no larger
+      than the statistics. For `FULL`, whether the result is smaller than the operands, or they are statistics
+      and parameters alone. For `CARRY`, whether the loop remembers many steps, or its module computes in
+      float32.
     half: the dtype of a result in half precision; by default that of the first among them.
   """
-  kinds = {h.kind for h in held}
-  wide = max(h.wide for h in held)
-  rule = rule_of(kinds)
-  usual, condition, other = rule.results[where]
-  holds = condition in true or (condition is Condition.WIDE and bool(wide))
-  kind = other if other is not None and holds else usual
+  kind, wide = strongest({h.kind for h in held}), max(h.wide for h in held)
+  is_large = where is Where.FOLLOW and kind is Kind.STATISTIC and not condition
+  if where is Where.FULL and kind not in (Kind.FIXED, Kind.FLEXIBLE):
+    kind = Kind.STATISTIC if condition else Kind.PINNED if kind is Kind.PINNED else Kind.ISLAND
+  elif where is Where.CARRY and kind in (Kind.RUNNING, Kind.HALF, Kind.ISLAND):
+    kind = Kind.RUNNING if condition else Kind.HALF
+  elif is_large or (where in (Where.FOLLOW, Where.BRANCHES) and kind is Kind.HALF and wide):
+    kind = Kind.ISLAND
   if kind is Kind.FIXED:
     return held[0]._replace(wide=wide)
   if kind is Kind.HALF:
     return Held(kind, half or next(h.dtype for h in held if h.kind is Kind.HALF))
   kept = where is not Where.FOLLOW or kind not in (Kind.PINNED, Kind.RUNNING)
   return Held(kind, FLOAT32, wide if kept else Wide.NO)
-
-
-def table_of_kinds() -> list[tuple[str, ...]]:
-  """Returns the table as text, the heading first: a kind, its meaning, and the result of each meeting."""
-  head = ("kind", "what it is", *(where.value for where in Where))
-  rows = [
-    (rule.kind.value, rule.means, *(str(rule.results[where]) for where in Where)) for rule in KIND_RULES
-  ]
-  return [head, *rows]
 
 
 def castable(aval: AbstractValue) -> bool:
@@ -250,7 +131,7 @@ def followed(
   """
   largest = max((size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0)
   is_small = small(met) and max(map(size, results)) <= largest
-  out = meet(met, Where.FOLLOW, [Condition.SMALL] if is_small else [], half)
+  out = meet(met, Where.FOLLOW, is_small, half)
   if out.kind is Kind.HALF and has(equation, Trait.SCALES):
     # The half value may bring an island's result back into half precision's range.
     out = Held(Kind.ISLAND, FLOAT32) if any(h.kind is Kind.ISLAND for h in met) else out
@@ -273,6 +154,12 @@ def of_its_own(aval: AbstractValue) -> bool:
   """Returns whether a value is in a floating dtype that the user chose."""
   dtype = getattr(aval, "dtype", None)
   return dtype is not None and not castable(aval) and jax.numpy.issubdtype(dtype, np.inexact)
+
+
+def own_types(arguments: PyTree) -> set[tuple[tuple[int, ...], np.dtype]]:
+  """Returns the shapes and dtypes of half-precision arguments; results of these types keep their dtype."""
+  arrays = (leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+  return {(leaf.shape, leaf.dtype) for leaf in arrays if leaf.dtype in _HALVES}
 
 
 def initial(aval: AbstractValue, value: ArrayLike | None = None, half: np.dtype | None = None) -> Held:

@@ -8,6 +8,7 @@ the key: it only determines how long a program is kept.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
@@ -21,13 +22,12 @@ from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._emit import array_of, execute
-from mpjax.casting._kernels import kernels_in_float32, registered_kernels
+from mpjax.casting._kernels import kernels_in_float32
 from mpjax.casting._trace import Traced
 from mpjax.jaxpr import as_function, is_variable, known_primitives, open_jaxpr
 from mpjax.policy import Policy
 
-_MOST_PROGRAMS = 8  # per owner
-_MOST_OWNERS = 64
+_MOST_PROGRAMS = 8  # of a function
 
 
 class Program:
@@ -54,28 +54,8 @@ class Program:
     return [x if is_variable(atom) else array_of(atom) for atom, x in results]
 
 
-class _Owners:
-  """The programs of owners: each kept as long as its owner lives, for a limited number of owners."""
-
-  def __init__(self) -> None:
-    self._programs: dict[int, tuple[weakref.ref[Any], dict[Hashable, Program]]] = {}
-
-  def programs_of(self, owner: object) -> dict[Hashable, Program]:
-    """Returns the store for an owner's programs; a temporary one if the owner takes no weak reference."""
-    number = id(owner)
-    ref, programs = self._programs.pop(number, (None, {}))
-    if ref is None:
-      try:
-        ref = weakref.ref(owner, lambda _: self._programs.pop(number, None))
-      except TypeError:
-        return {}
-    self._programs[number] = ref, programs
-    while len(self._programs) > _MOST_OWNERS:
-      self._programs.pop(next(iter(self._programs)), None)
-    return programs
-
-
-_owners = _Owners()
+# By the object that lives as long as the function may be called.
+_programs: weakref.WeakKeyDictionary[Any, dict[Hashable, Program]] = weakref.WeakKeyDictionary()
 
 
 def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, policy: Policy) -> Program:
@@ -90,8 +70,9 @@ def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, pol
   Raises:
     ValueError: for a pattern of an override or a recipe that matches nothing.
   """
-  own = traced.key(rules, policy)
-  programs = _owners.programs_of(_owner(fun)) if own is not None else {}
+  own, programs = traced.key(rules, policy), {}
+  with contextlib.suppress(TypeError):  # for an owner without a hash or weak references
+    programs = _programs.setdefault(_owner(fun), {}) if own is not None else {}
   key = (own, _key(rules))
   program = programs.pop(key, None)
   if program is None:
@@ -99,8 +80,8 @@ def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, pol
     rules.overrides.check_all_matched()
     program = Program(plan)
   programs[key] = program
-  while len(programs) > _MOST_PROGRAMS:
-    programs.pop(next(iter(programs)), None)
+  if len(programs) > _MOST_PROGRAMS:
+    del programs[next(iter(programs))]
   return program
 
 
@@ -116,4 +97,4 @@ def _key(rules: CastingRules) -> Hashable:
   settings = (rules.ops, rules.overrides.key, rules.accum_dtype, rules.wide_gradients, rules.recompute)
   support = tuple((recipe, _fp8_products.support(recipe)) for recipe in rules.overrides.recipes)
   precision = str(jax.config.jax_default_matmul_precision)  # see `states_precision`
-  return settings, support, precision, registered_kernels(), known_primitives()
+  return settings, support, precision, known_primitives()

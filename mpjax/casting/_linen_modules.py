@@ -8,12 +8,11 @@ for users of such a module.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -77,42 +76,6 @@ def with_variables(
 
   method, args, kwargs = _as_method(module, fun, args, kwargs)
   return transforms.lift_transform(lifted, method)(module, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def leaks_refused() -> Iterator[None]:
-  """Raises `TypeError` if a function traced inside leaves tracers among a linen module's variables.
-
-  That happens if it closes over the module, or makes one in the `compact` method around it.
-  """
-  linen = sys.modules.get("flax.linen")
-  if linen is None:
-    yield
-    return
-  from flax.core import Scope
-
-  outside = Scope({}).trace_level
-  before: dict[int, tuple[Any, list[Any], str]] = {}  # by the root of a scope that existed before
-
-  def look(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-    scope = context.module.scope
-    if scope is not None and scope.root.trace_level == outside:
-      variables = jax.tree.leaves(scope.root.mutable_variables())
-      before.setdefault(id(scope.root), (scope.root, variables, type(context.module).__name__))
-    return next_fun(*args, **kwargs)
-
-  with linen.intercept_methods(look):
-    yield
-  for root, variables, name in before.values():
-    known = set(map(id, variables))
-    for x in jax.tree.leaves(root.mutable_variables()):
-      if isinstance(x, jax.core.Tracer) and id(x) not in known:
-        raise TypeError(
-          f"a function under mpjax.autocast makes variables of the linen module {name}, which is not one of "
-          "its arguments, so they could not leave the trace: decorate the method with "
-          "@mpjax.autocast(policy=...). Or call mpjax.autocast(self.method, policy)(x), or pass the module, "
-          "as in mpjax.autocast(fun, policy)(self, x)"
-        )
 
 
 def _owner(fun: object) -> Any:

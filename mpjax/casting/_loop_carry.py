@@ -13,7 +13,8 @@ import numpy as np
 
 from mpjax._types import Atom, JaxprEqn, Var
 from mpjax.casting._cast_plan import CastPlan, DecideBody, LoopCarry, Mode
-from mpjax.casting._kinds import FLOAT32, Condition, Held, Kind, Where, is_float, meet, rule_of
+from mpjax.casting._kinds import FLOAT32, Held, Kind, Where, is_float, meet
+from mpjax.casting._reasons import Code
 from mpjax.jaxpr import Trait, bodies_of, has, is_variable, open_jaxpr, variables_of
 
 
@@ -72,9 +73,9 @@ def _merged(first: Held, last: Held, flow: _Flow) -> LoopCarry:
   both = after_loop([first, last])  # this round decides itself whether a carry is a memory
   wide = any(held.wide for held in both)
   remembers = flow.half is None or wide
-  held = meet(both, Where.CARRY, [Condition.REMEMBERS] if remembers else [], flow.half)
+  held = meet(both, Where.CARRY, remembers, flow.half)
   if held.kind not in (Kind.HALF, Kind.RUNNING):
-    return LoopCarry(held, rule_of({held.kind}).means)
+    return LoopCarry(held, Code[held.kind.name].sentence())
   return LoopCarry(held, "it may be outside the half-precision range" if flow.half and wide else flow.why)
 
 
@@ -93,10 +94,6 @@ class _Way(enum.Flag):
   NONE = 0  # it is moved
   ADDED = enum.auto()
   SCALED = enum.auto()
-  LOGARITHM = enum.auto()  # of a value from products with it
-
-
-_LOGARITHMS = frozenset({jax.lax.log_p, jax.lax.log1p_p})
 
 
 def _way(equation: JaxprEqn) -> _Way:
@@ -139,16 +136,12 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Decide
     if past and (node.listed == "infer" or exact):
       way = _Way.SCALED if exact else _way(equation)
       ways.update(dict.fromkeys(equation.outvars, functools.reduce(operator.or_, past, way)))
-    elif equation.primitive in _LOGARITHMS and any(a in reached for a in variables):
-      ways.update(dict.fromkeys(equation.outvars, _Way.LOGARITHM))
   if half is None:
     return _Flow(None, bodies.why_float32.sentence())
   if not product:
     return _Flow(None, "no matrix product in the loop reads it: a sum or a state over many steps")
   if not is_variable(after) or after not in ways:
     return _Flow(half, "each step makes it anew by matrix products: activations that pass through layers")
-  if _Way.LOGARITHM in ways[after]:
-    return _Flow(None, "each step goes on from a logarithm: a log-probability of many steps")
   if _Way.SCALED in ways[after]:
     return _Flow(None, "it is multiplied on its way to the next step: a memory that decays")
   if not ways[after]:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import jax
 
 from mpjax._types import AnyJaxpr, JaxprEqn
-from mpjax.casting import _kernels
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import castable, is_float, size
 from mpjax.casting._loop_facts import is_recurrent, why_in_solver
@@ -74,11 +73,6 @@ def _only_float32(reads: Reads) -> bool:
 def in_half_alone(reads: Reads) -> bool:
   """Returns whether a product reads a value, and every reader takes it in half precision."""
   return bool(reads & _VIEWS) and not reads & ~(_IN_HALF | Reads.LATER)
-
-
-def in_order_alone(reads: Reads) -> bool:
-  """Returns whether only a value's place among others, or an integer, is computed from it."""
-  return reads & ~(Reads.LATER | Reads.NORM) == Reads.ORDER
 
 
 def in_backward(equation: JaxprEqn, calls: Calls) -> bool:
@@ -239,7 +233,7 @@ class Readers(Backward[Reads]):
     return [r if castable(a.aval) else Reads.NONE for a, r in zip(equation.invars, found, strict=True)]
 
   def _reads(self, equation: JaxprEqn, results: Reads, calls: Calls) -> Reads:
-    if at_region_edge(marked_path(equation)) or _kernels.has_registered(equation):
+    if at_region_edge(marked_path(equation)):
       return _IN_HALF
     path = functools.reduce(inside, [marked_path(call) for call, _ in calls], self._path)
     half = self._rules.overrides.half_at(inside(path, marked_path(equation)))

@@ -38,7 +38,6 @@ class Code(enum.Enum):
 
   # Kernels.
   KERNEL = "a kernel: it stays in the dtypes of the program"
-  KERNEL_IN_HALF = "a registered kernel"
   KERNEL_IN_FLOAT32 = "a kernel that runs in float32: {}"
 
   # Products that keep float32.
@@ -69,7 +68,6 @@ class Code(enum.Enum):
   ISLAND = "it is part of an island"
   FLEXIBLE = "its operands come before any product"
   WIDE = "an operand may be outside the half-precision range"
-  ORDER_ALONE = "nothing but an order is made of it"
   MEETS_DATA = "float32 data meets half precision, and float32 reads the result"
   GRADIENT_SUM = "it adds gradients of a parameter"
   ONLY_FLOAT32 = "only float32 reads it"

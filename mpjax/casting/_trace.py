@@ -15,8 +15,8 @@ from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._decide import decide
 from mpjax.casting._half_precision import trace
-from mpjax.casting._kinds import Held, initial
-from mpjax.casting._linen_modules import InOwnDtypes, leaks_refused
+from mpjax.casting._kinds import Held, initial, own_types
+from mpjax.casting._linen_modules import InOwnDtypes
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._overrides import Overrides
 from mpjax.casting._place import Place
@@ -74,8 +74,7 @@ class Traced:
     self._own = own_types(arguments)
     self.names = [self._modules.names[i] for i in dynamic]
     self._arguments = [self._modules.arguments[i] for i in dynamic]
-    with leaks_refused():
-      self.closed = trace(lambda: jax.make_jaxpr(flat)(*arguments), overrides)
+    self.closed = trace(lambda: jax.make_jaxpr(flat)(*arguments), overrides)
     self.operands = [*constants_of(self.closed), *arguments]
 
   def plan(
@@ -129,12 +128,6 @@ class Traced:
       changes = [_as(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
     self._modules.update(jax.tree.unflatten(self._changes, changes))
     return jax.tree.unflatten(self._structure, out)
-
-
-def own_types(arguments: PyTree) -> set[tuple[tuple[int, ...], np.dtype]]:
-  """Returns the shapes and dtypes of half-precision arguments; results of these types keep their dtype."""
-  arrays = (leaf for leaf in jax.tree.leaves(arguments) if getattr(leaf, "dtype", None) in _OUTPUTS[:2])
-  return {(leaf.shape, leaf.dtype) for leaf in arrays}
 
 
 def to_output(tree: PyTree, policy: Policy, arguments: PyTree) -> PyTree:

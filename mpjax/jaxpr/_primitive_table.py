@@ -297,19 +297,27 @@ decide(
 )
 decide(
   "opaque",
-  "complex numbers have no half precision",
+  "it keeps the dtypes of the program",
   of(T.NONE, lax.complex_p, lax.conj_p, lax.imag_p, lax.real_p),
-  recompute=False,
-)
-decide(
-  "opaque",
-  "depends on the bits of the user's dtype",
-  lax.bitcast_convert_type_p,
-  lax.nextafter_p,
+  of(T.NONE, lax.bitcast_convert_type_p, lax.nextafter_p, "from_edtype to_edtype"),
   of(T.ELEMENTWISE | T.CAST | T.STORES_RESULT, lax.reduce_precision_p),
+  of(T.NONE, "debug_callback debug_print io_callback pure_callback"),
+  of(T.NONE, lax.after_all_p, lax.create_token_p, "check shape_assertion"),
+  of(T.NONE, primitives.get_p, primitives.swap_p),
+  of(
+    T.NONE, "accum_grad_in_ref addupdate create_linear empty_ref free_ref freeze new_ref pin run_state unpin"
+  ),
+  of(
+    T.NONE,
+    primitives.custom_lin_p,
+    "linear_call call_hi_primitive call_hi_primitive_linearized call_exported",
+  ),
+  "call_exported custom_partitioning rnn_bwd rnn_fwd scaled_matmul_wrapper",
+  of(T.READS_STORED, "ffi_call", "scaled_dot"),
+  of(T.NONE, "composite", "compute_on", call=CallKind.UNIT),
+  of(T.ALGEBRA, lax.linear_solve_p),
   recompute=False,
 )
-decide("opaque", "an extended dtype with its own representation", "from_edtype to_edtype", recompute=False)
 decide(
   "opaque",
   "random numbers: the same key must give the same values",
@@ -321,82 +329,11 @@ decide(
 )
 decide(
   "opaque",
-  "a callback: the host is promised the user's dtypes",
-  "debug_callback debug_print io_callback pure_callback",
-  recompute=False,
-)
-decide(
-  "opaque", "foreign code, compiled for the user's dtypes", of(T.READS_STORED, "ffi_call"), recompute=False
-)
-decide(
-  "opaque",
-  "a kernel, written for the user's dtypes",
+  "a kernel, written for the dtypes of the program",
   of(T.READS_STORED | T.KERNEL, "pallas_call"),
-  recompute=False,
-)
-decide(
-  "opaque",
-  "a block-scaled product: the user has chosen its narrow dtypes",
-  "scaled_matmul_wrapper",
-  of(T.READS_STORED, "scaled_dot"),
-  recompute=False,
-)
-decide(
-  "opaque",
-  "cuDNN attention takes no float32: the user has chosen its dtypes",
   of(T.READS_STORED | T.KERNEL, "dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper"),
   of(T.READS_STORED | T.KERNEL, "dot_product_attention_fp8_bwd_wrapper"),
   of(T.READS_STORED | T.KERNEL, "dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fwd"),
-  recompute=False,
-)
-decide("opaque", "a cuDNN LSTM: JAX's binding takes float32 only", "rnn_bwd rnn_fwd", recompute=False)
-decide(
-  "opaque",
-  "a reference: its dtype was fixed where it was made",
-  primitives.get_p,
-  primitives.swap_p,
-  "accum_grad_in_ref addupdate create_linear empty_ref free_ref freeze new_ref pin run_state unpin",
-  recompute=False,
-)
-decide(
-  "opaque",
-  "a primitive over types of the user's: its rules fix the dtypes",
-  "call_hi_primitive call_hi_primitive_linearized",
-  recompute=False,
-)
-decide("opaque", "a serialised program with fixed dtypes", "call_exported", recompute=False)
-decide(
-  "opaque",
-  "a unit that a backend replaces or splits as the user wrote it",
-  "custom_partitioning",
-  of(T.NONE, "composite", call=CallKind.UNIT),
-  recompute=False,
-)
-decide(
-  "opaque",
-  "placed or ordered by the user as one unit",
-  of(T.NONE, "compute_on", call=CallKind.UNIT),
-  recompute=False,
-)
-decide(
-  "opaque",
-  "a residue of differentiation: its parts agree on their dtypes",
-  primitives.custom_lin_p,
-  "linear_call",
-  recompute=False,
-)
-decide(
-  "opaque",
-  "its solver's tolerances are the user's dtype's",
-  of(T.ALGEBRA, lax.linear_solve_p),
-  recompute=False,
-)
-decide(
-  "opaque",
-  "an effect or a token: computes no value",
-  lax.after_all_p,
-  lax.create_token_p,
-  "check shape_assertion",
   recompute=False,
 )
 decide(

@@ -82,52 +82,26 @@ def test_full_precision_wins_on_both_sides():
       jax.eval_shape(mpjax.autocast(loss_with(mpjax.full_precision(region)), "bf16"), W, X)
 
 
-def two_modules(wrap, seen):
-  """A loss whose two kernels are in modules of their own; notes the dtype of each."""
-
-  def noted(name):
-    def mix(a, b):
-      seen[name] = str(a.dtype)
-      return jnp.tanh(a) * b
-
-    return wrap(mpjax.half_precision(mix))
-
-  regions = {name: noted(name) for name in ("first", "second")}
-
-  def loss(w, x):
-    for name, region in regions.items():
-      with jax.named_scope(name):
-        x = region(x @ w["q"], x @ w["k"])
-    return jnp.mean((x @ w["o"]) ** 2)
-
-  return loss
-
-
-OVERRIDES = [  # the policy, overrides, what the two modules run in
-  ("bf16", {"second": "fp32"}, ("bfloat16", "float32")),
-  ("bf16", {"first": "fp32"}, ("float32", "bfloat16")),
-  ("bf16", {"second": "fp16"}, ("bfloat16", "float16")),
-  ("fp32", {"second": "bf16"}, ("float32", "bfloat16")),
-  ("bf16", {"(first|second)": "fp32"}, ("float32", "float32")),
+OVERRIDES = [  # the policy, overrides, what its module computes in
+  ("bf16", {"named": "fp32"}, "float32"),
+  ("bf16", {"named": "fp16"}, "float16"),
+  ("fp32", {"another": "bf16"}, "float32"),
 ]
 
 
-@pytest.mark.parametrize(
-  "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["as it is", "jit", "checkpoint"]
-)
-def test_the_policy_of_its_module_decides(wrap):
-  def all_of_them(w, x):
-    found = []
-    for policy, overrides, both in OVERRIDES:
-      for order in ("grad of autocast", "autocast of grad"):
-        loss = two_modules(wrap, seen := {})
-        found.append(ORDERS[order](loss, {"base": policy, "overrides": overrides})(w, x))
-        assert (seen["first"], seen["second"]) == both, (policy, overrides, order)
-    return found, jax.grad(two_modules(lambda f: f, {}))(w, x)
-
-  found, want = jit(all_of_them)(W, X)
-  for one in found:
-    near(one, want)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["as it is", "jit"])
+def test_an_override_of_another_dtype_is_an_error_that_names_full_precision(wrap):
+  region = jax.named_scope("named")(wrap(mpjax.half_precision(lambda a, b: jnp.tanh(a) * b)))
+  loss = loss_with(lambda a, b: jax.named_scope("another")(jnp.multiply)(region(a, b), b))
+  for base, overrides, dtype in OVERRIDES:
+    policy = {"base": base, "overrides": overrides}
+    for order in ORDERS.values():
+      with pytest.raises(
+        ValueError, match=f"'named' runs in .*float16, and its module in {dtype}.*full_precision"
+      ):
+        jax.eval_shape(order(loss, policy), W, X)
+  same = {"base": "bf16", "overrides": {"named": "bf16", "another": "fp32"}}
+  jax.eval_shape(mpjax.autocast(loss, same), W, X)
 
 
 def test_what_leaves_float16s_range_is_its_largest_value():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.casting import _kernels, register_kernel
 from tests.casting._jaxprs import products
 
 P = jax.sharding.PartitionSpec
@@ -161,14 +160,6 @@ def test_a_mesh_makes_another_program():
   for shape in ((8, 1), (2, 4)):
     with jax.set_mesh(jax.make_mesh(shape, ("data", "other"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
       assert jax.jit(lambda w, x: cast(w, x))(W, X).sharding.mesh.shape["data"] == shape[0]
-
-
-def test_a_kernel_that_is_registered_later_is_found(monkeypatch):
-  monkeypatch.setattr(_kernels, "_runs", {})
-  dtypes = lambda: {x.aval.dtype.name for e in calls(mpjax.autocast(loss, "bf16"), W, X) for x in e.invars}
-  assert dtypes() == {"float32"}
-  register_kernel("network", network)
-  assert dtypes() == {"bfloat16"}
 
 
 def test_nothing_is_kept_of_functions_that_are_gone():
