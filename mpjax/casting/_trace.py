@@ -97,7 +97,7 @@ class Traced:
     structure = structure_of(self.closed)
     arrays = tuple(isinstance(x, jax.Array) for x in constants_of(self.closed))
     known = structure, tuple(self._held(rules)), self._returns_float32(policy), arrays, tuple(self._arguments)
-    return known if structure.is_known else None
+    return None if structure is None else known
 
   def _held(self, rules: CastingRules) -> list[Held]:
     """Returns how constants and arguments are held."""

@@ -79,4 +79,4 @@ from mpjax.jaxpr._scopes import (
   transform_place,
   without_marks,
 )
-from mpjax.jaxpr._structure import Structure, structure_of
+from mpjax.jaxpr._structure import structure_of

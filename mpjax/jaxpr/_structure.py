@@ -16,76 +16,40 @@ from mpjax.jaxpr._bodies import constants_of, is_variable, once_for_each, open_j
 from mpjax.jaxpr._primitives import CallKind, call_kind
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, linear_util.WrappedFun)
-
-
-class Structure:
-  """The structure of a jaxpr: jaxprs of equal structures are the same program.
-
-  Primitives, parameters, types, scopes and contexts of the equations count; bodies count by their own
-  structures and the identity of their constants. The jaxpr's own constants and the lines of the source do not
-  count.
-
-  Attributes:
-    is_known: whether another jaxpr can have the same structure. None can if a parameter is a function, as of
-      a custom derivative rule, since the values that it closes over are hidden; or if a body has a large
-      array as a constant.
-  """
-
-  def __init__(self, jaxpr: Jaxpr):
-    numbers: dict[Var, int] = {}
-
-    def of(atom: Atom) -> Hashable:
-      if not is_variable(atom):
-        return np.asarray(atom.val).tobytes(), atom.aval
-      if atom in numbers:
-        return numbers[atom]
-      numbers[atom] = len(numbers)
-      return atom.aval
-
-    try:
-      inputs = tuple(map(of, (*jaxpr.constvars, *jaxpr.invars)))
-      equations = tuple((*map(of, e.invars), _equation(e), *map(of, e.outvars)) for e in jaxpr.eqns)
-      self._parts: Hashable = (inputs, equations, tuple(map(of, jaxpr.outvars)))
-      self._hash = hash(self._parts)
-      self.is_known = True
-    except TypeError:
-      self._parts, self._hash, self.is_known = None, id(self), False
-
-  def __hash__(self) -> int:
-    return self._hash
-
-  def __eq__(self, other: object) -> bool:
-    if self is other or not (isinstance(other, Structure) and self.is_known and other.is_known):
-      return self is other
-    return self._hash == other._hash and self._parts == other._parts
-
-
 _LARGE = 1 << 16  # bytes
 
 
-class _Same:
-  """An object that equals only itself; a `TypeError` for a large array, which would be kept alive."""
+def structure_of(jaxpr: AnyJaxpr) -> Hashable | None:
+  """Returns what is equal for two jaxprs that are the same program; computed once for each.
 
-  def __init__(self, value: object):
-    if getattr(value, "nbytes", 0) > _LARGE:
-      raise TypeError("a large constant")
-    self._value = value
-
-  def __hash__(self) -> int:
-    return id(self._value)
-
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, _Same) and self._value is other._value
-
-
-def structure_of(jaxpr: AnyJaxpr) -> Structure:
-  """Returns the structure of a jaxpr, computed once for each."""
+  Primitives, parameters, types, scopes and contexts of the equations count, and so do bodies with the values
+  of their constants. The jaxpr's own constants and the lines of the source do not count. `None` for a jaxpr
+  that cannot be compared: a parameter is a function, as of a custom derivative rule, which hides the values
+  that it closes over; or a body has a large array as a constant.
+  """
   return _structure_of(open_jaxpr(jaxpr))
 
 
 @once_for_each
-def _structure_of(jaxpr: Jaxpr) -> Structure:
-  return Structure(jaxpr)
+def _structure_of(jaxpr: Jaxpr) -> Hashable | None:
+  numbers: dict[Var, int] = {}
+
+  def of(atom: Atom) -> Hashable:
+    if not is_variable(atom):
+      return np.asarray(atom.val).tobytes(), atom.aval
+    if atom in numbers:
+      return numbers[atom]
+    numbers[atom] = len(numbers)
+    return atom.aval
+
+  try:
+    inputs = tuple(map(of, (*jaxpr.constvars, *jaxpr.invars)))
+    equations = tuple((*map(of, e.invars), _equation(e), *map(of, e.outvars)) for e in jaxpr.eqns)
+    found = inputs, equations, tuple(map(of, jaxpr.outvars))
+    hash(found)
+  except TypeError:
+    return None
+  return found
 
 
 def _equation(equation: JaxprEqn) -> Hashable:
@@ -98,9 +62,18 @@ def _equation(equation: JaxprEqn) -> Hashable:
 
 def _parameter(value: Any) -> Hashable:
   if isinstance(value, (Jaxpr, ClosedJaxpr)):
-    return structure_of(value), tuple(map(_Same, constants_of(value)))
+    body = structure_of(value)
+    if body is None:
+      raise TypeError("a body that cannot be compared")
+    return body, tuple(map(_constant, constants_of(value)))
   if isinstance(value, (tuple, list)):
     return tuple(map(_parameter, value))
   if isinstance(value, _FUNCTIONS):
     raise TypeError(f"{value!r} is a function")
   return type(value), value
+
+
+def _constant(value: Any) -> Hashable:
+  if getattr(value, "nbytes", 0) > _LARGE:
+    raise TypeError("a large constant")
+  return type(value), np.shape(value), np.asarray(value).dtype, np.asarray(value).tobytes()

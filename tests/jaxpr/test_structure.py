@@ -61,9 +61,7 @@ def test_what_makes_another_program():
   assert len(set(structures)) == len(programs)
 
 
-def test_a_program_with_a_derivative_rule_is_like_no_other():
+def test_a_program_with_a_derivative_rule_cannot_be_compared():
   rule = jax.custom_jvp(jnp.sin)
   rule.defjvps(lambda ct, out, x: 2 * ct)
-  first, second = (structure_of(traced(rule, X)) for _ in range(2))
-  assert not first.is_known
-  assert first != second
+  assert structure_of(traced(rule, X)) is None
