@@ -24,85 +24,47 @@ if TYPE_CHECKING:
     optim as optim,
     train as train,
   )
-  from mpjax._average import Average
-  from mpjax.casting import OpLists, autocast, explain, full_precision, half_precision, init_fp8_state
-  from mpjax.dtypes import cast_floating
+  from mpjax._average import Average as Average
+  from mpjax.casting import (
+    OpLists as OpLists,
+    autocast as autocast,
+    explain as explain,
+    full_precision as full_precision,
+    half_precision as half_precision,
+    init_fp8_state as init_fp8_state,
+  )
+  from mpjax.dtypes import cast_floating as cast_floating
   from mpjax.loss_scale import (
-    LossScaleState,
-    LossScaling,
-    all_finite,
-    apply_updates,
-    dynamic_loss_scale,
-    get_loss_scale,
-    keep_if_finite,
-    scale_loss,
-    static_loss_scale,
-    value_and_grad,
-    with_loss_scaling,
+    LossScaleState as LossScaleState,
+    LossScaling as LossScaling,
+    all_finite as all_finite,
+    apply_updates as apply_updates,
+    dynamic_loss_scale as dynamic_loss_scale,
+    get_loss_scale as get_loss_scale,
+    keep_if_finite as keep_if_finite,
+    scale_loss as scale_loss,
+    static_loss_scale as static_loss_scale,
+    value_and_grad as value_and_grad,
+    with_loss_scaling as with_loss_scaling,
   )
   from mpjax.numerics import (
-    NonfiniteReport,
-    NumericsReport,
-    find_nonfinite,
-    inspect_numerics,
+    NonfiniteReport as NonfiniteReport,
+    NumericsReport as NumericsReport,
+    find_nonfinite as find_nonfinite,
+    inspect_numerics as inspect_numerics,
   )
-  from mpjax.ops import linear_cross_entropy
+  from mpjax.ops import linear_cross_entropy as linear_cross_entropy
   from mpjax.optim import (
-    master_weights,
-    quantized_state,
-    stochastic_round,
+    master_weights as master_weights,
+    quantized_state as quantized_state,
+    stochastic_round as stochastic_round,
   )
-  from mpjax.planner import Plan, cheapest, largest_batch, plan
-  from mpjax.policy import Policy, PrecisionWarning, get_policy
-  from mpjax.products import fp8_dot_general, scaled_dot
-  from mpjax.sharding import batch_axes
-  from mpjax.step import TrainState, TrainStep, make_train_step
-  from mpjax.tuning import TuneResult, tune
-
-__all__ = [
-  "Average",
-  "LossScaleState",
-  "LossScaling",
-  "NonfiniteReport",
-  "NumericsReport",
-  "OpLists",
-  "Plan",
-  "Policy",
-  "PrecisionWarning",
-  "TrainState",
-  "TrainStep",
-  "TuneResult",
-  "all_finite",
-  "apply_updates",
-  "autocast",
-  "batch_axes",
-  "cast_floating",
-  "cheapest",
-  "dynamic_loss_scale",
-  "explain",
-  "find_nonfinite",
-  "fp8_dot_general",
-  "full_precision",
-  "get_loss_scale",
-  "get_policy",
-  "half_precision",
-  "init_fp8_state",
-  "inspect_numerics",
-  "keep_if_finite",
-  "largest_batch",
-  "linear_cross_entropy",
-  "make_train_step",
-  "master_weights",
-  "plan",
-  "quantized_state",
-  "scale_loss",
-  "scaled_dot",
-  "static_loss_scale",
-  "stochastic_round",
-  "tune",
-  "value_and_grad",
-  "with_loss_scaling",
-]
+  from mpjax.planner import Plan as Plan, cheapest as cheapest, largest_batch as largest_batch, plan as plan
+  from mpjax.policy import Policy as Policy, PrecisionWarning as PrecisionWarning, get_policy as get_policy
+  from mpjax.products import fp8_dot_general as fp8_dot_general, scaled_dot as scaled_dot
+  from mpjax.sharding import batch_axes as batch_axes
+  from mpjax.step import TrainState as TrainState, TrainStep as TrainStep, make_train_step as make_train_step
+  from mpjax.tuning import TuneResult as TuneResult, tune as tune
 
 # The module of each name. `import mpjax` imports none of them: a name is imported when it is first used. So a
 # program waits only for what it uses, and `mpjax --help` does not wait for JAX.
@@ -134,6 +96,7 @@ _NAMES = {
   "tuning": ("TuneResult", "tune"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 # Names that are public in a package alone, and what to write for the names of other libraries.
 _BELOW = {
