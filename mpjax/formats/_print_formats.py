@@ -31,10 +31,10 @@ def describe(names: Iterable[str] | str | None = None) -> list[dict[str, Any]]:
   Returns:
     A dict for each format. It has `name`, `bits`, `sign_bits`, `exponent_bits`, `mantissa_bits` (the
     fraction); `max`, `smallest_normal`, `smallest_subnormal`, `epsilon`, `decimal_digits`, `has_subnormals`,
-    `on_overflow`, `underflow_edge`, `normal_edge` and `overflow_edge` as in `NumberFormat`; `log2_max` and
-    `log2_smallest`, for the largest and the smallest positive number; `binades`, the number of powers of two
-    between them; `units`, from the names in `MATRIX_UNITS` of the units that multiply the format to the
-    devices that have them, by their names as targets of `mpjax.plan`.
+    `on_overflow`, `underflow_edge`, `normal_edge` and `overflow_edge` as in `NumberFormat`.
+    `log2_max` and `log2_smallest` are for the largest and the smallest positive number, `binades` is the
+    number of powers of two between them. `units` are from the names in `MATRIX_UNITS` of the units that
+    multiply the format to the devices that have them, by their names as targets of `mpjax.plan`.
 
   Raises:
     ValueError: for an unknown name.
