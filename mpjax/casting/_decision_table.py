@@ -24,7 +24,7 @@ from mpjax.casting._kinds import (
   strongest,
 )
 from mpjax.casting._product_roles import is_layer, states_precision
-from mpjax.casting._readers import is_outer_product
+from mpjax.casting._readers import in_order_alone, is_outer_product
 from mpjax.casting._reasons import Code
 from mpjax.jaxpr import (
   OUTPUT,
@@ -129,6 +129,8 @@ def _follow(case: Case) -> Decision:
     met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
   results = [v for v in case.equation.outvars if castable(v.aval)]
   out = followed(case.equation, case.operands, results, met, case.half, case.real())
+  if out.kind is Kind.HALF and all(in_order_alone(case.body.reads(v)) for v in results):
+    return case.decided(Mode.FULL, Code.ORDER_ALONE, case.all_held(Held(Kind.ISLAND, FLOAT32)))
   if out.kind is Kind.HALF:
     return case.decided(Mode.HALF, Code.HALF, case.all_held(out))
   kind = strongest({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})

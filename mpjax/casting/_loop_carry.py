@@ -94,6 +94,10 @@ class _Way(enum.Flag):
   NONE = 0  # it is moved
   ADDED = enum.auto()
   SCALED = enum.auto()
+  LOGARITHM = enum.auto()  # of a value from products with it
+
+
+_LOGARITHMS = frozenset({jax.lax.log_p, jax.lax.log1p_p})
 
 
 def _way(equation: JaxprEqn) -> _Way:
@@ -136,12 +140,16 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Decide
     if past and (node.listed == "infer" or exact):
       way = _Way.SCALED if exact else _way(equation)
       ways.update(dict.fromkeys(equation.outvars, functools.reduce(operator.or_, past, way)))
+    elif equation.primitive in _LOGARITHMS and any(a in reached for a in variables):
+      ways.update(dict.fromkeys(equation.outvars, _Way.LOGARITHM))
   if half is None:
     return _Flow(None, bodies.why_float32.sentence())
   if not product:
     return _Flow(None, "no matrix product in the loop reads it: a sum or a state over many steps")
   if not is_variable(after) or after not in ways:
     return _Flow(half, "each step makes it anew by matrix products: activations that pass through layers")
+  if _Way.LOGARITHM in ways[after]:
+    return _Flow(None, "each step goes on from a logarithm: a log-probability of many steps")
   if _Way.SCALED in ways[after]:
     return _Flow(None, "it is multiplied on its way to the next step: a memory that decays")
   if not ways[after]:

@@ -75,6 +75,11 @@ def in_half_alone(reads: Reads) -> bool:
   return bool(reads & _VIEWS) and not reads & ~(_IN_HALF | Reads.LATER)
 
 
+def in_order_alone(reads: Reads) -> bool:
+  """Returns whether only a value's place among others, or an integer, is computed from it."""
+  return reads & ~(Reads.LATER | Reads.NORM) == Reads.ORDER
+
+
 def in_backward(equation: JaxprEqn, calls: Calls) -> bool:
   """Returns whether an equation, or a call around it, is in a backward pass."""
   return any(map(backward_depth, (equation, *(call for call, _ in calls))))

@@ -68,6 +68,7 @@ class Code(enum.Enum):
   ISLAND = "it is part of an island"
   FLEXIBLE = "its operands come before any product"
   WIDE = "an operand may be outside the half-precision range"
+  ORDER_ALONE = "nothing but an order is made of it"
   MEETS_DATA = "float32 data meets half precision, and float32 reads the result"
   GRADIENT_SUM = "it adds gradients of a parameter"
   ONLY_FLOAT32 = "only float32 reads it"

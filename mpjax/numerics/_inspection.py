@@ -210,7 +210,8 @@ class _Inspection:
     modules = [point.module for point in self._points.values()]
     held = held_as(step, state)
     for order, (path, leaf) in enumerate(float_leaves(hide(state.arrays)), len(self._points)):
-      found = {"parameter": _Sums(jax.device_get(see(leaf)))}  # both runs read the same
+      seen = jax.device_get(see(leaf))
+      found = {"parameter": _compared(seen, seen)}  # both runs read the same
       found |= {
         kind: self._sums[kind, path] for kind in ("weight gradient", "update") if (kind, path) in self._sums
       }
