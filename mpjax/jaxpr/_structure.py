@@ -74,6 +74,6 @@ def _parameter(value: Any) -> Hashable:
 
 
 def _constant(value: Any) -> Hashable:
-  if getattr(value, "nbytes", 0) > _LARGE:
-    raise TypeError("a large constant")
+  if getattr(value, "nbytes", 0) > _LARGE or not getattr(value, "is_fully_addressable", True):
+    raise TypeError("a large constant, or one on other processes")
   return type(value), np.shape(value), np.asarray(value).dtype, np.asarray(value).tobytes()
