@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
 
-from mpjax._types import Atom, JaxprEqn, Var
-from mpjax.casting._cast_plan import DecideBody, Decision, Mode
-from mpjax.casting._casting_rules import CastingRules
+from mpjax._types import Atom, JaxprEqn
+from mpjax.casting._cast_plan import Decision, Mode
 from mpjax.casting._higher_order import LOOPS, RULES
 from mpjax.casting._kinds import (
   FLOAT32,
@@ -28,7 +27,6 @@ from mpjax.casting._kinds import (
   small,
   strongest,
 )
-from mpjax.casting._place import Place
 from mpjax.casting._product_roles import states_precision
 from mpjax.casting._readers import Reads, in_half_alone, why_float32, why_float32_result
 from mpjax.casting._reasons import Code
@@ -47,28 +45,8 @@ from mpjax.jaxpr import (
   values_read,
 )
 
-
-class Surroundings(Protocol):
-  """The part of the jaxpr around an equation that is decided so far; see `_decide.Body`."""
-
-  rules: CastingRules
-  place: Place
-  widened: set[Var]
-
-  def how(self, atom: Atom, half: np.dtype | None = None) -> Held:
-    """Returns how a variable or literal is held."""
-
-  def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
-    """Returns how a variable is held when it meets others in an equation."""
-
-  def half_at(self, path: str) -> np.dtype | None:
-    """Returns the half dtype that a module computes in there; `None` for float32."""
-
-  def reads(self, atom: Atom) -> Reads:
-    """Returns the readers of this variable."""
-
-  def bodies(self, case: Case) -> DecideBody:
-    """Returns the object that decides about the bodies of a call."""
+if TYPE_CHECKING:
+  from mpjax.casting._decide import Body
 
 
 class Case:
@@ -82,17 +60,17 @@ class Case:
 
   rule = ""  # the row of the table that applies
 
-  def __init__(self, equation: JaxprEqn, body: Surroundings, clips: bool):
-    self.equation = equation
-    self.body = body
+  def __init__(self, equation: JaxprEqn, body: Body, clips: bool):
+    self.equation: JaxprEqn = equation
+    self.body: Body = body
     self._clips = clips
-    self.path = inside(body.place.path, marked_path(equation))
-    self.half = body.half_at(self.path)
-    self.listed = body.rules.list_of(equation.primitive, self.half)
-    self.is_cast = equation.primitive is jax.lax.convert_element_type_p
-    self.at_edge = at_region_edge(self.path)  # anything but a cast there is a sum of gradients
-    self.in_region = in_region(self.path) and (self.is_cast or not self.at_edge)
-    self.operands = [a for a in equation.invars if castable(a.aval)]
+    self.path: str = inside(body.place.path, marked_path(equation))
+    self.half: np.dtype | None = body.half_at(self.path)
+    self.listed: str = body.rules.list_of(equation.primitive, self.half)
+    self.is_cast: bool = equation.primitive is jax.lax.convert_element_type_p
+    self.at_edge: bool = at_region_edge(self.path)  # anything but a cast there is a sum of gradients
+    self.in_region: bool = in_region(self.path) and (self.is_cast or not self.at_edge)
+    self.operands: list[Atom] = [a for a in equation.invars if castable(a.aval)]
 
   def decided(
     self, mode: Mode, code: Code, outs: tuple[Held, ...], listed: str = "", **more: Any

@@ -81,8 +81,8 @@ class Body:
   """
 
   def __init__(self, jaxpr: Jaxpr, held: Sequence[Held], rules: CastingRules, place: Place, tangents: int):
-    self.rules = rules
-    self.place = place
+    self.rules: CastingRules = rules
+    self.place: Place = place
     self._jaxpr = jaxpr
     self._inputs = (*jaxpr.constvars, *jaxpr.invars)
     self.held: dict[Var, Held] = dict(zip(self._inputs, held, strict=True))
