@@ -175,6 +175,12 @@ def platform(backend: str | None) -> str:
   return _PLATFORMS[name]
 
 
+def one_of(word: object, choices: Iterable[str]) -> str:
+  """Returns the end of an error message about a word: what is expected, and the nearest of that."""
+  choices = list(choices)
+  return f"expected one of {', '.join(choices)}{did_you_mean(str(word), choices)}"
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
   """Returns the end of an error message: the nearest of `choices`, or nothing."""
   close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)

@@ -10,7 +10,7 @@ mpjax.loss_scale.check_loss_scaling(tx, params)  # rarer functions are public he
 from typing import TYPE_CHECKING
 
 from mpjax._gone import missing
-from mpjax.loss_scale._check import check_loss_scaling, scale_dependent as scale_dependent
+from mpjax.loss_scale._check import check_loss_scaling
 from mpjax.loss_scale._guard import (
   StructureError as StructureError,
   all_finite,

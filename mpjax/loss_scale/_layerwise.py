@@ -18,12 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax import _compat
 from mpjax._types import Array, ArrayLike, DTypeLike, PyTree
 from mpjax.dtypes import at_least_float32, cast_floating
 from mpjax.jaxpr import closure_as_argument
-from mpjax.loss_scale import _layerwise_vjp as vjp
 from mpjax.loss_scale._guard import is_inexact
 from mpjax.policy import HIGHEST, number
 
@@ -124,7 +124,7 @@ class LayerwiseLossScale:
     dtype = jnp.dtype(dtype or x.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(f"start computes in a floating dtype, not {dtype}")
-    return Scaled(*vjp.start(x, dtype))
+    return Scaled(*_start(x, dtype))
 
   def layer(
     self,
@@ -201,7 +201,7 @@ class LayerwiseLossScale:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
       raise ValueError(f"n={n!r}: expected a positive integer")
-    return tuple(Scaled(*copy) for copy in vjp.fork(*_spend(h), n))
+    return tuple(Scaled(*copy) for copy in _fork(*_spend(h), n))
 
   def finish(self, h: Scaled) -> jax.Array:
     """Returns the activation in float32 or wider, for the loss; `init_scale` multiplies its gradient."""
@@ -234,30 +234,30 @@ class LayerwiseLossScale:
     @jax.custom_vjp
     def call(learnt: PyTree, values: tuple[Array, ...], token: Array, scale: Array | None) -> Any:
       out = run(learnt, values)
-      return out, vjp.tie(token, out)
+      return out, _tie(token, out)
 
     def forward(learnt: PyTree, values: tuple[Array, ...], token: Array, scale: Array | None) -> Any:
       out, pullback = jax.vjp(run, learnt, values)
       # At least 64: a norm can bring a small activation to that size.
       tops = [jnp.abs(value).max(initial=64).astype(jnp.float32) for value in values]
-      return (out, vjp.tie(token, out)), (pullback, learnt, functools.reduce(jnp.maximum, tops), scale)
+      return (out, _tie(token, out)), (pullback, learnt, functools.reduce(jnp.maximum, tops), scale)
 
     def backward(residuals: Any, cotangents: tuple[Array, Array]) -> Any:
       pullback, learnt, largest, scale = residuals
-      g, passed = cotangents[0], vjp.scale_of(cotangents[1])
+      g, passed = cotangents[0], _scale_of(cotangents[1])
       half = max((g.dtype, *dtypes), key=lambda dtype: jnp.finfo(dtype).minexp)
-      if vjp.has_wide_range(g.dtype) and not vjp.has_wide_range(half):
+      if _has_wide_range(g.dtype) and not _has_wide_range(half):
         first = self.enter(g, passed)  # the gradient enters half precision here
-        g, passed = vjp.times(g, first), passed * first
+        g, passed = _times(g, first), passed * first
       used = jnp.ones_like(passed)
       if kernel is not None:
         measure = functools.partial(self.measure, g.astype(half), kernel(learnt[1]), passed, fan_in)
         used = measure() if scale is None else jax.lax.cond(scale > 0, lambda: scale, measure)
-      room = vjp.room_for_sums(g, largest, learnt)
-      of_learnt = vjp.divide(pullback(vjp.times(g, room))[0], passed * room)
-      of_learnt = jax.tree.map(vjp.nan_if_shared, learnt, of_learnt)
+      room = _room_for_sums(g, largest, learnt)
+      of_learnt = _divide(pullback(_times(g, room))[0], passed * room)
+      of_learnt = jax.tree.map(_nan_if_shared, learnt, of_learnt)
       of_token = jnp.stack([passed * used, jnp.ones_like(used)])
-      return of_learnt, pullback(vjp.times(g, used))[1], of_token, None if scale is None else used
+      return of_learnt, pullback(_times(g, used))[1], of_token, None if scale is None else used
 
     call.defvjp(forward, backward)
     return Scaled(*call(learnt, values, functools.reduce(operator.add, tokens), scale))
@@ -270,7 +270,7 @@ class LayerwiseLossScale:
     if self.init_scale is not None:
       return self.init_scale / passed
     top = jnp.abs(g).max(initial=0).astype(jnp.float32)
-    scale = jnp.minimum(0.5 / vjp.floor_power_of_two(top), self.max_scale / passed)
+    scale = jnp.minimum(0.5 / _floor_power_of_two(top), self.max_scale / passed)
     return jnp.where(jnp.isfinite(top) & (top > 0), scale, 1.0)
 
   def measure(
@@ -281,7 +281,7 @@ class LayerwiseLossScale:
     `g` is the gradient of the layer's output, in the dtype of the layer, multiplied by `passed`, f32[], the
     product of the scales so far. `kernel` and `fan_in` are the weights and what `layer` takes.
     """
-    if not g.size or vjp.has_wide_range(g.dtype):
+    if not g.size or _has_wide_range(g.dtype):
       return jnp.ones_like(passed)
     limits = jnp.finfo(g.dtype)
     g, kernel = g.astype(jnp.float32), kernel.astype(jnp.float32)
@@ -295,7 +295,7 @@ class LayerwiseLossScale:
     fits = largest / (top * jnp.maximum(jnp.abs(kernel).max() * terms, 1.0))
     most = jnp.minimum(jnp.minimum(fits, self.max_scale / passed), self.max_layer_scale)
     scale = jnp.minimum(jnp.maximum(smallest / sigma, 1.0), most)
-    return jnp.where(jnp.isfinite(top) & (sigma > 0), vjp.floor_power_of_two(scale), 1.0)
+    return jnp.where(jnp.isfinite(top) & (sigma > 0), _floor_power_of_two(scale), 1.0)
 
 
 def _spend(h: object) -> tuple[Array, Array]:
@@ -323,3 +323,112 @@ def _only_kernel(params: PyTree) -> Callable[[PyTree], Array] | None:
       "one that the gradient is multiplied by, as in kernel=lambda p: p['w']"
     )
   return (lambda p: jax.tree.leaves(p)[found[0]]) if found else None
+
+
+def _start(x: Array, dtype: np.dtype) -> tuple[Array, Array]:
+  """Returns `x` in `dtype`, whose gradient is unscaled in float32, and a token."""
+  kept = x.dtype
+  cast = lambda x, token: (x.astype(dtype), token)
+
+  def backward(_: None, cotangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    g, token = cotangents
+    g = _divide(g.astype(at_least_float32(kept)), _scale_of(token))
+    return g.astype(kept), jnp.zeros_like(token)
+
+  call = jax.custom_vjp(cast)
+  # No forward rule calls its own function: the gradient of a gradient is an ordinary one, without scaling.
+  call.defvjp(lambda x, token: (cast(x, token), None), backward)
+  return call(x, _tie(jnp.zeros([2], jnp.float32), x))
+
+
+def _fork(value: Array, token: Array, n: int) -> list[tuple[Array, Array]]:
+  """Returns `n` copies, whose gradients are added at the largest of their scales at which the sum fits.
+
+  If there is none, it is the largest power of two at which the sum fits in its dtype. An unused copy has a
+  scale of 1, and adds nothing.
+  """
+  copies = lambda value, token: [(value, token)] * n
+
+  def backward(_: None, cotangents: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    gradients, tokens = (jnp.stack(parts) for parts in zip(*cotangents, strict=True))
+    scales = _scale_of(tokens)
+    tops = jnp.abs(gradients.reshape(n, -1)).max(1, initial=0).astype(jnp.float32)
+    bound = float(jnp.finfo(gradients.dtype).max) / (tops / scales).sum()
+    fitting = jnp.where(scales <= bound, scales, 0).max()
+    target = jnp.where(fitting > 0, fitting, _floor_power_of_two(bound))
+    wide = gradients.astype(at_least_float32(gradients.dtype))
+    total = _times(wide, (target / scales).reshape(n, *[1] * (gradients.ndim - 1))).sum(0)
+    return total.astype(gradients.dtype), jnp.stack([target, jnp.minimum(tokens[:, 1].max(), 1)])
+
+  call = jax.custom_vjp(copies)
+  call.defvjp(lambda value, token: (copies(value, token), None), backward)
+  return call(value, token)
+
+
+def _tie(token: Array, like: Array) -> Array:
+  """Returns `token`, batched under `vmap` and varying under `shard_map` where `like` is."""
+  return jnp.where(True, token, jax.lax.stop_gradient(like).sum().astype(token.dtype))
+
+
+def _scale_of(token: Array) -> Array:
+  """Returns the scale, f32[...], of tokens [..., 2]; 1 without a path, NaN for several paths."""
+  scale, paths = token[..., 0], token[..., 1]
+  known = jnp.where(paths == 1, scale, jnp.where(paths == 0, 1.0, 0.0))
+  return known / (paths <= 1).astype(known.dtype)  # 0 / 0 for several; no other NaN, for jax_debug_nans
+
+
+def _times(g: Array, scale: Array) -> Array:
+  """Multiplies `g` by a scale that may not fit in `g`'s dtype."""
+  wide = at_least_float32(g.dtype)
+  return (g.astype(wide) * scale.astype(wide)).astype(g.dtype)
+
+
+def _divide(tree: PyTree, scale: Array) -> PyTree:
+  """Divides `tree` by `scale`, in the dtypes of `tree`; leaves that are not gradients stay as they are.
+
+  Gives NaN where a half-precision gradient becomes too small for its dtype: parameters must be in float32.
+  """
+
+  def leaf(g: Array) -> Array:
+    if not is_inexact(g):
+      return g
+    wide = at_least_float32(g.dtype)
+    out = g.astype(wide) / scale.astype(jnp.finfo(wide).dtype)
+    if wide != g.dtype:
+      out = jnp.where((g != 0) & (jnp.abs(out) < float(jnp.finfo(g.dtype).tiny)), jnp.nan, out)
+    return out.astype(g.dtype)
+
+  return jax.tree.map(leaf, tree)
+
+
+def _room_for_sums(g: Array, largest: Array, learnt: PyTree) -> Array:
+  """Returns a power of two up to 1 that keeps every sum for the gradient of `learnt` in `g`'s range.
+
+  The sums are computed in the dtype of the layer, and divided in float32 after. They are sums of `g` times an
+  input, up to `largest`, over all axes but the last, or over all axes for a leaf of another size.
+  """
+  if _has_wide_range(g.dtype) or not g.size:
+    return jnp.ones_like(largest)
+  columns = g.shape[-1] if g.ndim else 1
+  if any(jnp.size(leaf) % columns for leaf in jax.tree.leaves(learnt) if is_inexact(leaf)):
+    columns = 1
+  top = jnp.abs(g.astype(jnp.float32)).reshape(-1, columns).sum(0).max()
+  bound = float(jnp.finfo(g.dtype).max) / (top * largest)
+  return jnp.where(bound < 1, _floor_power_of_two(bound), 1.0)
+
+
+def _nan_if_shared(x: Array, g: Array) -> Array:
+  """Returns `g`, or NaN if all shards share `x`, so that `g` is a sum of gradients with different scales."""
+  if g.dtype == jax.dtypes.float0 or not _compat.varying_axes(g) - _compat.varying_axes(x):
+    return g
+  return jnp.full_like(x, jnp.nan)
+
+
+def _has_wide_range(dtype: DTypeLike) -> bool:
+  """Returns whether `dtype` has the range of float32, in which no part of a gradient underflows."""
+  return jnp.finfo(dtype).minexp < -100
+
+
+def _floor_power_of_two(x: Array) -> Array:
+  """Returns the greatest power of two that is not above `x`."""
+  return jnp.ldexp(jnp.ones_like(x), jnp.frexp(x)[1] - 1)

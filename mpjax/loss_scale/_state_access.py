@@ -158,14 +158,10 @@ def refuse_multi_steps_outside(opt_state: PyTree) -> None:
   """Raises `ValueError` if `optax.MultiSteps` accumulates gradients before a loss scale checks them.
 
   Its accumulator would include a non-finite gradient and stay NaN. With a rule that drops such gradients, no
-  loss scale would notice them and back off.
-
-  Args:
-    opt_state: an optax state; a loss scale outside `MultiSteps` is right.
+  loss scale would notice them and back off. A loss scale outside `MultiSteps` is right.
   """
-  kinds = (LossScaleState, optax.MultiStepsState)
-  for state in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds)):
-    if isinstance(state, optax.MultiStepsState) and find_loss_scales(state.inner_opt_state):
+  for state in find_states(opt_state, optax.MultiStepsState).values():
+    if find_loss_scales(state.inner_opt_state):
       raise ValueError(
         "optax.MultiSteps is outside the loss scale, so it adds up gradients that are not finite: put it "
         "inside, as in mpjax.dynamic_loss_scale(optax.MultiSteps(inner, k).gradient_transformation()), or "

@@ -328,13 +328,7 @@ def _adjust(
 
 
 def scaling_of(spec: LossScalingSpec) -> LossScaling | None:
-  """Returns what `parse_loss_scaling` does; for a policy's name or string, that policy's loss scaling.
-
-  A word that names a loss scaling (`"keras"`, `"dynamic"`, `"none"`, `"1024"`) is not read as a policy.
-
-  Raises:
-    ValueError: names the wrong part and the choices.
-  """
+  """Returns what `parse_loss_scaling` does; for any other name or string, the loss scaling of that policy."""
   try:
     return parse_loss_scaling(spec)
   except ValueError:

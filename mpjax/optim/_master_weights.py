@@ -19,7 +19,7 @@ from jaxtyping import Float32, UInt16
 
 from mpjax._calls import require_transform
 from mpjax._types import Array, PyTree
-from mpjax.dtypes import MASTER_WEIGHTS, did_you_mean, widen_floating
+from mpjax.dtypes import MASTER_WEIGHTS, one_of, widen_floating
 from mpjax.optim._stochastic import cheap_noise, leaf_key, stochastic_round
 from mpjax.patterns import path_text
 
@@ -86,18 +86,13 @@ def master_weights(
 def make_master_weights(
   inner: optax.GradientTransformation, correction: str, seed: int, give_new: bool
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes `master_weights`, or a form of it without exceptions for a step that supports it.
+  """Makes `master_weights`, or with `give_new` a form of it without exceptions, for `apply_bits`.
 
-  Args:
-    inner: any optax transform.
-    correction: see `master_weights`.
-    seed: see `master_weights`.
-    give_new: return, as updates of half-precision parameters, the number of steps from the bits of the old
-      parameter to those of the new one, in float32, for `apply_bits`. 0 changes nothing, as in any update.
+  That gives, as updates of half-precision parameters, the number of steps from the bits of the old parameter
+  to those of the new one, in float32. 0 changes nothing, as in any update.
   """
   if correction not in MASTER_WEIGHTS:
-    hint = did_you_mean(str(correction), MASTER_WEIGHTS)
-    raise ValueError(f"correction={correction!r}: expected one of {', '.join(MASTER_WEIGHTS)}{hint}")
+    raise ValueError(f"correction={correction!r}: {one_of(correction, MASTER_WEIGHTS)}")
   inner = optax.with_extra_args_support(inner)
 
   def init(params: PyTree) -> MasterWeightsState:
@@ -119,7 +114,7 @@ def make_master_weights(
       key = leaf_key(seed, steps, path)
       new, extra = split(master + u.astype(jnp.float32), correction, p.dtype, key)
       if give_new:
-        return _Pair(_distance(p, new), extra)
+        return _Pair((_bits(new).astype(jnp.int32) - _bits(p).astype(jnp.int32)).astype(jnp.float32), extra)
       difference = new.astype(jnp.float32) - p.astype(jnp.float32)
       given = (p.astype(jnp.float32) + difference).astype(p.dtype)
       none = given.astype(jnp.float32) if correction == "float32" else 0
@@ -132,22 +127,14 @@ def make_master_weights(
 
 
 def join(params: PyTree, correction: PyTree) -> PyTree:
-  """Returns the master weights (float32) of half-precision parameters; other leaves as they are.
-
-  Args:
-    params: tree of parameters.
-    correction: the `correction` of a `MasterWeightsState`.
-  """
+  """Returns the master weights (float32) of half-precision parameters by a `correction`; others as given."""
   return jax.tree.map(_join, params, correction)
 
 
 def split_like(masters: PyTree, params: PyTree, correction: str) -> tuple[PyTree, PyTree]:
-  """Returns parameters and corrections for master weights.
+  """Returns parameters and corrections for master weights (float32), in the dtypes of some parameters.
 
-  Args:
-    masters: tree of float32 arrays.
-    params: tree of the same shapes in the new dtypes; leaves that are not half precision stay as they are.
-    correction: see `master_weights`.
+  Parameters that are not half precision stay as they are.
   """
 
   def leaf(path: KeyPath, master: Array, p: Array) -> _Pair:
@@ -214,14 +201,9 @@ def _join(p: Array, correction: Array | optax.MaskedNode) -> Array:
 def split(
   master: Float32[Array, "..."], correction: str, dtype: np.dtype, key: Array, nearest: bool = False
 ) -> tuple[Array, Array | optax.MaskedNode]:
-  """Returns the half-precision parameter for a master weight, and its correction.
+  """Returns the half-precision parameter for a master weight, and its correction (see `master_weights`).
 
-  Args:
-    master: master weights.
-    correction: see `master_weights`.
-    dtype: dtype of the parameter.
-    key: key for stochastic rounding.
-    nearest: round 24 bits to nearest.
+  24 bits are rounded stochastically by the key, or to the `nearest`.
   """
   if correction == "stochastic":
     return stochastic_round(master, key, dtype), optax.MaskedNode()
@@ -241,10 +223,6 @@ def split(
   if correction == "float32":
     return new, master
   return new, (low >> (16 - 8 * np.dtype(correction).itemsize)).astype(correction)
-
-
-def _distance(old: Array, new: Array) -> Float32[Array, "..."]:
-  return (_bits(new).astype(jnp.int32) - _bits(old).astype(jnp.int32)).astype(jnp.float32)
 
 
 def _bits(x: Array) -> UInt16[Array, "..."]:

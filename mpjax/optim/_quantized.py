@@ -99,14 +99,7 @@ def scales_like(stored: Array | Quantized, x: Array) -> Float32[Array, "..."] | 
 def quantize(
   x: Float32[Array, "..."], scales: Float32[Array, "..."] | None, dtype: np.dtype, key: Array
 ) -> Quantized:
-  """Stores an array.
-
-  Args:
-    x: f32 array of any shape.
-    scales: what `scales_of` returns; `None` for bfloat16.
-    dtype: dtype of the codes.
-    key: key for the rounding to bfloat16.
-  """
+  """Stores an array as codes, by the scales of `scales_of`; without any by the key, in bfloat16."""
   if scales is None:
     return Quantized(stochastic_round(x, key), None)
   divides = jnp.isfinite(scales) & (scales != 0)
@@ -127,12 +120,8 @@ def quantize_like(
 ) -> Array | Quantized:
   """Stores an array in the form of another: in the same codes, or in the same dtype if that has none.
 
-  Args:
-    stored: the other.
-    x: array of the same shape.
-    scales: what `scales_like` returns.
-    path: path in the optimiser's state, for the noise of rounding to bfloat16.
-    steps: i32[]; updates so far, for the same.
+  Takes the scales of `scales_like`. The path and the number of updates are for the noise of rounding to
+  bfloat16.
   """
   if not isinstance(stored, Quantized):
     return cast_like(x, stored)

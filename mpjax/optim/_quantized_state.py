@@ -9,13 +9,14 @@ from typing import NamedTuple, Never
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax.tree_util import KeyPath
 
 from mpjax._calls import refuse_keywords, require_transform
 from mpjax._types import Array, PyTree
-from mpjax.dtypes import STATE_DTYPES, did_you_mean, widen_floating
+from mpjax.dtypes import STATE_DTYPES, one_of, widen_floating
+from mpjax.jaxpr import outputs_of
 from mpjax.loss_scale import keep_dtypes
-from mpjax.optim._exact_leaves import is_exact, is_sum
 from mpjax.optim._quantized import (
   SEED,
   Quantized,
@@ -34,6 +35,20 @@ from mpjax.patterns import component_regex, named_leaves, parameter_of, path_tex
 _ELSEWHERE = {
   **dict.fromkeys(("bits", "optim_bits"), "name the format, as in mpjax.quantized_state(tx, 'int8')"),
   **dict.fromkeys(("block_size", "blocksize"), "pass group=128"),
+}
+
+# Fields, by state, that are not moments, although `init` sets them to zeros.
+_FIELDS: dict[type | None, tuple[str, ...]] = {
+  optax.MultiStepsState: ("acc_grads",),  # gradients that are added up before use
+  optax.ApplyEvery: ("grad_acc",),
+  optax.ScaleByLBFGSState: ("params", "updates"),  # from the last step, for the difference to this step
+  optax.contrib.DoGState: ("init_params",),  # in older versions set at the first update, not by `init`
+}
+# Sums (and maxima) without decay: soon a step adds less than half of a code of 8 bits.
+_SUMS: dict[type | None, tuple[str, ...]] = {
+  optax.ScaleByRssState: ("sum_of_squares",),
+  optax.contrib.COCOBState: ("cumulative_gradients", "scale", "subgradients", "reward"),
+  getattr(optax.contrib, "MadgradState", None): ("grad_sum_sq", "s"),  # not in older versions
 }
 
 
@@ -100,8 +115,7 @@ def quantized_state(
   refuse_keywords(quantized_state, unknown, _ELSEWHERE)
   require_transform("quantized_state", inner, "mpjax.quantized_state(tx, 'int8')")
   if dtype not in STATE_DTYPES:
-    hint = did_you_mean(str(dtype), STATE_DTYPES)
-    raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(STATE_DTYPES)}{hint}")
+    raise ValueError(f"dtype={dtype!r}: {one_of(dtype, STATE_DTYPES)}")
   for name, value, least in (("group", group, 1), ("min_size", min_size, 0)):
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
       raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")
@@ -132,8 +146,8 @@ def quantized_state(
       return quantize(leaf, scales, kept_in, key)
 
     state = inner.init(params)
-    exact = is_exact(inner, params, state)
-    state = jax.tree_util.tree_map_with_path(store, state, exact, is_sum(state))
+    exact = _is_exact(inner, params, state)
+    state = jax.tree_util.tree_map_with_path(store, state, exact, _is_sum(state))
     return QuantizedState(state, jnp.zeros([], jnp.int32))
 
   def update(
@@ -165,6 +179,37 @@ def quantized_state(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _is_sum(state: PyTree) -> PyTree:
+  """Returns, for each leaf of a state, whether it is in `_SUMS`."""
+  return _in_fields(state, _SUMS)
+
+
+def _is_exact(inner: optax.GradientTransformation, params: PyTree, state: PyTree) -> PyTree:
+  """Returns, for each leaf of `state`, which is `inner.init(params)`, whether it must stay as it is.
+
+  So must parameters: `z` of `optax.contrib.schedule_free`, and the first parameters that `mechanize`,
+  `prodigy` and `dog` keep. They depend on the parameters' values, where a moment depends on shapes alone.
+  """
+  jaxpr = jax.make_jaxpr(inner.init)(params).jaxpr
+  of_values = outputs_of(jaxpr, [True] * len(jaxpr.invars))
+  leaves, structure = jax.tree.flatten(_in_fields(state, _FIELDS))
+  return jax.tree.unflatten(structure, [a or b for a, b in zip(leaves, of_values, strict=True)])
+
+
+def _in_fields(state: PyTree, of: dict[type | None, tuple[str, ...]]) -> PyTree:
+  """Returns, for each leaf of a state, whether it is in one of these fields."""
+
+  def node(x: PyTree) -> PyTree:
+    fields = of.get(type(x))
+    if fields is None:
+      return False
+    parts = zip(x._fields, x, strict=True)
+    whole = lambda part: jax.tree.map(lambda _: True, part)
+    return type(x)(*(whole(part) if name in fields else _in_fields(part, of) for name, part in parts))
+
+  return jax.tree.map(node, state, is_leaf=lambda x: type(x) in of)
+
+
 def in_full_bytes(state: PyTree) -> PyTree:
   """Returns a state with that of the wrapped transform, in float32, for each `QuantizedState` in it."""
   is_state = lambda x: isinstance(x, QuantizedState)
@@ -175,11 +220,8 @@ def in_full_bytes(state: PyTree) -> PyTree:
 def store_like(stored: PyTree, plain: PyTree, steps: Array | int = 0) -> PyTree:
   """Returns a plain state stored like another: quantised in the same leaves, to the same codes and groups.
 
-  Args:
-    stored: a state.
-    plain: the plain form of a state of that structure, as from `in_full_bytes`; or what a step makes of
-      `unstored(stored)`, with a `QuantizedState` in the same places.
-    steps: updates so far, for the noise of rounding to bfloat16; those of a `QuantizedState` in `plain`.
+  `plain` is as from `in_full_bytes`; or what a step makes of `unstored(stored)`, with a `QuantizedState` in
+  the same places, whose `steps` count. They are for the noise of rounding to bfloat16.
   """
 
   def leaf(path: KeyPath, old: Array | Quantized | QuantizedState, x: PyTree) -> PyTree:

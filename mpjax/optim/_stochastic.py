@@ -72,13 +72,7 @@ def stochastic_round(x: Array, key: Array, dtype: DTypeLike = jnp.bfloat16) -> A
 
 
 def leaf_key(seed: int, steps: Array, path: KeyPath) -> Array:
-  """Returns the key of a leaf of a tree in a step, different for every leaf and step.
-
-  Args:
-    seed: seed of the transform.
-    steps: i32[]; the step.
-    path: path of the leaf.
-  """
+  """Returns the key of a leaf of a tree in a step, i32[], different for every leaf and step."""
   # Not the user's default implementation: its bits may depend on how an array is divided.
   key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), steps)
   return jax.random.fold_in(key, zlib.crc32(path_text(path).encode()))

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpjax._gone import instead
 from mpjax._types import PolicyLike
-from mpjax.dtypes import did_you_mean
+from mpjax.dtypes import did_you_mean, one_of
 
 LOWEST, HIGHEST = 2.0**-126, 2.0**126
 
@@ -34,6 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
   # flax.training.dynamic_scale.DynamicScale, which grows on the step after `growth_interval` finite ones
   "flax": {"growth_interval": 2001, "min_scale": LOWEST, "max_scale": HIGHEST},
 }
+_NAMES: dict[str, dict[str, Any]] = {"none": {}, "dynamic": {}, **PRESETS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,26 +77,13 @@ class LossScaling:
   def preset(cls, name: str, **changes: Any) -> LossScaling:
     """Returns another library's rules by name, with some fields changed.
 
-    | preset | first scale | grows on finite step | patience | bounds |
-    |---|---|---|---|---|
-    | `grad_scaler` (torch) | 2^16 | 2000 | 1 | none |
-    | `megatron` | 2^32 | 1000 | 2, restored by growth | 1 and up |
-    | `deepspeed` | 2^16 | 1000 | 2, restored by growth | 1 and up |
-    | `keras` | 2^15 | 2000 | 1 | none |
-    | `jmp` | 2^15 | 2000 | 1 | 1 and up |
-    | `flax` | 2^16 | 2001 | 1 | none |
+    They are those of `grad_scaler` (torch), `megatron`, `deepspeed`, `keras`, `jmp` and `flax`; the page on
+    loss scaling has them in a table. DeepSpeed raises an exception at its lowest scale; here the scale stays.
 
-    "None" means the bounds of float32: 2^-126 and 2^126. DeepSpeed raises an exception at its lowest scale;
-    here the scale stays there.
-
-    Raises:
-      ValueError: for an unknown preset, or a field out of range.
+    Raises `ValueError` for an unknown preset, or a field out of range.
     """
     if name not in PRESETS:
-      raise ValueError(
-        f"unknown loss scaling preset {name!r}: expected one of {', '.join(PRESETS)}"
-        + did_you_mean(str(name), list(PRESETS))
-      )
+      raise ValueError(f"unknown loss scaling preset {name!r}: {one_of(name, PRESETS)}")
     return cls(**{**PRESETS[name], **changes})
 
   def to_dict(self) -> dict[str, Any]:
@@ -113,75 +101,56 @@ class LossScaling:
   def __post_init__(self) -> None:
     if self.kind not in ("dynamic", "static"):
       raise ValueError(f"loss scaling kind {self.kind!r}: expected 'dynamic' or 'static'")
-    if self.kind == "static":
-      for field in dataclasses.fields(self):
-        if field.name not in ("kind", "init_scale"):
-          object.__setattr__(self, field.name, field.default)
-    for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
-      object.__setattr__(self, name, number(name, getattr(self, name)))
-    for name in ("growth_interval", "hysteresis"):
-      object.__setattr__(self, name, positive_integer(name, getattr(self, name)))
-    for name in ("init_scale", "min_scale", "max_scale"):
-      value = getattr(self, name)
-      if not LOWEST <= value <= HIGHEST:
-        raise ValueError(
-          f"{name}={value!r}: expected a positive number from 2**-126 to 2**126, so that neither the "
-          "scale nor its reciprocal leaves the normal range of float32"
-        )
-    if self.kind == "dynamic":
-      self._check_adjustment()
-
-  def _check_adjustment(self) -> None:
+    for field in dataclasses.fields(self)[1:]:
+      is_read = self.kind == "dynamic" or field.name == "init_scale"
+      value = getattr(self, field.name) if is_read else field.default
+      counts = isinstance(field.default, int)
+      checked = number(field.name, value, counts=counts)
+      object.__setattr__(self, field.name, int(checked) if counts else checked)
+    scales = ("init_scale", "min_scale", "max_scale")
+    least, most = (self.min_scale, self.max_scale) if self.kind == "dynamic" else (LOWEST, HIGHEST)
+    between = f"a value from min_scale={least!r} to max_scale={most!r}"
+    in_range = (
+      "a positive number from 2**-126 to 2**126, so that neither the scale nor its reciprocal leaves the "
+      "normal range of float32"
+    )
     # The scale is float32, and so are its factors.
     with np.errstate(over="ignore", under="ignore"):
       growth, backoff = np.float32(self.growth_factor), np.float32(self.backoff_factor)
-    if growth <= 1:
-      raise ValueError(f"growth_factor={self.growth_factor!r}: expected a number above 1, in float32 too")
-    if not 0 < backoff < 1:
-      raise ValueError(
-        f"backoff_factor={self.backoff_factor!r}: expected a number between 0 and 1, in float32 too"
-      )
-    if self.min_scale > self.max_scale:
-      raise ValueError(f"min_scale={self.min_scale!r} is above max_scale={self.max_scale!r}")
-    if not self.min_scale <= self.init_scale <= self.max_scale:
-      raise ValueError(
-        f"init_scale={self.init_scale!r}: expected a value from min_scale={self.min_scale!r} "
-        f"to max_scale={self.max_scale!r}"
-      )
+    for name, holds, expected in (
+      *((key, LOWEST <= getattr(self, key) <= HIGHEST, in_range) for key in scales),
+      ("growth_factor", growth > 1, "a number above 1, in float32 too"),
+      ("backoff_factor", 0 < backoff < 1, "a number between 0 and 1, in float32 too"),
+      ("min_scale", least <= most, f"at most max_scale={most!r}"),
+      ("init_scale", least <= self.init_scale <= most, between),
+    ):
+      if not holds:
+        raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
 
 
 LossScalingSpec: TypeAlias = LossScaling | PolicyLike | float | None
 
 
 def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
-  """Returns the `LossScaling` that `spec` describes; `None` for no scaling.
+  """Returns the `LossScaling` that `spec` describes, or `None`; `ValueError` for any other.
 
-  Args:
-    spec: a `LossScaling`, or a policy that has one; `None` or `"none"`; `"dynamic"`; the name of a preset; a
-      number (a static scale); or a mapping of `LossScaling`'s fields, with `preset` as the one to start
-      from.
-
-  Raises:
-    ValueError: names the wrong part and the choices.
+  It is a `LossScaling`, or a policy that has one; `None` or `"none"`; `"dynamic"`; the name of a preset; a
+  number (a static scale); or a mapping of `LossScaling`'s fields, with `preset` as the one to start from.
   """
   if spec is None or isinstance(spec, LossScaling):
     return spec
   if isinstance(spec, jmp.Policy) and hasattr(spec, "loss_scaling"):  # an mpjax.Policy
     return spec.loss_scaling
+  if isinstance(spec, str) and spec in _NAMES:
+    return None if spec == "none" else parse_loss_scaling(_NAMES[spec])
   if isinstance(spec, Mapping):
-    fields = [f.name for f in dataclasses.fields(LossScaling)]
+    fields = ["preset", *(f.name for f in dataclasses.fields(LossScaling))]
+    for key in spec:
+      if key not in fields:
+        hint = instead(str(key), "loss_scaling") or did_you_mean(str(key), fields)
+        raise ValueError(f"unknown loss_scaling key {key!r}: expected one of {', '.join(fields)}{hint}")
     values = dict(spec)
-    for key in values:
-      if key not in (*fields, "preset"):
-        hint = instead(str(key), "loss_scaling") or did_you_mean(str(key), ["preset", *fields])
-        raise ValueError(
-          f"unknown loss_scaling key {key!r}: expected one of preset, {', '.join(fields)}{hint}"
-        )
     return LossScaling.preset(values.pop("preset"), **values) if "preset" in values else LossScaling(**values)
-  if isinstance(spec, str) and spec in ("dynamic", "none"):
-    return LossScaling() if spec == "dynamic" else None
-  if isinstance(spec, str) and spec in PRESETS:
-    return LossScaling.preset(spec)
   try:
     return LossScaling(kind="static", init_scale=number("loss_scaling", spec))
   except ValueError as error:
@@ -189,15 +158,14 @@ def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
       f"loss_scaling={reprlib.repr(spec)} of type {type(spec).__name__}: expected none, dynamic, "
       f"a preset ({', '.join(PRESETS)}), a number (a static scale), a mapping such as "
       "{kind: dynamic, init_scale: 65536}, or in Python a policy, as "
-      "mpjax.get_policy('fp16')" + _yaml_hint(spec) + did_you_mean(str(spec), ["none", "dynamic", *PRESETS])
+      "mpjax.get_policy('fp16')" + _yaml_hint(spec) + did_you_mean(str(spec), _NAMES)
     ) from error
 
 
-def number(name: str, value: object) -> float:
-  """Returns `value` as a finite float; YAML 1.1 reads `1e-4` as a string and `on` as a boolean.
+def number(name: str, value: object, *, counts: bool = False) -> float:
+  """Returns `value` as a finite float, or if it `counts`, an integer from 1 on; else raises `ValueError`.
 
-  Raises:
-    ValueError: names `name`, if it is not one.
+  YAML 1.1 reads `1e-4` as a string and `on` as a boolean.
   """
   if hasattr(value, "item") and getattr(value, "size", 1) == 1:
     value = value.item()
@@ -206,19 +174,10 @@ def number(name: str, value: object) -> float:
       value = float(value)
   if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real) or not math.isfinite(value):
     raise ValueError(f"{name}={value!r}: expected a finite number" + _yaml_hint(value))
-  return float(value)
-
-
-def positive_integer(name: str, value: object) -> int:
-  """Returns `value` as an integer from 1 to the largest of int32.
-
-  Raises:
-    ValueError: names `name`, if it is not one.
-  """
-  out = number(name, value)
-  if out != int(out) or not 1 <= out < 2**31:
+  out = float(value)
+  if counts and (out != int(out) or not 1 <= out < 2**31):
     raise ValueError(f"{name}={value!r}: expected a positive integer below 2**31")
-  return int(out)
+  return out
 
 
 def _yaml_hint(value: object) -> str:

@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import jmp
 import numpy as np
 
@@ -22,6 +23,7 @@ from mpjax.dtypes import (
   cast_floating,
   check_dtype,
   did_you_mean,
+  one_of,
   parse_dtype,
   platform,
 )
@@ -31,7 +33,6 @@ from mpjax.fp8._recipe import parse_recipe
 from mpjax.patterns import component_regex
 from mpjax.policies import ALIASES, presets, read_preset
 from mpjax.policy._loss_scaling import LossScaling, parse_loss_scaling
-from mpjax.policy._override import CHOICES, Override
 from mpjax.policy._policy_text import brief, plain, read_text, write_text
 
 T = TypeVar("T")
@@ -39,11 +40,59 @@ T = TypeVar("T")
 _OF_JMP = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 _SHORT = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype", **_OF_JMP}
 _TRIPLE = tuple(_OF_JMP.values())
-_EXAMPLE = "params=float32,compute=bfloat16,output=float32"
 _FLOAT32 = np.dtype("float32")
 _E4M3 = STATE_DTYPES["float8_e4m3fn"]
 # Formats of 8 bits, allowed in no other field.
 _ALSO = {"optimizer_dtype": STATE_DTYPES, "gather_dtype": {_E4M3.name: _E4M3}}
+_CHOICES = {"loop_carry": ("float32", "half"), "recompute": ("islands", "nothing")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Override:
+  """Changes of a policy for the modules whose path a pattern matches; `None` leaves a field unchanged.
+
+  Attributes:
+    compute_dtype: float32, bfloat16 or float16, for matrix products and the operations after them.
+    fp8: whether the products are FP8, by the recipe of the policy; with a `compute_dtype`, `None` is `False`.
+    loop_carry: the dtype of the carry of a `scan` or `while`, `"float32"` or `"half"`.
+    recompute: `"islands"` if the backward pass recomputes float32 islands, `"nothing"` if it keeps them.
+  """
+
+  compute_dtype: np.dtype | None = None
+  fp8: bool | None = None
+  loop_carry: str | None = None
+  recompute: str | None = None
+
+  def __post_init__(self) -> None:
+    dtype = self.compute_dtype
+    if dtype is not None:
+      dtype = check_dtype("compute_dtype", dtype)
+      object.__setattr__(self, "compute_dtype", dtype)
+      object.__setattr__(self, "fp8", bool(self.fp8))
+      if dtype.itemsize > 4:
+        raise ValueError(f"compute_dtype={dtype.name!r}: autocast computes in float32 or in half precision")
+    if self.fp8 and (dtype is None or dtype.itemsize != 2):
+      raise ValueError("fp8 needs a half-precision compute_dtype in the same override")
+    for key, choices in _CHOICES.items():
+      if getattr(self, key) not in (None, *choices):
+        raise ValueError(f"{key}={getattr(self, key)!r}: {one_of(getattr(self, key), choices)}")
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns the override as plain data, which a policy's `overrides` take back."""
+    out: dict[str, Any] = {key: getattr(self, key) for key in _CHOICES if getattr(self, key) is not None}
+    if self.fp8:
+      out["base"] = "fp8"
+    elif self.fp8 is False and self.compute_dtype is None:
+      out["fp8"] = None
+    if self.compute_dtype is not None and not (self.fp8 and self.compute_dtype == jnp.bfloat16):
+      out["compute_dtype"] = self.compute_dtype.name
+    return out
+
+  def shorthand(self) -> str | dict[str, Any]:
+    """Returns the same in short: the name of a dtype or `fp8`, if it says no more."""
+    values = self.to_dict()
+    alone = values.keys() in ({"base"}, {"compute_dtype"})
+    return next(iter(values.values())) if alone else values
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -110,14 +159,13 @@ class Policy(jmp.Policy):
       value = getattr(self, key)
       if key.endswith("_dtype") and value is not None:
         put(key, check_dtype(key, value, _ALSO.get(key, {}).values()))
-    if self.gather_dtype is not None:
-      if self.gather_dtype not in (self.compute_dtype, _E4M3):
-        raise ValueError(
-          f"gather_dtype={self.gather_dtype.name!r}: expected compute_dtype, which is "
-          f"{self.compute_dtype.name}, or float8_e4m3fn"
-        )
-      if self.gather_dtype != _E4M3:
-        put("gather_dtype", None)
+    if self.gather_dtype == self.compute_dtype:
+      put("gather_dtype", None)
+    if self.gather_dtype is not None and self.gather_dtype != _E4M3:
+      raise ValueError(
+        f"gather_dtype={self.gather_dtype.name!r}: expected compute_dtype, which is "
+        f"{self.compute_dtype.name}, or float8_e4m3fn"
+      )
     if self.matmul_precision is not None:
       put("matmul_precision", SHORT_NAMES.get(str(self.matmul_precision), self.matmul_precision))
       try:
@@ -130,27 +178,19 @@ class Policy(jmp.Policy):
         ) from error
     if not isinstance(self.autocast, bool):
       raise ValueError(f"autocast={self.autocast!r}: expected true or false")
-    put("master_weights", self._checked_master_weights())
+    masters = None if self.master_weights == "none" else self.master_weights
+    put("master_weights", masters)
+    if masters not in (None, *MASTER_WEIGHTS):
+      raise ValueError(f"master_weights={masters!r}: {one_of(masters, (*MASTER_WEIGHTS, 'none'))}")
+    dtypes = ("bfloat16",) if str(masters).startswith("int") else ("bfloat16", "float16")
+    if masters is not None and self.param_dtype.name not in dtypes:
+      raise ValueError(
+        f"master_weights={masters!r} is for parameters in {' or '.join(dtypes)}, and param_dtype is "
+        f"{self.param_dtype.name}" + (": those are master weights" if self.param_dtype == _FLOAT32 else "")
+      )
     put("loss_scaling", parse_loss_scaling(self.loss_scaling))
     put("fp8", parse_recipe(self.fp8))
     put("overrides", parse_overrides(self.overrides))
-
-  def _checked_master_weights(self) -> str | None:
-    value = self.master_weights
-    if value in (None, "none"):
-      return None
-    if value not in MASTER_WEIGHTS:
-      choices = [*MASTER_WEIGHTS, "none"]
-      raise ValueError(
-        f"master_weights={value!r}: expected one of {', '.join(choices)}" + did_you_mean(str(value), choices)
-      )
-    dtypes = ("bfloat16",) if value.startswith("int") else ("bfloat16", "float16")
-    if self.param_dtype.name not in dtypes:
-      raise ValueError(
-        f"master_weights={value!r} is for parameters in {' or '.join(dtypes)}, and param_dtype is "
-        f"{self.param_dtype.name}" + (": those are master weights" if self.param_dtype == _FLOAT32 else "")
-      )
-    return value
 
   def cast_to_param(self, x: T) -> T:
     """Casts the floating leaves of a tree to `param_dtype`, or to `vector_dtype`."""
@@ -196,20 +236,17 @@ class Policy(jmp.Policy):
   @property
   def label(self) -> str:
     """A short name for tables: its own; or a preset or the three dtypes, with the fewest changes."""
-    return self.name or self._label(whole=False)
+    return self.name or self._label(lambda value: "..." if isinstance(value, dict) else value)
 
   @property
   def full_label(self) -> str:
     """The label with mappings, such as overrides, written out, and with the choice of `auto`."""
-    full = self._label(whole=True)
-    if self.name is None:
-      return full
-    return self.name if self.reason is None else f"{self.name} ({full})"
+    full = self._label(lambda value: value)
+    return full if self.name is None else self.name if self.reason is None else f"{self.name} ({full})"
 
-  def _label(self, *, whole: bool) -> str:
-    base, *changes = as_changes(self).items()
-    short = lambda value: "..." if isinstance(value, dict) and not whole else value
-    return ",".join([base[1], *(write_text({key: short(value)}) for key, value in changes)])
+  def _label(self, shown: Callable[[Any], Any]) -> str:
+    (_, base), *changes = as_changes(self).items()
+    return ",".join([base, *(write_text({key: shown(value)}) for key, value in changes)])
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the whole policy as plain data for YAML, which `get_policy` takes back."""
@@ -237,19 +274,12 @@ class Policy(jmp.Policy):
 
 
 # The plain data of fields that are not given; equality ignores `name` and `reason`.
-_DEFAULTS = {
-  field.name: plain(field.default)
-  for field in dataclasses.fields(Policy)
-  if field.name not in ("name", "reason")
-}
+_DEFAULTS = {f.name: plain(f.default) for f in dataclasses.fields(Policy) if f.name not in ("name", "reason")}
 _OTHERS = {key: value for key, value in _DEFAULTS.items() if key not in _TRIPLE}
 
 
 def as_changes(policy: Policy) -> dict[str, Any]:
-  """Returns a preset or the three dtypes, as `base`, and the changes of it that make the policy: the fewest.
-
-  `get_policy` takes it back.
-  """
+  """Returns a preset or the dtypes as `base`, and the fewest changes that make a policy, for `get_policy`."""
   alike = {name: p for name, p in _preset_policies().items() if p.compute_dtype == policy.compute_dtype}
   bases = {name: preset.to_dict() for name, preset in alike.items()}
   bases[write_text(policy._dtypes())] = policy.to_dict() | _OTHERS
@@ -259,7 +289,7 @@ def as_changes(policy: Policy) -> dict[str, Any]:
 
 
 def get_policy(spec: PolicyLike, *, backend: str | None = None) -> Policy:
-  """Returns the policy that `spec` describes.
+  """Returns the policy that `spec` describes; a `Policy` as it is.
 
   ```python
   policy = mpjax.get_policy("fp16")
@@ -277,9 +307,6 @@ def get_policy(spec: PolicyLike, *, backend: str | None = None) -> Policy:
       - a mapping of `Policy`'s fields, with `base` as the preset or string to start from;
       - a `jmp.Policy` or a `Policy`.
     backend: platform name for `auto` and `half`; `None` calls `jax.default_backend()`.
-
-  Returns:
-    An `mpjax.Policy`; a `Policy` is returned unchanged.
 
   Raises:
     ValueError: names the wrong part and the choices.
@@ -311,15 +338,10 @@ def matmul_precision(policy: Policy) -> contextlib.AbstractContextManager[Any]:
 def parse_overrides(
   spec: Mapping[str, Any] | Sequence[tuple[str, Any]], backend: str | None = None
 ) -> tuple[tuple[str, Override], ...]:
-  """Reads per-module overrides.
+  """Reads per-module overrides: (regex on the module path, override) pairs, or a mapping.
 
-  Args:
-    spec: (regex on the module path, override) pairs, or a mapping; an override is an `Override`, a dtype, a
-      preset, or a mapping or string of `Override`'s fields and `base`.
-    backend: see `get_policy`.
-
-  Raises:
-    ValueError: names the pattern, and the part of the override that is wrong or cannot be set for a module.
+  An override is an `Override`, a dtype, a preset, or a mapping or string of `Override`'s fields and `base`.
+  `ValueError` names the pattern, and the part that is wrong or cannot be set for a module.
   """
   pairs = list(spec.items()) if isinstance(spec, Mapping) else spec
   if not isinstance(pairs, (list, tuple)) or not all(
@@ -349,7 +371,7 @@ def _from_string(text: str, backend: str | None) -> Policy:
     if name != "half" and name not in DTYPE_NAMES:
       raise ValueError(
         f"unknown policy {text!r} (Unknown dtype or preset): expected one of {', '.join(presets())}, a dtype "
-        f"such as half, or a string such as {_EXAMPLE!r}"
+        "such as half, or a string such as 'params=float32,compute=bfloat16,output=float32'"
         + did_you_mean(text.replace("float8", "fp8"), [*presets(), "half", *DTYPE_NAMES, *ALIASES])
       )
     dtype = parse_dtype(name, text, backend)
@@ -396,11 +418,7 @@ def _fields(spec: Mapping[str, Any], backend: str | None, more: tuple[str, ...] 
   for key, value in spec.items():
     field = _SHORT.get(key, key)
     if field not in ("base", *_DEFAULTS, *more):
-      choices = ["base", *_DEFAULTS, *more]
-      raise ValueError(
-        f"unknown policy key {key!r}: expected one of {', '.join([*choices, *_SHORT])}"
-        + did_you_mean(str(key), [*choices, "params", "compute", "output"])
-      )
+      raise ValueError(f"unknown policy key {key!r}: {one_of(key, ('base', *_DEFAULTS, *more, *_SHORT))}")
     if field in values:
       raise ValueError(f"policy key {key!r} repeats {field!r}")
     if field.endswith("_dtype") and value is not None:
@@ -414,21 +432,40 @@ def _read_override(spec: Override | PolicyLike, backend: str | None) -> Override
     return spec
   if isinstance(spec, str) and "=" in spec:
     spec = read_text(spec)
-  if not isinstance(spec, Mapping):
+  if isinstance(spec, Mapping):
+    values = _fields(spec, backend, tuple(_CHOICES))
+    base = values.pop("base", None)
+    override = Override() if base is None else _read_override(base, backend)
+    if override.compute_dtype is None and values.keys() & {"param_dtype", "output_dtype"}:
+      values.setdefault("compute_dtype", values.get("param_dtype", _FLOAT32))  # as in a policy
+  else:
     policy = get_policy(spec, backend=backend)
+    override = Override(policy.compute_dtype, policy.fp8 is not None)
     values = policy._changes(_OTHERS | dict.fromkeys(_TRIPLE, policy.compute_dtype.name))
     if policy in _preset_policies().values():
       for key in ("loss_scaling", "autocast", "fp8"):  # these fields of a preset are for the whole run
         values.pop(key, None)
     if values:  # more than a dtype
       values |= {"param_dtype": policy.param_dtype, "output_dtype": policy.output_dtype}
-    return Override(policy.compute_dtype, policy.fp8 is not None).changed(values)
-  values = _fields(spec, backend, tuple(CHOICES))
-  base = values.pop("base", None)
-  override = Override() if base is None else _read_override(base, backend)
-  if override.compute_dtype is None and values.keys() & {"param_dtype", "output_dtype"}:
-    values.setdefault("compute_dtype", values.get("param_dtype", _FLOAT32))  # as in a policy
-  override = override.changed(values)
+  own = {key: value for key, value in values.items() if key in ("compute_dtype", *_CHOICES)}
+  own |= {"fp8": False} if values.get("fp8", {}) is None else {}
+  override = dataclasses.replace(override, **own)
+  computes = plain(override.compute_dtype)
+  # What each other field may say: nothing, under each name that a policy has for it.
+  possible: dict[str, tuple[Any, ...]] = {
+    "param_dtype": ("float32",),
+    "output_dtype": ("float32", computes),
+    "autocast": (True, computes != "float32"),
+    "fp8": ([], {}),
+  }
+  for key, value in values.items():
+    if key not in own and plain(value) not in possible.get(key, (None, "none", [], {})):
+      raise ValueError(
+        f"{key}={plain(value)!r} cannot be set for a module, since it holds for the whole program: put it "
+        "into the policy, next to overrides; for FP8 products name the preset, fp8"
+      )
   if override == Override():
-    raise ValueError(f"expected a dtype, a preset, or a mapping of base, compute_dtype, {', '.join(CHOICES)}")
+    raise ValueError(
+      f"expected a dtype, a preset, or a mapping of base, compute_dtype, {', '.join(_CHOICES)}"
+    )
   return override

@@ -34,11 +34,7 @@ def brief(value: Any) -> Any:
 
 
 def read_text(text: str) -> dict[str, Any]:
-  """Returns keys and values of a text; values that are not JSON are strings.
-
-  Raises:
-    ValueError: for a part without `=`, or a repeated key.
-  """
+  """Returns keys and values of a text; `ValueError` for a part without `=`, or a repeated key."""
   values: dict[str, Any] = {}
   rest: str | None = text
   while rest is not None:

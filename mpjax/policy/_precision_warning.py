@@ -16,27 +16,23 @@ class PrecisionWarning(UserWarning):
 
 
 def bare_dtype_advice(spec: PolicyLike, backend: str | None = None) -> str | None:
-  """Returns the warning for a policy that is a bare half-precision dtype, also by another library's name.
-
-  Returns `None` for any other policy.
-  """
+  """Returns the warning for a bare half-precision dtype, by any library's name; `None` for others."""
   if isinstance(spec, (Mapping, jmp.Policy)) or "=" in str(spec):
     return None
   policy = get_policy(spec, backend=backend)
   dtype = policy.compute_dtype
   if dtype.itemsize != 2 or not policy.same_dtypes(Policy(dtype, dtype, dtype)):
     return None
-  meant, has, adam = "bf16", "", ""
+  meant, adam = "'bf16', which has float32 master weights", ""
   if dtype.name == "float16":
-    meant, has = "fp16", " and loss scaling"
+    meant = "'fp16', which has float32 master weights and loss scaling"
     adam = (
       "Adam in float16 gives NaN for a zero gradient, since its eps of 1e-8 is 0 there "
       "(optimizer_dtype=float32 keeps its state in float32); "
     )
   return (
     f"policy {policy.name!r} means {dtype.name} for everything, also for parameters, optimiser state and "
-    f"outputs; {adam}did you mean {meant!r}, which has float32 master weights{has}? If not, say "
-    f"{str(policy)!r}"
+    f"outputs; {adam}did you mean {meant}? If not, say {str(policy)!r}"
   )
 
 
@@ -48,12 +44,7 @@ def warn_of_bare_dtype(spec: PolicyLike) -> None:
 
 
 def warn_without_scale(spec: PolicyLike, why: str) -> None:
-  """Warns the caller's caller of a policy that scales the loss, where nothing does that.
-
-  Args:
-    spec: the policy.
-    why: the reason, such as "opt_state has no loss scale".
-  """
+  """Warns the caller's caller of a policy that scales the loss, where nothing does that, and says `why`."""
   policy = get_policy(spec)
   if policy.loss_scaling is not None:
     name = policy.name or str(policy)

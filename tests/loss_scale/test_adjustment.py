@@ -49,23 +49,15 @@ def reference_scale(finite_steps, rules):
   return history
 
 
-# growth_interval, growth_factor, backoff_factor, hysteresis, init_scale, min_scale, max_scale.
+FIELDS = [field.name for field in dataclasses.fields(mpjax.LossScaling)][1:]
+# Values of these fields, in their order.
 RULES = (
-  (1, 2.0, 0.5, 1, 1024.0, 128.0, 2.0**12),
-  (2, 4.0, 0.25, 1, 1024.0, 1.0, 2.0**20),
-  (3, 2.0, 0.25, 2, 1024.0, 0.25, 2.0**20),
-  (5, 4.0, 0.5, 2, 1024.0, 1.0, 2.0**20),
-  (3, 2.0, 0.5, 3, 1000.0, 300.0, 5000.0),  # not powers of two
+  (1024.0, 2.0, 0.5, 1, 128.0, 2.0**12, 1),
+  (1024.0, 4.0, 0.25, 2, 1.0, 2.0**20, 1),
+  (1024.0, 2.0, 0.25, 3, 0.25, 2.0**20, 2),
+  (1024.0, 4.0, 0.5, 5, 1.0, 2.0**20, 2),
+  (1000.0, 2.0, 0.5, 3, 300.0, 5000.0, 3),  # not powers of two
 )
-FIELDS = [
-  "growth_interval",
-  "growth_factor",
-  "backoff_factor",
-  "hysteresis",
-  "init_scale",
-  "min_scale",
-  "max_scale",
-]
 
 
 @pytest.mark.parametrize("row", RULES, ids=str)
@@ -81,7 +73,7 @@ def test_the_scale_follows_the_rules(row):
   np.testing.assert_array_equal(states.skipped_steps, np.cumsum(~finite_steps))
   assert (int(last.consecutive_skips), int(last.good_steps)) == (9, 0)
   assert states.consecutive_skips[200 + 19] == 0
-  assert states.good_steps.max() == min(row[0] - 1, 20)
+  assert states.good_steps.max() == min(rules["growth_interval"] - 1, 20)
 
 
 def jmp_itself(finite_steps, scale):

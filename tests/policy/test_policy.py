@@ -16,12 +16,8 @@ import mpjax
 from mpjax.fp8 import Recipe
 from mpjax.policy import Override
 
-NAMES = ("float16", "bfloat16", "float32", "float64")
-
-
 F32, BF16, F16 = "float32", "bfloat16", "float16"
-
-
+NAMES = (F16, BF16, F32, "float64")
 # Specs of one policy, its dtypes, and whether it scales the loss.
 MEANINGS = [
   (("fp32", "32-true", np.float32), (F32, F32, F32), False),
