@@ -315,7 +315,7 @@ def explain_as_run(
     islands=tuple(one for one in found if isinstance(one, ExplainedIsland)),
     carries=tuple(one for one in found if isinstance(one, ExplainedCarry)),
     unknown=tuple(sorted(unknown)),
-    fp8=", ".join(map(in_force, rules.overrides.recipes)),
+    fp8=", ".join(in_force(recipe, speed=True) for recipe in rules.overrides.recipes),
     note=note,
   )
 

@@ -50,6 +50,8 @@ class DeviceData(TypedDict):
     speeds: what an estimate of time needs in addition.
     cuda: for a GPU, the content of XLA's `GpuTargetConfigProto`, with `compute_capability` as [major, minor].
     tpu: for a TPU, the compiler's names.
+    fp8_time: by recipe, the time of a step whose products are in FP8 over its time in bfloat16, by the
+      compiler's own figures; only for the recipes that were compiled.
     source: the source of the figures.
   """
 
@@ -65,6 +67,7 @@ class DeviceData(TypedDict):
   speeds: NotRequired[SpeedData]
   cuda: NotRequired[dict[str, Any]]
   tpu: NotRequired[TpuData]
+  fp8_time: NotRequired[dict[str, float]]
   source: str
 
 
@@ -82,3 +85,20 @@ def described_devices() -> Mapping[str, DeviceData]:
   folder = importlib.resources.files("mpjax").joinpath("formats", "devices")
   files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda f: f.name)
   return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text()) for file in files}
+
+
+def fp8_time(device: str, recipe: str) -> float:
+  """Returns the time of a step in FP8 over its time in bfloat16, by the compiler's figures; 0 if not known.
+
+  ```python
+  mpjax.formats.fp8_time("v6e", "current")  # 1.13: slower
+  ```
+
+  Args:
+    device: its name as a target, in words (`DeviceData.device`), or as JAX has it (`device_kind`).
+    recipe: as in `mpjax.fp8.Recipe`, but not `auto`.
+  """
+  for name, data in described_devices().items():
+    if device.lower() in (name, data["device"].lower(), *data["jax_names"]):
+      return data.get("fp8_time", {}).get(recipe, 0.0)
+  return 0.0

@@ -7,7 +7,7 @@ import re
 
 import jax
 
-from mpjax.formats import LOW_PRECISION, runs_on
+from mpjax.formats import LOW_PRECISION, fp8_time, runs_on
 from mpjax.fp8._recipe import FP4, Recipe
 
 
@@ -96,7 +96,7 @@ def on_units(recipe: Recipe, units: str) -> Recipe:
   return dataclasses.replace(recipe, recipe=kind, forward_dtype=own.forward_dtype, gradient_dtype=gradient)
 
 
-def in_force(recipe: Recipe, device: jax.Device | None = None) -> str:
+def in_force(recipe: Recipe, device: jax.Device | None = None, *, speed: bool = False) -> str:
   """Returns the recipe and the formats in force on a device, in words, and whether they are emulated.
 
   `mx scaling, E4M3FN forward, E4M3FN backward, emulated`; `none, ` and the reason where nothing is quantised.
@@ -104,11 +104,16 @@ def in_force(recipe: Recipe, device: jax.Device | None = None) -> str:
   Args:
     recipe: the recipe; `auto` is what it is on the device.
     device: a `jax.Device`; `None`: the first of the default backend.
+    speed: also say where the compiler's figures have the recipe as slower than bfloat16.
   """
+  device = jax.devices()[0] if device is None else device
   has_units, lack = fp8_units(recipe, device)
   if not has_units and not recipe.emulate:
     return f"none, {lack}"
-  return str(on_device(recipe, device)) + ("" if has_units else ", emulated")
+  own = on_device(recipe, device)
+  time = fp8_time(device.device_kind, own.recipe) if speed else 0.0
+  slower = f"; slower than bfloat16, {time:.2f} of its time by the compiler's figures" if time > 1 else ""
+  return f"{own}{'' if has_units else ', emulated'}{slower}"
 
 
 def on_device(recipe: Recipe, device: jax.Device | None = None) -> Recipe:

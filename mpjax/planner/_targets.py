@@ -261,12 +261,12 @@ def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
   if recipe is None:
     return policy, ""
   if target.is_here:
-    return policy, in_force(recipe)
+    return policy, in_force(recipe, speed=True)
   major, minor = target.compute_capability
   device: Any = types.SimpleNamespace(
     platform=target.kind, device_kind=target.device, compute_capability=f"{major}.{minor}"
   )
-  says = in_force(recipe, device)
+  says = in_force(recipe, device, speed=True)
   if not (recipe.emulate or fp8_units(recipe, device)[0]):
     return dataclasses.replace(policy, fp8=None), f"{says}: products run in {policy.compute_dtype.name}"
   # Its products must be traced as FP8 on this machine, too; the target decides which kernels they become.
