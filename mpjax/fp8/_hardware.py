@@ -112,7 +112,7 @@ def in_force(recipe: Recipe, device: jax.Device | None = None, *, speed: bool = 
     return f"none, {lack}"
   own = on_device(recipe, device)
   time = fp8_time(device.device_kind, own.recipe) if speed else 0.0
-  slower = f"; slower than bfloat16, {time:.2f} of its time by the compiler's figures" if time > 1 else ""
+  slower = f"; takes {time:.2f} times as long as bfloat16" if time > 1 else ""
   return f"{own}{'' if has_units else ', emulated'}{slower}"
 
 

@@ -171,7 +171,7 @@ class TuneResult(Shown):
         "policy": self.policy.to_dict(),
         "yaml": self.yaml,
         "chosen": self.chosen.label,
-        "table": [t.to_dict() for t in self.trials],
+        "table": [dataclasses.asdict(t) | {"policy": t.policy.to_dict()} for t in self.trials],
         "notes": list(self.notes),
       }
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from mpjax.planner import Plan
 from mpjax.policy import Policy
@@ -82,15 +81,3 @@ class Trial:
   error: GradientError
   passes: bool
   why: str = ""
-
-  def to_dict(self) -> dict[str, Any]:
-    """Returns plain data."""
-    return {
-      "label": self.label,
-      "kind": self.kind,
-      "policy": self.policy.to_dict(),
-      "cost": dataclasses.asdict(self.cost),
-      "error": dataclasses.asdict(self.error),
-      "passes": self.passes,
-      "why": self.why,
-    }
