@@ -27,7 +27,7 @@ from mpjax.casting._kinds import Kind, castable, is_float
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._reasons import NOT_FP8, Code
 from mpjax.casting._trace import Traced
-from mpjax.fp8._hardware import in_force
+from mpjax.fp8._hardware import in_force, slowness
 from mpjax.jaxpr import (
   UNKNOWN,
   Trait,
@@ -308,6 +308,8 @@ def explain_as_run(
     note = f"The function has an autocast inside, policy {' and '.join(labels)}: it decides there, and "
     note += f"policy {resolved.label} decides the rest"
     note += "; the overrides of this call do not reach inside." if ops is not None or overrides else "."
+  for slow in filter(None, map(slowness, rules.overrides.recipes)):
+    note = f"FP8 {slow}. {note}".strip()
   return Explanation(
     resolved,
     recompute,
@@ -315,7 +317,7 @@ def explain_as_run(
     islands=tuple(one for one in found if isinstance(one, ExplainedIsland)),
     carries=tuple(one for one in found if isinstance(one, ExplainedCarry)),
     unknown=tuple(sorted(unknown)),
-    fp8=", ".join(in_force(recipe, speed=True) for recipe in rules.overrides.recipes),
+    fp8=", ".join(map(in_force, rules.overrides.recipes)),
     note=note,
   )
 

@@ -50,8 +50,6 @@ class DeviceData(TypedDict):
     speeds: what an estimate of time needs in addition.
     cuda: for a GPU, the content of XLA's `GpuTargetConfigProto`, with `compute_capability` as [major, minor].
     tpu: for a TPU, the compiler's names.
-    fp8_time: by recipe, the time of a step whose products are in FP8 over its time in bfloat16, by the
-      compiler's own figures; only for the recipes that were compiled.
     source: the source of the figures.
   """
 
@@ -67,7 +65,6 @@ class DeviceData(TypedDict):
   speeds: NotRequired[SpeedData]
   cuda: NotRequired[dict[str, Any]]
   tpu: NotRequired[TpuData]
-  fp8_time: NotRequired[dict[str, float]]
   source: str
 
 
@@ -98,7 +95,13 @@ def fp8_time(device: str, recipe: str) -> float:
     device: its name as a target, in words (`DeviceData.device`), or as JAX has it (`device_kind`).
     recipe: as in `mpjax.fp8.Recipe`, but not `auto`.
   """
-  for name, data in described_devices().items():
+  for name, times in _fp8_times().items():
+    data = described_devices()[name]
     if device.lower() in (name, data["device"].lower(), *data["jax_names"]):
-      return data.get("fp8_time", {}).get(recipe, 0.0)
+      return times.get(recipe, 0.0)
   return 0.0
+
+
+@functools.cache
+def _fp8_times() -> dict[str, dict[str, float]]:
+  return yaml.safe_load(importlib.resources.files("mpjax").joinpath("formats", "fp8_time.yaml").read_text())

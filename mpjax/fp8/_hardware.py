@@ -96,7 +96,7 @@ def on_units(recipe: Recipe, units: str) -> Recipe:
   return dataclasses.replace(recipe, recipe=kind, forward_dtype=own.forward_dtype, gradient_dtype=gradient)
 
 
-def in_force(recipe: Recipe, device: jax.Device | None = None, *, speed: bool = False) -> str:
+def in_force(recipe: Recipe, device: jax.Device | None = None) -> str:
   """Returns the recipe and the formats in force on a device, in words, and whether they are emulated.
 
   `mx scaling, E4M3FN forward, E4M3FN backward, emulated`; `none, ` and the reason where nothing is quantised.
@@ -104,16 +104,23 @@ def in_force(recipe: Recipe, device: jax.Device | None = None, *, speed: bool = 
   Args:
     recipe: the recipe; `auto` is what it is on the device.
     device: a `jax.Device`; `None`: the first of the default backend.
-    speed: also say where the compiler's figures have the recipe as slower than bfloat16.
   """
-  device = jax.devices()[0] if device is None else device
   has_units, lack = fp8_units(recipe, device)
   if not has_units and not recipe.emulate:
     return f"none, {lack}"
-  own = on_device(recipe, device)
-  time = fp8_time(device.device_kind, own.recipe) if speed else 0.0
-  slower = f"; takes {time:.2f} times as long as bfloat16" if time > 1 else ""
-  return f"{own}{'' if has_units else ', emulated'}{slower}"
+  return str(on_device(recipe, device)) + ("" if has_units else ", emulated")
+
+
+def slowness(recipe: Recipe, device: jax.Device | None = None) -> str:
+  """Returns `takes 1.13 times as long as bfloat16` if the device's compiler says so of a recipe, else "".
+
+  Args:
+    recipe: the recipe; `auto` is what it is on the device.
+    device: a `jax.Device`; `None`: the first of the default backend.
+  """
+  device = jax.devices()[0] if device is None else device
+  time = fp8_time(device.device_kind, on_device(recipe, device).recipe)
+  return f"takes {time:.2f} times as long as bfloat16" if time > 1 else ""
 
 
 def on_device(recipe: Recipe, device: jax.Device | None = None) -> Recipe:

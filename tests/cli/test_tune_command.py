@@ -36,8 +36,6 @@ WRONG = {
     ["--json", "no/where.json"],
     "--json no/where.json: expected a file in a folder that exists",
   ),
-  "a proof": (["--prove", "200"], "tune has no option --prove: train both: mpjax train tuned.yaml"),
-  "an end": (["--minutes", "10"], "tune has no option --minutes: leave it out"),
   "no batches": (["batches=0"], "batches=0: expected a whole number from 1 on"),
   "a policy of its own": (["policy={base: bf16}"], "tune chooses the policy"),
   "rows that the devices cannot divide": (
@@ -46,6 +44,13 @@ WRONG = {
   ),
   "an unknown key": (["train.stepz=3"], "did you mean 'steps'"),
 }
+
+
+def test_flags_that_went_say_what_to_write(capsys):
+  for flag, message in (("--prove", "train both: mpjax train tuned.yaml"), ("--minutes", "leave it out")):
+    with pytest.raises(SystemExit):
+      main(["tune", "gpt_stdlib", flag, "10"])
+    assert f"tune has no option {flag}: {message}" in capsys.readouterr().err
 
 
 def test_a_wrong_line_is_one_error(tmp_path, monkeypatch, capsys):
