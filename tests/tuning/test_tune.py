@@ -96,7 +96,7 @@ def test_the_recipe_of_the_target_is_measured_and_one_that_is_too_coarse_is_trie
 
 
 def test_fp8_that_its_compiler_has_as_slower_than_bfloat16_is_not_chosen():
-  for target, chosen in (("v6e", "bf16"), ("v5e", "fp8")):
+  for target, chosen in (("v6e", "bf16"), ("tpu7x", "fp8")):
     result = tuned(layers=("first", "one", "two", "last"), target=target, tolerance=0.5)
     assert result.chosen.label.startswith(chosen), str(result)
   step = mpjax.make_train_step(LOSS, optax.sgd(0.1), "fp8")
