@@ -64,6 +64,26 @@ INSTEAD: dict[str, str] = {
   "casting.register_kernel": "wrap the function that calls the kernel, also one of another's module: "
   "module.kernel = mpjax.half_precision(module.kernel)",
   "Explanation.fragile": "mpjax.inspect_numerics measures differences and angles and has their lines",
+  **dict.fromkeys(
+    ("tune.minutes", "tune.--minutes", "tune.trials"),
+    "leave it out: a search takes less than a minute, and candidates (policy=bf16,fp8,fp32) makes it shorter",
+  ),
+  **dict.fromkeys(
+    ("tune.recompute", "TuneResult.recompute"),
+    "mpjax.cheapest and mpjax plan --cheapest choose what the backward pass computes again",
+  ),
+  "tune.plan_of": "leave it out: tune plans the TrainStep that it is given, on its mesh",
+  **dict.fromkeys(
+    ("tune.--prove", "tune.--seeds"),
+    "train both: mpjax train tuned.yaml, and mpjax train CONFIG policy=fp32",
+  ),
+  **dict.fromkeys(
+    ("tune.--picture", "TuneResult.save_picture", "TuneResult.front"),
+    "result.trials (--json FILE) have the cost and the error of every policy",
+  ),
+  "TuneResult.conclusion": "str(result) begins with it",
+  "formats.print_formats": "print(mpjax.formats.format_table())",
+  "formats.utilisation": "math.prod(sizes) / math.prod(mpjax.formats.padded(unit, dtype, *sizes))",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
 }

@@ -6,30 +6,17 @@ import contextlib
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
-  from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which every kind of colour vision can tell apart.
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+BLACK, BLUE, VERMILLION = "#000000", "#0072B2", "#D55E00"
 GREY, LIGHT, PALE = "#A0A0A0", "#C8C8C8", "#E4E4E4"
 ALARM = "#B00020"  # for words only
-
-_POLICIES = {
-  "fp32": "#3A3A3A",
-  "fp32 highest": GREY,
-  "tf32": SKY,
-  "bf16": BLUE,
-  "bf16_pure": GREEN,
-  "fp16": ORANGE,
-  "fp16-unscaled": PURPLE,
-  "fp8": VERMILLION,
-}
 
 # From dark to light, so that neighbours also differ in print.
 BLUES = ("#003553", BLUE, "#3E95C9", "#7AB6D9", "#ABD0E6", "#D6E6F4")
@@ -63,12 +50,6 @@ _STYLE = {
   "svg.fonttype": "none",
   "svg.hashsalt": "mpjax",
 }
-
-
-def policy_colour(name: str) -> str:
-  """Returns the colour of a policy, or of the policy that a name such as `fp8, current` begins with."""
-  known = [policy for policy in _POLICIES if name.startswith(policy)]
-  return _POLICIES[max(known, key=len)] if known else GREY
 
 
 def shades(count: int) -> list[str]:
@@ -105,12 +86,6 @@ def new_figure(height: float, heading: str = "") -> Figure:
   if heading:
     figure.suptitle(heading, x=0.01, ha="left")
   return figure
-
-
-def draw_limit(axes: Axes, at: float, axis: str = "x", **style: Any) -> None:
-  """Draws a line for a limit or a reference value."""
-  line: Any = axes.axvline if axis == "x" else axes.axhline
-  line(at, **({"color": BLACK, "linestyle": "--", "linewidth": 1.1} | style))
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:

@@ -27,7 +27,7 @@ from mpjax.casting._kinds import Kind, castable, is_float
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._reasons import NOT_FP8, Code
 from mpjax.casting._trace import Traced
-from mpjax.fp8._hardware import in_force
+from mpjax.fp8._hardware import in_force, slowness
 from mpjax.jaxpr import (
   UNKNOWN,
   Trait,
@@ -308,6 +308,8 @@ def explain_as_run(
     note = f"The function has an autocast inside, policy {' and '.join(labels)}: it decides there, and "
     note += f"policy {resolved.label} decides the rest"
     note += "; the overrides of this call do not reach inside." if ops is not None or overrides else "."
+  for slow in filter(None, map(slowness, rules.overrides.recipes)):
+    note = f"FP8 {slow}. {note}".strip()
   return Explanation(
     resolved,
     recompute,

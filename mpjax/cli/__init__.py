@@ -28,7 +28,7 @@ COMMANDS = {
   "explain": ("say what runs in which dtype under a policy, and why", "train"),
   "plan": ("say what a training step costs on a device that you need not have", "train,plan"),
   "numerics": ("show what a policy does to the numbers of a run, and what to change", "train,numerics"),
-  "tune": ("find the cheapest policy that is good enough, and prove it", "train"),
+  "tune": ("find the cheapest policy that is good enough", "train"),
   "export": ("write the parameters of a run as safetensors", "train"),
   "env": ("show versions, devices and flags, for a bug report", ""),
   "bench": ("measure mpjax against its alternatives (in a checkout)", "bench"),

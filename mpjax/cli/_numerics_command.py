@@ -28,7 +28,7 @@ _SAID = {"compiling": "compiling the inspection: the step under the policy, and 
 def run(options: argparse.Namespace) -> None:
   """Runs the command."""
   if options.formats:
-    formats.print_formats(rich.console.Console())
+    print(formats.format_table())
     return
   load_plugins(options.plugin)
   own, overrides = options.own, options.overrides

@@ -178,15 +178,9 @@ def _tune(parser: argparse.ArgumentParser) -> None:
     "--tolerance",
     help="largest error of the gradient: 0.01 (of its norm) or '0.2 noise'; default '0.1 noise'",
   )
-  parser.add_argument("--minutes", type=float, help="start no further trial after this time")
-  parser.add_argument(
-    "--prove", type=int, metavar="STEPS", help="train the policy and fp32 for STEPS steps each"
-  )
-  parser.add_argument("--seeds", type=int, default=3, help="number of seeds that --prove trains (3)")
   parser.add_argument("--out", metavar="FILE", help="write the config with the policy")
   add_tables(parser)
   parser.add_argument("--json", metavar="FILE", help="write all trials as JSON")
-  parser.add_argument("--picture", metavar="FILE", help="write cost and error as a picture, .png or .svg")
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
@@ -222,7 +216,7 @@ _EXAMPLES = {
   "plan": "gpt_stdlib policy=fp32,bf16,fp16 target=h200 --picture plan.png",
   "explain": "gpt_stdlib policy=bf16,fp16",
   "numerics": "runs/x policy=fp16 batches=4",
-  "tune": "gpt_stdlib target=h200 --out tuned.yaml --prove 200",
+  "tune": "gpt_stdlib target=h200 --out tuned.yaml",
   "export": "runs/x dtype=bf16",
   "env": "--json > env.json",
 }

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import rich.console
 import rich.progress
 
-from mpjax._render.html_sections import Shown, print_shown
-from mpjax._render.text_sections import TEXT_WIDTH
+from mpjax._render.tables import TEXT_WIDTH, Shown, print_shown
 from mpjax.cli._exit_status import config_errors
 
 

@@ -5,7 +5,11 @@ print(mpjax.formats.format_table(["bfloat16", "float16"]))  # range, precision, 
 ```
 """
 
-from mpjax.formats._devices import DeviceData, SpeedData, described_devices
+from typing import TYPE_CHECKING
+
+from mpjax._gone import missing
+from mpjax.formats._describe import describe, format_table
+from mpjax.formats._devices import DeviceData, SpeedData, described_devices, fp8_time
 from mpjax.formats._matrix_units import (
   LOW_PRECISION,
   MATRIX_UNITS,
@@ -15,10 +19,8 @@ from mpjax.formats._matrix_units import (
   narrow_bits,
   padded,
   runs_on,
-  utilisation,
 )
 from mpjax.formats._numbers import FORMATS, NumberFormat
-from mpjax.formats._print_formats import describe, format_table, print_formats
 
 __all__ = [
   "FORMATS",
@@ -33,9 +35,13 @@ __all__ = [
   "described_devices",
   "eligible",
   "format_table",
+  "fp8_time",
   "narrow_bits",
   "padded",
-  "print_formats",
   "runs_on",
-  "utilisation",
 ]
+
+if not TYPE_CHECKING:
+
+  def __getattr__(name):
+    raise missing(__name__, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -124,45 +123,15 @@ def eligible(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -
   return 1 not in sizes and all(size % step == 0 for size, step in zip(sizes, steps, strict=True))
 
 
-def utilisation(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> float:
-  """Returns the useful share of the multiplications once a product is padded.
-
-  ```python
-  mpjax.formats.utilisation("tpu_v6", "bfloat16", 1024, 1024, 128)  # 0.5
-  ```
-
-  Args:
-    unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
-    dtype: dtype of the operands.
-    m: rows of the product.
-    n: columns of the product.
-    k: the contracted size.
-
-  Returns:
-    0 if the unit does not multiply the dtype; otherwise in (0, 1], 1 for sizes that need no padding.
-
-  Raises:
-    ValueError: for an unknown name of a unit, or a negative size.
-  """
-  sizes = _checked(m, n, k)
-  if not runs_on(unit, dtype):
-    return 0.0
-  return math.prod(sizes) / math.prod(padded(unit, dtype, *sizes)) if all(sizes) else 1.0
-
-
 # NVIDIA: rows of 16 bytes. Since version 11 cuBLAS also uses the units for other sizes, at a lower rate
 # (NVIDIA, Matrix Multiplication Background User's Guide, section "Tensor Core Requirements"). That table has
 # no row for FP8, for which cuBLASLt requires the 16 bytes (cuBLAS documentation, cublasLtMatmul). The float64
 # units of data-centre cards are left out: no policy computes in float64.
-_NVIDIA: Mapping[str, tuple[int, int, int]] = MappingProxyType(
-  {"bfloat16": (8, 8, 8), "float16": (8, 8, 8), "tensorfloat32": (4, 4, 4)}
-)
-_NVIDIA_FLOAT8 = MappingProxyType({**_NVIDIA, "float8": (16, 16, 16)})
-_NVIDIA_BLOCKS = MappingProxyType(
-  {**_NVIDIA_FLOAT8, "mxfp8": (32, 32, 32), "mxfp4": (32, 32, 32), "nvfp4": (16, 16, 16)}
-)
+_FLOAT16 = {"float16": (8, 8, 8)}
+_AMPERE = {**_FLOAT16, "bfloat16": (8, 8, 8), "tensorfloat32": (4, 4, 4)}
+_HOPPER = {**_AMPERE, "float8": (16, 16, 16)}
+_BLACKWELL = {**_HOPPER, "mxfp8": (32, 32, 32), "mxfp4": (32, 32, 32), "nvfp4": (16, 16, 16)}
 _AMD = ("bfloat16", "float16")
-_NVIDIA_FLOAT16 = MappingProxyType({"float16": _NVIDIA["float16"]})
 
 # TPU: the unit holds a block of the [K, N] operand, and the rows of the other one stream through. Arrays are
 # padded to tiles of 8 rows by 128 columns in any dtype. A bfloat16 tile packs its rows in pairs and has the
@@ -171,46 +140,30 @@ _NVIDIA_FLOAT16 = MappingProxyType({"float16": _NVIDIA["float16"]})
 # float16 operands take one pass through the unit, as bfloat16; float32 ones take one, three or six, by
 # `jax.lax.Precision`. Before v7, E4M3FN is widened first. v5 and v6 multiply E4M3B11FNUZ and E5M2 at the rate
 # of int8, as libtpu's compiler estimates it; JAX's own tests of Pallas kernels name the same generations.
-_TPU_DTYPES = ("bfloat16", "float16", "float32")
-_TPU_FLOAT8 = (*_TPU_DTYPES, "float8_e4m3b11fnuz", "float8_e5m2")
+# On v6 memory still pads columns to 128, but a block of 128 leaves half of the unit idle.
+_TPU = ("bfloat16", "float16", "float32")
+_TPU_FLOAT8 = (*_TPU, "float8_e4m3b11fnuz", "float8_e5m2")
 
+_UNITS: Mapping[str, tuple[str, Mapping[str, tuple[int, int, int]]]] = {
+  "volta": ("Tensor Cores of the NVIDIA Volta generation: float16 alone", _FLOAT16),
+  "turing": ("Tensor Cores of the NVIDIA Turing generation: float16 alone", _FLOAT16),
+  "ampere": ("Tensor Cores of the NVIDIA Ampere generation: no FP8", _AMPERE),
+  "ada": ("Tensor Cores of the NVIDIA Ada generation", _HOPPER),
+  "hopper": ("Tensor Cores of the NVIDIA Hopper generation", _HOPPER),
+  "blackwell": ("Tensor Cores of the NVIDIA Blackwell generation", _BLACKWELL),
+  "cdna3": (
+    "Matrix Cores of AMD's MI300",
+    dict.fromkeys((*_AMD, "float8_e4m3fnuz", "float8_e5m2fnuz"), (16, 16, 16)),
+  ),
+  "cdna4": ("Matrix Cores of AMD's MI350, and of RDNA 4", dict.fromkeys((*_AMD, "float8"), (16, 16, 16))),
+  "tpu": ("128 x 128 matrix units of TPUs before v5", dict.fromkeys(_TPU, (8, 128, 128))),
+  "tpu_v5": ("128 x 128 matrix units of TPU v5e and v5p", dict.fromkeys(_TPU_FLOAT8, (8, 128, 128))),
+  "tpu_v6": ("256 x 256 matrix units of TPU v6e", dict.fromkeys(_TPU_FLOAT8, (8, 256, 256))),
+  "tpu_v7": ("256 x 256 matrix units of TPU7x", dict.fromkeys((*_TPU, "float8"), (8, 256, 256))),
+  "cpu": ("no matrix units: every shape runs alike", {}),
+}
 MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(
-  {
-    "volta": MatrixUnit("Tensor Cores of the NVIDIA Volta generation: float16 alone", _NVIDIA_FLOAT16),
-    "turing": MatrixUnit("Tensor Cores of the NVIDIA Turing generation: float16 alone", _NVIDIA_FLOAT16),
-    "ampere": MatrixUnit("Tensor Cores of the NVIDIA Ampere generation: no FP8", _NVIDIA),
-    "ada": MatrixUnit("Tensor Cores of the NVIDIA Ada generation", _NVIDIA_FLOAT8),
-    "hopper": MatrixUnit("Tensor Cores of the NVIDIA Hopper generation", _NVIDIA_FLOAT8),
-    "blackwell": MatrixUnit("Tensor Cores of the NVIDIA Blackwell generation", _NVIDIA_BLOCKS),
-    "cdna3": MatrixUnit(
-      "Matrix Cores of AMD's MI300",
-      MappingProxyType(
-        dict.fromkeys((*_AMD, "float8_e4m3fnuz", "float8_e5m2fnuz"), (16, 16, 16)),
-      ),
-    ),
-    "cdna4": MatrixUnit(
-      "Matrix Cores of AMD's MI350, and of RDNA 4",
-      MappingProxyType(dict.fromkeys((*_AMD, "float8"), (16, 16, 16))),
-    ),
-    "tpu": MatrixUnit(
-      "128 x 128 matrix units of TPUs before v5",
-      MappingProxyType(dict.fromkeys(_TPU_DTYPES, (8, 128, 128))),
-    ),
-    "tpu_v5": MatrixUnit(
-      "128 x 128 matrix units of TPU v5e and v5p",
-      MappingProxyType(dict.fromkeys(_TPU_FLOAT8, (8, 128, 128))),
-    ),
-    # Memory still pads columns to 128, but a block of 128 leaves half of the unit idle.
-    "tpu_v6": MatrixUnit(
-      "256 x 256 matrix units of TPU v6e",
-      MappingProxyType(dict.fromkeys(_TPU_FLOAT8, (8, 256, 256))),
-    ),
-    "tpu_v7": MatrixUnit(
-      "256 x 256 matrix units of TPU7x",
-      MappingProxyType(dict.fromkeys((*_TPU_DTYPES, "float8"), (8, 256, 256))),
-    ),
-    "cpu": MatrixUnit("no matrix units: every shape runs alike"),
-  }
+  {name: MatrixUnit(words, MappingProxyType(multiples)) for name, (words, multiples) in _UNITS.items()}
 )
 """Kinds of matrix units by name; the devices' files use these names."""
 

@@ -7,7 +7,7 @@ import re
 
 import jax
 
-from mpjax.formats import LOW_PRECISION, runs_on
+from mpjax.formats import LOW_PRECISION, fp8_time, runs_on
 from mpjax.fp8._recipe import FP4, Recipe
 
 
@@ -109,6 +109,18 @@ def in_force(recipe: Recipe, device: jax.Device | None = None) -> str:
   if not has_units and not recipe.emulate:
     return f"none, {lack}"
   return str(on_device(recipe, device)) + ("" if has_units else ", emulated")
+
+
+def slowness(recipe: Recipe, device: jax.Device | None = None) -> str:
+  """Returns `takes 1.13 times as long as bfloat16` if the device's compiler says so of a recipe, else "".
+
+  Args:
+    recipe: the recipe; `auto` is what it is on the device.
+    device: a `jax.Device`; `None`: the first of the default backend.
+  """
+  device = jax.devices()[0] if device is None else device
+  time = fp8_time(device.device_kind, on_device(recipe, device).recipe)
+  return f"takes {time:.2f} times as long as bfloat16" if time > 1 else ""
 
 
 def on_device(recipe: Recipe, device: jax.Device | None = None) -> Recipe:

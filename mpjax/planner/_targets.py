@@ -16,7 +16,7 @@ import jax
 from mpjax._render.install_text import pip_install
 from mpjax.dtypes import did_you_mean
 from mpjax.formats import LOW_PRECISION, DeviceData, described_devices, narrow_bits, runs_on
-from mpjax.fp8._hardware import fp8_units, in_force, matrix_units_of, on_units
+from mpjax.fp8._hardware import fp8_units, in_force, matrix_units_of, on_units, slowness
 from mpjax.policy import Policy
 
 HERE = "here"
@@ -261,12 +261,12 @@ def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
   if recipe is None:
     return policy, ""
   if target.is_here:
-    return policy, in_force(recipe)
+    return policy, "; ".join(filter(None, (in_force(recipe), slowness(recipe))))
   major, minor = target.compute_capability
   device: Any = types.SimpleNamespace(
     platform=target.kind, device_kind=target.device, compute_capability=f"{major}.{minor}"
   )
-  says = in_force(recipe, device)
+  says = "; ".join(filter(None, (in_force(recipe, device), slowness(recipe, device))))
   if not (recipe.emulate or fp8_units(recipe, device)[0]):
     return dataclasses.replace(policy, fp8=None), f"{says}: products run in {policy.compute_dtype.name}"
   # Its products must be traced as FP8 on this machine, too; the target decides which kernels they become.

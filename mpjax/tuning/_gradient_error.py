@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from mpjax.numerics._pass import reference_state, reference_step
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.tuning import _norms
-from mpjax.tuning._across_devices import AcrossDevices
 
 # The number of updates over which an optimiser's stored state is compared with a float32 state.
 _UPDATES = 8
@@ -33,12 +32,10 @@ class Noise:
 
   Attributes:
     total: noise of the whole gradient.
-    modules: noise by module of the parameters, relative to the norm of the module's own gradient.
     how: the method of the estimate, in words.
   """
 
   total: float
-  modules: dict[str, float]
   how: str
 
 
@@ -89,8 +86,7 @@ class Gradients:
     Raises:
       ValueError: if the gradients are not finite or are zero, or the batches are too small for an estimate.
     """
-    self._on_mesh, self._step = step, step.without_mesh()
-    self._state, self._batches = state, batches
+    self._step, self._state, self._batches = step.without_mesh(), state, batches
     self._wide, self._wide_state = reference_step(self._step), reference_state(state)
     found = [self._wide.gradients(self._wide_state, batch) for batch in batches]
     self._grads = [grads for _, grads in found]
@@ -105,17 +101,13 @@ class Gradients:
       raise ValueError("the gradient in float32 is zero on these batches: expected batches to learn from")
     self.noise = self._noise(needs_noise)
 
-  def fingerprint(self) -> str:
-    """Returns a text that differs between parameters, batches and losses."""
-    return repr((self.loss, self.noise, sorted(self._squares.items())))
-
   def error(self, policy: Policy) -> GradientError:
     """Measures a policy; FP8 products are emulated if the device does not have units for them."""
-    across = AcrossDevices(self._on_mesh.with_policy(_emulated(policy)))
-    state = across.gathered(across.alone.adopt(self._state, self._step, warn=False), self._batches[0])
+    step = self._step.with_policy(_emulated(policy))
+    state = step.adopt(self._state, self._step, warn=False)
     losses, scales, differences = [], [], []
     for batch, reference in zip(self._batches, self._grads, strict=True):
-      loss, grads, state = _finite_gradients(across, state, batch)
+      loss, grads, state = _finite_gradients(step, state, batch)
       losses.append(float(loss))
       scaler = find_scaler(state.opt_state)
       scales.append(1.0 if scaler is None else float(scaler.scale))
@@ -138,8 +130,7 @@ class Gradients:
     if stored["param_dtype"] == np.dtype("float32") and stored["optimizer_dtype"] is None:
       return 0.0
     wide, way = (self._way({"base": "fp32", **keys}) for keys in ({}, stored))
-    apart, moved = _norms.total(_norms.squares(_norms.minus(way, wide))), _norms.total(_norms.squares(wide))
-    return _norms.ratio(apart, moved)
+    return _norms.ratio(_square([_norms.minus(way, wide)]), _square([wide]))
 
   def _way(self, policy: dict[str, object]) -> PyTree:
     """Returns the change of the master weights over several updates with float32's gradients."""
@@ -168,15 +159,14 @@ class Gradients:
         said = str(error).partition("\n")[0]
         problem = f"the gradient's noise is not known, since half of a batch cannot be run ({said})"
     if pairs:
-      apart = _norms.added(_norms.squares(_norms.minus(*pair)) for pair in pairs)
-      together = _norms.added(_norms.squares(_norms.plus(*pair)) for pair in pairs)
+      apart = _square(_norms.minus(*pair) for pair in pairs)
+      together = _square(_norms.plus(*pair) for pair in pairs)
       how = "halves of the batches"
     elif len(self._batches) >= 2:
       # For neighbours a and b of one batch each, |a - b|^2 is twice the noise of one, squared.
       pairs = list(zip(self._grads, self._grads[1:], strict=False))
-      twice = _norms.added(_norms.squares(_norms.minus(*pair)) for pair in pairs)
-      apart = {module: square / 2 for module, square in twice.items()}
-      together = {k: v * len(pairs) / len(self._grads) for k, v in self._squares.items()}
+      apart = _square(_norms.minus(*pair) for pair in pairs) / 2
+      together = _norms.total(self._squares) * len(pairs) / len(self._grads)
       how = "the batches"
     elif not needed:
       return None
@@ -185,8 +175,7 @@ class Gradients:
         f"{problem}: give a batch of two rows or more, several batches, or a tolerance such as 0.01"
       )
     # At most 1e6, for opposite gradients.
-    total = _norms.ratio(_norms.total(apart), max(_norms.total(together), 1e-12 * _norms.total(apart)))
-    return Noise(total, _norms.ratios(apart, together), how)
+    return Noise(_norms.ratio(apart, max(together, 1e-12 * apart)), how)
 
   def _halves(self, step: TrainStep, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the gradients of two halves of a batch; an odd row is left out."""
@@ -199,6 +188,11 @@ class Gradients:
     return first, second
 
 
+def _square(trees: Iterable[PyTree]) -> float:
+  """Returns the sum of the squares of all entries."""
+  return _norms.total(_norms.added(map(_norms.squares, trees)))
+
+
 def _emulated(policy: Policy) -> Policy:
   policy = policy.without_histories()
   if policy.fp8 is None or policy.fp8.emulate:
@@ -206,23 +200,16 @@ def _emulated(policy: Policy) -> Policy:
   return dataclasses.replace(policy, fp8=dataclasses.replace(policy.fp8, emulate=True))
 
 
-def _finite_gradients(
-  across: AcrossDevices, state: TrainState, batch: PyTree
-) -> tuple[Array, PyTree, TrainState]:
+def _finite_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[Array, PyTree, TrainState]:
   """Returns loss and gradients at the largest loss scale that keeps them finite, and the state with it."""
-  is_finite = lambda grads: math.isfinite(_norms.total(_norms.squares(grads)))
-  scaling = across.alone.policy.loss_scaling
+  scaling = step.policy.loss_scaling
   while True:
-    loss, grads = across.alone.gradients(state, batch)
-    finite = is_finite(grads)
-    if finite:
-      grads = across.reduced(state, batch, grads)
-      finite = is_finite(grads)
+    loss, grads = step.gradients(state, batch)
     scaler = find_scaler(state.opt_state)
-    if finite or scaling is None or scaler is None or scaling.kind != "dynamic":
+    if math.isfinite(_square([grads])) or scaling is None or scaler is None:
       return loss, grads, state
     smaller = float(scaler.scale) / 2
-    if smaller < scaling.min_scale or not math.isfinite(float(loss)):
+    if scaling.kind != "dynamic" or smaller < scaling.min_scale or not math.isfinite(float(loss)):
       return loss, grads, state
     state = state.replace(opt_state=_with_scale(state.opt_state, smaller))
 

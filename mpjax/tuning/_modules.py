@@ -38,10 +38,6 @@ class Module:
     """The levels at which its program differs, the most exact first."""
     return LEVELS if self.fp8 else LEVELS[:-1]
 
-  def split(self) -> list[Module]:
-    """Returns one module for each path."""
-    return [Module(path, (path,), self.fp8 & {path}) for path in self.paths]
-
 
 def list_modules(half: Explanation, fp8: Explanation) -> list[Module]:
   """Returns the modules in which a policy changes a dtype, in program order.
@@ -58,15 +54,12 @@ def list_modules(half: Explanation, fp8: Explanation) -> list[Module]:
   return [Module(name, tuple(found), frozenset(quantised & found.keys())) for name, found in paths.items()]
 
 
-def mixed_policy(
-  levels: Mapping[Module, str], among: Sequence[str], recipe: Mapping[str, Any] | None = None
-) -> Policy:
+def mixed_policy(levels: Mapping[Module, str], among: Sequence[str]) -> Policy:
   """Returns the simplest policy under which each module has its level.
 
   Args:
     levels: one of `LEVELS` by module.
     among: all module paths of the program; a pattern must match only those of its module.
-    recipe: fields of the level fp8.
   """
   count: Counter[str] = Counter()
   for module, level in levels.items():
@@ -79,8 +72,6 @@ def mixed_policy(
   rest = "bf16" if has_fp8 else base
   changed = {m: level for m, level in levels.items() if level != base and (level != rest or m.fp8)}
   spec: dict[str, Any] = {"base": base}
-  if has_fp8 and recipe:
-    spec["fp8"] = dict(recipe)
   if changed:
     # The deepest first, because the first matching pattern decides.
     ordered = sorted(changed, key=lambda m: -m.name.count("/"))

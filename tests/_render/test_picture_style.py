@@ -1,4 +1,4 @@
-"""One look for all pictures: a colour a policy, whatever a user's own settings of matplotlib are."""
+"""One look for all pictures, whatever a user's own settings of matplotlib are."""
 
 import pathlib
 import re
@@ -11,14 +11,6 @@ from mpjax.planner.render import save_picture
 from tests.planner._plans import a_plan
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def test_policies_have_colours_of_their_own_and_their_variants_have_them_too():
-  policies = ("fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp16-unscaled", "fp8")
-  assert len({style.policy_colour(name) for name in policies}) == len(policies)
-  for variant, policy in (("fp8, current", "fp8"), ("bf16_lean", "bf16"), ("fp32-reordered", "fp32")):
-    assert style.policy_colour(variant) == style.policy_colour(policy)
-  assert style.policy_colour("torch, bf16") not in map(style.policy_colour, policies)
 
 
 def test_a_picture_neither_follows_nor_changes_the_settings_of_its_user(tmp_path, monkeypatch):
@@ -47,7 +39,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, name):
 def test_nothing_else_chooses_colours():
   drawers = [path for top in ("mpjax", "benchmarks") for path in (ROOT / top).rglob("*.py")]
   found = [path for path in drawers if "new_figure" in path.read_text()]
-  assert len(found) >= 4
+  assert len(found) >= 3
   for path in found:
     if path.name != "picture_style.py":
       assert not re.findall(r"\"#[0-9a-fA-F]{6}\"|pyplot|savefig", path.read_text()), path

@@ -5,7 +5,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import types
 import zipfile
 
 import pytest
@@ -141,25 +140,6 @@ def test_advice_to_install_names_the_checkout(tmp_path, monkeypatch):
   assert pip_install("plan") == 'pip install -e ".[plan]"'
   monkeypatch.chdir(tmp_path)
   assert pip_install("plan") == f'pip install -e "{ROOT}[plan]"'
-
-
-def test_advice_to_install_names_where_mpjax_came_from(tmp_path, monkeypatch):
-  (tmp_path / "x.whl").touch()
-  here = lambda text: text.replace("HERE", str(tmp_path))
-  anywhere = 'pip install "mpjax[plan]", or in a checkout pip install -e ".[plan]"'
-  repository = {"url": "https://example.org/mpjax.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
-  monkeypatch.setattr("mpjax._render.install_text._ROOT", tmp_path)  # no checkout
-  for written, command in (
-    (None, anywhere),
-    ({"url": "file://HERE", "dir_info": {}}, 'pip install "mpjax[plan] @ file://HERE"'),
-    ({"url": "file://HERE/x.whl", "archive_info": {}}, 'pip install "mpjax[plan] @ file://HERE/x.whl"'),
-    ({"url": "file://HERE/gone.whl", "archive_info": {}}, anywhere),
-    (repository, 'pip install "mpjax[plan] @ git+https://example.org/mpjax.git@abc"'),
-  ):
-    text = None if written is None else here(json.dumps(written))
-    found = types.SimpleNamespace(read_text=lambda _, text=text: text)
-    monkeypatch.setattr("importlib.metadata.distribution", lambda _, found=found: found)
-    assert pip_install("plan") == here(command)
 
 
 def test_training_from_python_without_its_packages_says_what_to_install(monkeypatch):

@@ -1,7 +1,7 @@
 """Which shapes of product are worth a matrix unit, and which devices have which."""
 
 import itertools
-import math
+import json
 import pathlib
 
 import jax.numpy as jnp
@@ -18,11 +18,12 @@ from mpjax.formats import (
   MatrixUnit,
   describe,
   eligible,
+  fp8_time,
   narrow_bits,
   padded,
   runs_on,
-  utilisation,
 )
+from mpjax.fp8._recipe import RECIPES
 
 TARGETS = pathlib.Path(mpjax.__file__).parent / "formats" / "devices"
 
@@ -59,12 +60,10 @@ def test_smallest_product_of_a_unit():
       assert runs_on(*row)
       assert eligible(*row, 1, 7, 13)
       assert padded(*row, 1, 7, 13) == (1, 7, 13)
-      assert utilisation(*row, 1, 7, 13) == 1
     elif row not in RUNS:
       assert not runs_on(*row), row
       assert not eligible(*row, 1024, 1024, 1024), row
       assert padded(*row, 3, 5, 7) == (3, 5, 7), row
-      assert utilisation(*row, 1024, 1024, 1024) == 0, row
     else:
       m, n, k = RUNS[row]
       assert runs_on(*row), row
@@ -88,19 +87,17 @@ def test_the_recipe_of_each_kind_of_units_is_one_that_they_multiply():
     assert not any(runs_on(unit, dtype) for dtype in (*FORMATS, "float8") if narrow_bits(dtype)), unit
 
 
-def test_padded_shape_and_its_useful_share():
-  for unit, dtype, shape, want, share in (
-    ("hopper", "bfloat16", (8192, 50257, 768), (8192, 50264, 768), 50257 / 50264),
-    ("hopper", "float8_e4m3fn", (8192, 50257, 768), (8192, 50272, 768), 50257 / 50272),
-    ("ampere", "tensorfloat32", (6, 10, 30), (8, 12, 32), 6 * 10 * 30 / (8 * 12 * 32)),
-    ("tpu", "bfloat16", (8192, 50257, 768), (8192, 50304, 768), 50257 / 50304),
-    ("tpu", "bfloat16", (12, 64, 64), (16, 128, 128), 12 * 64 * 64 / (16 * 128 * 128)),
-    ("tpu_v6", "float32", (12, 64, 300), (16, 256, 512), 12 * 64 * 300 / (16 * 256 * 512)),
-    ("hopper", "bfloat16", (1, 4096, 4096), (8, 4096, 4096), 1 / 8),
-    ("hopper", "bfloat16", (0, 4096, 4096), (0, 4096, 4096), 1),
+def test_padded_shapes():
+  for unit, dtype, shape, want in (
+    ("hopper", "bfloat16", (8192, 50257, 768), (8192, 50264, 768)),
+    ("hopper", "float8_e4m3fn", (8192, 50257, 768), (8192, 50272, 768)),
+    ("ampere", "tensorfloat32", (6, 10, 30), (8, 12, 32)),
+    ("tpu", "bfloat16", (8192, 50257, 768), (8192, 50304, 768)),
+    ("tpu_v6", "float32", (12, 64, 300), (16, 256, 512)),
+    ("hopper", "bfloat16", (1, 4096, 4096), (8, 4096, 4096)),
+    ("hopper", "bfloat16", (0, 4096, 4096), (0, 4096, 4096)),
   ):
     assert padded(unit, dtype, *shape) == want, (unit, dtype, shape)
-    assert utilisation(unit, dtype, *shape) == pytest.approx(share), (unit, dtype, shape)
 
 
 @given(unit_and_dtype, size, size, size)
@@ -115,8 +112,6 @@ def test_padding_is_the_least_that_makes_a_product_eligible(unit_and_dtype, m, n
   for axis, (before, after) in enumerate(zip(shape, wide, strict=True)):
     steps = padded(unit, dtype, 1, 1, 1)
     assert not any(smaller % steps[axis] == 0 for smaller in range(before, after))
-  assert utilisation(unit, dtype, *wide) == 1
-  assert utilisation(unit, dtype, *shape) * math.prod(wide) == pytest.approx(math.prod(shape))
 
 
 def test_a_dtype_may_be_given_in_any_form_and_a_unit_may_be_ones_own():
@@ -134,7 +129,7 @@ def test_errors_list_the_units_and_refuse_negative_sizes_and_changes():
     match=r"unknown matrix units 'hoper': expected one of volta, .*ampere, .*did you mean 'hopper'",
   ):
     padded("hoper", "bfloat16", 8, 8, 8)
-  for ask in (padded, eligible, utilisation):
+  for ask in (padded, eligible):
     with pytest.raises(ValueError, match=r"\(8, -1, 8\).*negative"):
       ask("hopper", "bfloat16", 8, -1, 8)
   with pytest.raises(TypeError):
@@ -153,6 +148,17 @@ def test_units_are_those_of_the_described_devices():
         own = {*LOW_PRECISION[device["matrix_units"]], "float8_e5m2"}  # which `auto` is not on TPU v5 and v6
         has_units = row["name"] in own
       assert (file.stem in row["units"].get(device["matrix_units"], ())) == has_units, (file.stem, row)
+
+
+def test_the_time_of_fp8_is_that_of_the_compilers():
+  report = json.loads((TARGETS.parents[2] / "benchmarks" / "results" / "fp8_devices.json").read_text())
+  cycles = {(row["target"], row["policy"]): row["cycles"] for row in report["rows"] if row["cycles"]}
+  for (target, recipe), found in cycles.items():
+    if recipe in RECIPES[1:]:
+      time = found / cycles[target, "bf16"]
+      assert fp8_time(target, recipe) == pytest.approx(time, abs=0.005), (target, recipe)
+  assert fp8_time("TPU v6 lite", "current") > 1
+  assert fp8_time("h200", "current") == fp8_time("cpu", "current") == 0
 
 
 def test_units_name_every_row_of_the_matrix_units_but_the_cpu():

@@ -1,5 +1,6 @@
-"""`mpjax.tune`: the best set of known models, tolerances, trials that are kept, and what it cannot do."""
+"""`mpjax.tune`: the best set of known models, tolerances, and what it cannot do."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -12,6 +13,7 @@ import optax
 import pytest
 import yaml
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
 
 import mpjax
 from mpjax import tuning
@@ -49,6 +51,7 @@ def of_presets():
 
 
 FAULTS = ("over", "near", "outlier")
+FIVE = ("first", *FAULTS, "last")
 
 
 @pytest.fixture(autouse=True)
@@ -63,28 +66,22 @@ def products_take_the_time(monkeypatch):
   monkeypatch.setattr(_tune, "plan", plan)
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-  """A file of trials of the model with all faults."""
-  return tmp_path_factory.mktemp("kept") / "trials.jsonl"
+@functools.cache
+def of_faults(layers):
+  return tuned(*FAULTS, layers=layers)
 
 
-@pytest.mark.parametrize("layers", [("first", *FAULTS, "last"), pytest.param(LAYERS, marks=pytest.mark.slow)])
-def test_the_best_set_of_a_planted_model_is_found(layers, kept):
-  said = []
-  result = tuned(*FAULTS, layers=layers, trials=kept, progress=said.append)
+@pytest.mark.parametrize("layers", [FIVE, pytest.param(LAYERS, marks=pytest.mark.slow)])
+def test_the_best_set_of_a_planted_model_is_found(layers):
+  result = of_faults(layers)
   safer = {"first": "bf16", "narrow": "bf16", "near": "fp16", "outlier": "bf16"}
   found = {layer: level_of(result.policy, layer) for layer in layers}
   assert found == {layer: safer.get(layer, "fp8") for layer in layers}, str(result)
   assert result.chosen.error.total <= TOLERANCE
   assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == result.policy
-  assert result.recompute is None
   trials = {trial.label: trial for trial in result.table}
   assert [label for label in ("fp16", "bf16", "fp8", "fp32") if trials[label].passes] == ["fp32"]
   assert trials["fp32"].error.total == 0
-  counts = [re.fullmatch(r"policy (\d+) of (at most )?(\d+): .+", line) for line in said[1:]]
-  assert all(int(count[1]) <= int(count[3]) for count in counts)
-  assert len(counts) <= len(result.trials) <= int(counts[-1][3])
 
 
 def test_the_recipe_of_the_target_is_measured_and_one_that_is_too_coarse_is_tried_by_channel():
@@ -94,16 +91,24 @@ def test_the_recipe_of_the_target_is_measured_and_one_that_is_too_coarse_is_trie
   }
   recipes = {target: result.policy.fp8.recipe for target, result in found.items()}
   assert recipes == {"h200": "per_channel", "b200": "auto", "v5e": "auto"}
-  assert "recipe: per_channel  # scales of the entries that are summed together" in found["h200"].yaml
   errors = {t: next(x.error.total for x in r.table if x.label == "fp8") for t, r in found.items()}
   assert max(errors["b200"], errors["v5e"]) < 0.06 < errors["h200"]
 
 
-def test_the_answer_has_the_policy_its_cost_its_error_and_what_was_dropped(kept):
-  result = tuned(*FAULTS, layers=("first", *FAULTS, "last"), trials=kept)
+def test_fp8_that_its_compiler_has_as_slower_than_bfloat16_is_not_chosen():
+  for target, chosen in (("v6e", "bf16"), ("tpu7x", "fp8")):
+    result = tuned(layers=("first", "one", "two", "last"), target=target, tolerance=0.5)
+    assert result.chosen.label.startswith(chosen), str(result)
+  step = mpjax.make_train_step(LOSS, optax.sgd(0.1), "fp8")
+  answer = str(mpjax.plan(step, step.init(PARAMS), BATCHES[0], target="v6e", compile=False))
+  assert "takes 1.13 times as long as bfloat16" in answer
+
+
+def test_the_answer_has_the_policy_its_cost_its_error_and_what_was_dropped():
+  result = of_faults(FIVE)
   lines = str(result).splitlines()
   assert len(lines) <= 12
-  assert max(map(len, lines[:-1])) <= 100
+  assert max(map(len, lines)) <= 116
   assert lines[0].startswith(f"tune for h200: {result.chosen.label[:60]}")
   text = str(result)
   for words in (
@@ -120,13 +125,6 @@ def test_the_answer_has_the_policy_its_cost_its_error_and_what_was_dropped(kept)
   table = result.table("policies").splitlines()
   assert max(map(len, table)) <= 116
   assert all(heading in table[1] for heading in ("cost:", "error", "why dropped"))
-
-
-def test_a_search_whose_time_is_over_has_the_best_preset(kept):
-  result = tuned(*FAULTS, layers=("first", *FAULTS, "last"), minutes=1e-6, trials=kept)
-  assert {t.kind for t in result.table} == {"preset"}
-  assert result.policy == mpjax.get_policy("fp32")
-  assert "time was over" in result.notes[0]
 
 
 def test_what_is_found_has_the_error_that_its_gradients_have():
@@ -162,30 +160,20 @@ def test_the_cheapest_that_passes_is_chosen_and_the_plain_preset_if_nothing_is_c
   result = of_presets()
   assert result.chosen.label == "bf16"
   assert result.policy == mpjax.get_policy("bf16")
-  assert result.yaml.startswith("policy: bf16  # ")
+  assert result.yaml == "policy: bf16\n"
   why = {"bf16": "chosen", "fp16": "no cheaper", "fp32": "dearer"}
   assert {t.label: t.why for t in result.table} == why
   assert "plain preset" in str(result)
-  assert [t.label for t in result.front] == ["bf16", "fp16", "fp32"]
 
 
-def test_a_result_is_data_and_a_picture(tmp_path):
-  pytest.importorskip("matplotlib")
+def test_a_result_is_data(tmp_path):
   result = of_presets()
   result.save_json(tmp_path / "tune.json")
   data = json.loads((tmp_path / "tune.json").read_text())
   assert data["chosen"] == "bf16"
   assert [row["label"] for row in data["table"]] == ["bf16", "fp16", "fp32"]
   assert mpjax.get_policy(data["policy"]) == result.policy
-  result.save_picture(tmp_path / "tune.png")
-  assert (tmp_path / "tune.png").read_bytes()[1:4] == b"PNG"
-  result.save_picture(tmp_path / "tune.svg")
-  words = re.findall(r">([^<>]+)</text>", (tmp_path / "tune.svg").read_text())
-  assert {"bf16", "fp16", "fp32, error 0", "chosen", "tolerance"} <= {*words}
-  # In the units of the table.
-  assert "cost: time" in result.table("policies")
   assert f"{1e9 * result.chosen.cost.seconds:.2f} ns" in result.table("policies")
-  assert {"time on h200, ns", "error of the gradient against float32, %", "0.3"} <= {*words}
 
 
 def test_nothing_cheaper_than_float32_is_said():
@@ -245,7 +233,7 @@ def kinds():
 def test_parameters_and_batches_are_of_any_kind():
   for name, (params, batch, loss, modules) in kinds().items():
     result = mpjax.tune(loss, params, batch, target="h200", candidates=["bf16"], tolerance="5 noise")
-    assert list(result.noise.modules) == list(result.table[0].error.modules) == modules, name
+    assert list(result.table[0].error.modules) == modules, name
     assert 0.1 < result.noise.total < 3, name
     assert 1e-4 < result.table[0].error.gradient < 0.03, name
 
@@ -293,33 +281,10 @@ def test_a_policy_is_written_so_that_it_reads_as_itself():
     {"base": "bf16", "overrides": {"a: b#": "float32", "^x$": {"recompute": "nothing"}}},
   ):
     policy = mpjax.get_policy(spec)
-    cost, error = tuning.Cost(1.0, 1, 1, 0, True), tuning.GradientError(0.1, {}, 1.0)
+    cost, error = tuning.Cost(1.0, 1, 1, True), tuning.GradientError(0.1, {}, 1.0)
     chosen = tuning.Trial("it", "candidate", policy, cost, error, True)
     result = tuning.TuneResult(policy, chosen, (chosen,), 1.0, None, 1.0, "h200", "time", 1, 1)
     assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == policy, spec
-
-
-def test_a_trial_that_was_made_is_not_made_again(tmp_path):
-  file = tmp_path / "trials.jsonl"
-
-  def told(*candidates):
-    lines = []
-    result = tuned(trials=file, progress=lines.append, candidates=candidates)
-    return lines, result.table[0]
-
-  lines, first = told("bf16")
-  assert lines == ["float32", "policy 1 of 1: bf16"]
-  with file.open("a") as kept:
-    for wrong in ("3", "null", file.read_text().splitlines()[0].replace('"update": 0.0', '"update": "a"')):
-      kept.write(f"{wrong}\n")
-    kept.write('{"subject": "cut o')
-  lines, again = told("bf16", "fp16")
-  assert lines == ["float32", "policy 2 of 2: fp16"]
-  assert again == first
-  assert told("fp16")[0] == ["float32"]  # its line is one of its own
-  lines, other = [], lambda params, batch: 2 * LOSS(params, batch)
-  mpjax.tune(other, PARAMS, BATCHES, trials=file, progress=lines.append, candidates=["bf16"], tolerance=1.0)
-  assert lines == ["float32", "policy 1 of 1: bf16"]
 
 
 def test_a_step_and_its_state_can_be_given():
@@ -328,6 +293,25 @@ def test_a_step_and_its_state_can_be_given():
   result = mpjax.tune(step, state, BATCHES, target="h200", candidates=["bf16"])
   assert result.policy == mpjax.get_policy("bf16")
   jax.block_until_ready(step(state, BATCHES[1]))  # nothing of it was donated
+
+
+@pytest.mark.parametrize("types", [None, AxisType.Auto, AxisType.Explicit])
+def test_a_step_on_a_mesh_is_planned_for_it_and_measured_without_it(types):
+  kind, axes, tx = types or AxisType.Auto, ("data", "fsdp"), optax.sgd(0.1)
+  plain = mpjax.make_train_step(LOSS, tx, "bf16")
+  state, batch = plain.init(PARAMS), BATCHES[0]
+  mesh = AbstractMesh((2, 4), axes, axis_types=(kind,) * 2)
+  if types is not None:  # on devices that are here
+    mesh = jax.make_mesh((2, 4), axes, axis_types=(kind,) * 2)
+  step = mpjax.make_train_step(LOSS, tx, "bf16", mesh=mesh)
+  with contextlib.nullcontext() if types is None else jax.set_mesh(mesh):
+    if types is not None:
+      state, batch = step.init(PARAMS), jax.device_put(batch, step.layout.batch_sharding)
+    options = {"target": "h200:8", "candidates": ["bf16"], "tolerance": 1.0}
+    result = mpjax.tune(step, state, [batch], **options)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((state, batch)) if isinstance(x, jax.Array))
+  expected = mpjax.tune(plain, plain.init(PARAMS), BATCHES[:1], **options).table[0].error.gradient
+  assert result.table[0].error.gradient == pytest.approx(expected, rel=0.02)
 
 
 def test_arguments_that_are_none_are_named():
@@ -343,17 +327,19 @@ def test_arguments_that_are_none_are_named():
     ({"candidates": "bf16"}, f"candidates='bf16': {no_list}"),
     ({"candidates": 3}, f"candidates=3: {no_list}"),
     ({"candidates": ["tf32"]}, "tf32 can be measured only on a GPU"),
-    ({"minutes": True}, f"minutes=True: {positive}"),
-    ({"minutes": "3"}, f"minutes='3': {positive}"),
-    ({"minutes": 0}, f"minutes=0: {positive}"),
-    ({"trials": "/"}, "trials='/': Is a directory"),
-    ({"trials": "/proc/x/y"}, "trials='/proc/x/y': No such file or directory"),
+    (
+      {"candidates": [{"base": "bf16", "reduce_dtype": "bfloat16"}]},
+      "candidates: reduce_dtype: .*without a mesh",
+    ),
     ({"candidates": ["bf15"]}, "candidates: unknown policy 'bf15'"),
     ({"candidates": ["bf16"], "tolerance": 1e-9}, too_small),
     ({"target": "h300"}, "unknown target 'h300'"),
   ):
     with pytest.raises(ValueError, match=message):
       tuned(**options)
+  for went in ("minutes", "trials", "recompute", "plan_of"):
+    with pytest.raises(TypeError, match=f"mpjax.tune has no argument '{went}': "):
+      tuned(**{went: 1})
 
 
 def test_what_cannot_be_judged_is_an_error_that_says_what_to_do():
@@ -388,7 +374,7 @@ def test_candidates_that_are_mappings_are_written_out_and_told_apart():
   assert result.policy == mpjax.get_policy(overridden[0])
   assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == result.policy
   assert [t.label for t in result.table] == ["bf16,overrides=... (1)", "bf16,overrides=... (2)"]
-  assert "plain preset" not in result.conclusion
+  assert "plain preset" not in str(result)
 
 
 def test_what_has_no_rows_is_in_both_halves_of_a_batch():
