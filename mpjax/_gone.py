@@ -58,6 +58,14 @@ INSTEAD: dict[str, str] = {
   "fp8.amax_compute": "leave it out: delayed scaling goes by the largest amax of its history",
   "fp8.pow2_scales": "leave it out: scales of a tensor are powers of two, those of a channel any numbers",
   "Explanation.fragile": "mpjax.inspect_numerics measures differences and angles and has their lines",
+  **dict.fromkeys(
+    ("planner.KernelGroup", "Plan.fused"),
+    "fused kernels are the rows of Plan.products that have a kernel's name",
+  ),
+  "planner.PlanFigures": "mpjax.Plan has its attributes",
+  "Memory.training_state": "Plan.bytes_per_parameter('master weights', 'optimizer state') has what stays",
+  "Memory.gathered": "compute copies has the gathered weights at the peak, Plan.collectives what is gathered",
+  "Compiled.difference": "compare Plan.memory.parts with Plan.compiled.memory.parts",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
 }

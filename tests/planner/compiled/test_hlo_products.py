@@ -229,13 +229,6 @@ def test_flops_of_products_and_convolutions_which_leave_out_the_padding():
     assert {(p.kernel, p.times) for p in found[i]} == {("dot", 7 if name == "seven times" else 1)}, name
 
 
-def test_products_of_gradients_cost_twice_those_of_the_function():
-  functions, args, flops = zip(*(a_convolution(*row) for row in CONVOLUTIONS), strict=True)
-  gradient = lambda f: jax.grad(lambda x, w: jnp.sum(jnp.tanh(f(x, w))), argnums=(0, 1))
-  every = lambda *args: [gradient(f)(*given) for f, given in zip(functions, args, strict=True)]
-  assert total(products_of(every, *args)) == 3 * sum(flops)
-
-
 # What multiplies on a GPU: lines that read `a` of [8, 16] and `b` of [16, 4].
 GEMM = '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[]}}'
 CUBLAS = f'custom_call_target="__cublas$gemm", backend_config={{"gemm_backend_config":{GEMM}}}'
