@@ -37,21 +37,35 @@ class Argument:
     part: one of `ARGUMENT_PARTS`.
     path: path in the arguments, such as `0/params/blocks/0/up/kernel`.
     slot: slot of an optimiser's state, such as `mu`; empty for other parts.
-    nbytes: bytes on one device, without padding.
-    whole: bytes on all devices together.
-    elements: number of elements on all devices together.
     shape, dtype, sharding: as given.
   """
 
   part: str
   path: str
   slot: str
-  nbytes: int
-  whole: int
-  elements: int
   shape: tuple[int, ...]
   dtype: Any
   sharding: Any
+
+  @property
+  def elements(self) -> int:
+    """Number of elements on all devices together."""
+    return math.prod(self.shape)
+
+  @property
+  def whole(self) -> int:
+    """Bytes on all devices together."""
+    return math.ceil(self.elements * itemsize(self.dtype))
+
+  @property
+  def local(self) -> tuple[int, ...]:
+    """The shape on one device."""
+    return self.sharding.shard_shape(self.shape) if self.sharding is not None else self.shape
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes on one device, without padding."""
+    return math.ceil(math.prod(self.local) * itemsize(self.dtype))
 
   @property
   def on_host(self) -> bool:
@@ -92,25 +106,25 @@ def name_arguments(
     for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
       in_optax, slot = _optimizer_slot(argument, path)
       part = chosen or ("optimizer state" if in_optax else _by_name(name, path, leaf))
-      found.append(_argument(f"{i}/{path_text(path)}".rstrip("/"), leaf, part, slot))
-  if any(argument.part == "master weights" for argument in found):
-    return [argument if argument.part else dataclasses.replace(argument, part="batch") for argument in found]
+      sharding, slot = getattr(leaf, "sharding", None), slot if part == "optimizer state" else ""
+      where = f"{i}/{path_text(path)}".rstrip("/")
+      found.append(Argument(part, where, slot, tuple(leaf.shape), leaf.dtype, sharding))
+  lacks_weights = not any(argument.part == "master weights" for argument in found)
 
-  def otherwise(argument: Argument) -> str:
-    is_first = argument.path.partition("/")[0] == "0"
-    return "master weights" if is_first and jax.dtypes.issubdtype(argument.dtype, np.inexact) else "batch"
+  def part_of(argument: Argument) -> str:
+    is_first = argument.path.partition("/")[0] == "0" and jax.dtypes.issubdtype(argument.dtype, np.inexact)
+    return argument.part or ("master weights" if lacks_weights and is_first else "batch")
 
-  return [dataclasses.replace(argument, part=argument.part or otherwise(argument)) for argument in found]
+  return [dataclasses.replace(argument, part=part_of(argument)) for argument in found]
 
 
 def argument_bytes(argument: Argument, kind: str) -> int:
   """Returns the bytes of an argument on one device, in the compiler's layout."""
   if kind != "tpu":
     return argument.nbytes
-  local = argument.sharding.shard_shape(argument.shape) if argument.sharding is not None else argument.shape
   if jax.dtypes.issubdtype(argument.dtype, jax.dtypes.prng_key):
-    return tiled_bytes((*local, key_words(argument.dtype)), np.dtype(np.uint32))
-  return tiled_bytes(local, argument.dtype)
+    return tiled_bytes((*argument.local, key_words(argument.dtype)), np.dtype(np.uint32))
+  return tiled_bytes(argument.local, argument.dtype)
 
 
 def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -126,22 +140,6 @@ def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, 
       slots[f"{argument.slot} {argument.dtype}" if argument.elements > 1 else "scalars"] += nbytes
   ordered = {name: parts[name] for name in ARGUMENT_PARTS if parts[name]}
   return ordered, dict(slots.most_common())
-
-
-def _argument(path: str, leaf: jax.Array | jax.ShapeDtypeStruct, part: str, slot: str) -> Argument:
-  sharding = getattr(leaf, "sharding", None)
-  local = sharding.shard_shape(tuple(leaf.shape)) if sharding is not None else tuple(leaf.shape)
-  return Argument(
-    part=part,
-    path=path,
-    slot=slot if part == "optimizer state" else "",
-    nbytes=math.ceil(math.prod(local) * itemsize(leaf.dtype)),
-    whole=math.ceil(math.prod(leaf.shape) * itemsize(leaf.dtype)),
-    elements=math.prod(leaf.shape),
-    shape=tuple(leaf.shape),
-    dtype=leaf.dtype,
-    sharding=sharding,
-  )
 
 
 def _optimizer_slot(tree: PyTree, path: tuple[Any, ...]) -> tuple[bool, str]:

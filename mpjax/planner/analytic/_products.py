@@ -25,17 +25,20 @@ from mpjax.products._spec import Spec
 _TPU_PASSES = {"": 1, "HIGH": 3, "HIGHEST": 6}
 
 
-def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[ProductGroup, ...]:
+def list_products(
+  graph: Graph, target: Target, devices: int = 1, *, least: bool = False
+) -> tuple[ProductGroup, ...]:
   """Returns products, then fused kernels, one row for each line, shape and dtype; the most FLOPs first.
 
   Args:
     graph: graph of the program.
     target: the target with the matrix units.
     devices: number of devices that share the FLOPs.
+    least: count the branch of a conditional with the least FLOPs, not the one with the most.
   """
   flops: Counter[ProductGroup] = Counter()
   runs: Counter[ProductGroup] = Counter()
-  for operation, times in graph.every_operation():
+  for operation, times in graph.every_operation(choose=min if least else max):
     is_kernel = has(operation.equation, Trait.KERNEL)
     if is_kernel or operation.flops:
       row = _kernel(operation) if is_kernel else _product(operation, target)

@@ -13,7 +13,7 @@ from mpjax.planner._program import total_bytes
 from mpjax.planner._results import ARGUMENT_PARTS, Collective, Floor, Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation
-from mpjax.planner.analytic._products import units_of
+from mpjax.planner.analytic._products import list_products
 
 _PARTS = (jax.lax.dynamic_slice_p, jax.lax.gather_p, jax.lax.slice_p)
 
@@ -46,27 +46,16 @@ def time_floor(
   state += _written_bytes(graph) - _unread_bytes(graph, arguments, target.kind)
   touched = state + 2 * memory.saved_bytes
   moved = state + 2 * max(0, memory.saved_bytes - target.cache)
+  # A kernel may state more FLOPs than it runs: the masked half of causal attention.
+  products = list_products(graph, target, devices, least=True)
   parts = {
-    "matrix units": _seconds_on_units(graph, target, devices),
+    "matrix units": sum(p.flops * p.passes / target.unit_rate(p.dtype)[1] for p in products if not p.kernel),
     "memory": moved / target.bandwidth,
   }
   if collectives and target.interconnect and devices > 1:
     parts["interconnect"] = sum(c.sent for c in collectives) / target.interconnect
   bound = max(parts, key=lambda name: parts[name])
   return Floor(parts[bound], parts, bound, moved, touched, target.cache)
-
-
-def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:
-  """Returns the seconds of all products at the target's published peak rates.
-
-  Kernels are left out. A kernel may state more FLOPs than it runs: the masked half of causal attention.
-  """
-  total = 0.0
-  for operation, times in graph.every_operation(choose=min):
-    if operation.flops and not has(operation.equation, Trait.KERNEL):
-      dtype, passes = units_of(operation, target)
-      total += operation.flops_on(devices) * times * passes / target.unit_rate(dtype)[1]
-  return total
 
 
 def _unread_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpjax.jaxpr import parse_scopes
 from mpjax.planner._program import Buffer, Operation, Program
@@ -16,25 +16,9 @@ _NO_MEMORY = frozenset({"parameter", "constant", "partition-id", "replica-id"})
 _CONTROL = frozenset({"while", "conditional", "call"})
 
 
-class Price(NamedTuple):
-  """What an instruction takes, its bodies apart.
-
-  Attributes:
-    part: kind of work, by the names of TIME_PARTS.
-    path: module path.
-    seconds: seconds of one run.
-    queue: name of what it occupies while others run; empty for what runs alone.
-  """
-
-  part: str
-  path: str
-  seconds: float
-  queue: str = ""
-
-
 def hlo_program(
   computation: HloComputation,
-  price: Callable[[HloInstruction, HloComputation], Price] | None = None,
+  price: Callable[[Operation, HloComputation], None] | None = None,
   known: dict[HloComputation, Program] | None = None,
 ) -> Program:
   """Returns the program of a computation. Arguments and results count for its caller.
@@ -43,7 +27,7 @@ def hlo_program(
 
   Args:
     computation: the main computation, or another.
-    price: what an instruction takes in a computation; without it, no operation takes time.
+    price: sets the part, path, seconds and queue of an operation; without it, none takes time.
     known: programs of computations that are made already.
   """
   known = {} if known is None else known
@@ -79,7 +63,7 @@ def hlo_program(
       if key is None and (awaited := _awaits(instruction)) in starts:
         operation.awaits = starts.pop(awaited)
       else:
-        operation.part, operation.path, operation.seconds, operation.queue = price(instruction, computation)
+        price(operation, computation)
       if key is not None:
         operation.starts = True
         starts[key] = operation

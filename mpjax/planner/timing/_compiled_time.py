@@ -11,7 +11,7 @@ import collections
 from collections.abc import Iterator, Sequence
 
 from mpjax.jaxpr import layer_pattern
-from mpjax.planner._program import time_of
+from mpjax.planner._program import Operation, time_of
 from mpjax.planner._results import Note, Time
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic import Graph
@@ -27,7 +27,7 @@ from mpjax.planner.compiled._hlo import (
 )
 from mpjax.planner.compiled._hlo_parts import path_of_name
 from mpjax.planner.compiled._hlo_products import group_of, product_of
-from mpjax.planner.compiled._hlo_program import Price, begins, chain_id, hlo_program
+from mpjax.planner.compiled._hlo_program import begins, chain_id, hlo_program
 from mpjax.planner.timing._kernels import Kernels, is_kernel, kernel_flops, traced_kernels
 from mpjax.planner.timing._rates import (
   CYCLES,
@@ -71,7 +71,7 @@ def compiled_time(module: HloModule, target: Target, kernels: Kernels | None = N
   """
   if target.kind not in _SOURCES or not target.flops or not target.bandwidth:
     return None
-  program = hlo_program(module.entry, _Prices(target, kernels or {}).of)
+  program = hlo_program(module.entry, _Prices(target, kernels or {}).set_on)
   return time_of(program, beside_share(target)).time(_SOURCES[target.kind], _ERROR)
 
 
@@ -83,15 +83,17 @@ class _Prices:
     self._kernels = kernels
     self._clock = float(target.speeds.get("clock", 0))
 
-  def of(self, instruction: HloInstruction, scope: HloComputation) -> Price:
-    """Returns what an instruction takes with all that it is made of."""
+  def set_on(self, operation: Operation, scope: HloComputation) -> None:
+    """Sets what an operation takes with all that it is made of."""
+    instruction = named = operation.made
     if instruction.op in _FREE:
-      return Price("", "", 0.0)
+      return
     if begins(instruction) is not None:
-      part, seconds = self._beside(instruction, scope)
-      return Price(part, _module(instruction), seconds, part + _way(instruction))
-    part, seconds, named = self._operation(instruction)
-    return Price(part, _module(named), seconds)
+      operation.part, operation.seconds = self._beside(instruction, scope)
+      operation.queue = operation.part + _way(instruction)
+    else:
+      operation.part, operation.seconds, named = self._operation(instruction)
+    operation.path = layer_pattern(path_of_name(named.op_name))
 
   def _operation(self, instruction: HloInstruction) -> tuple[str, float, HloInstruction]:
     """Returns part, seconds, and the instruction that says the module."""
@@ -179,10 +181,6 @@ def _inside(instruction: HloInstruction) -> Iterator[HloInstruction]:
     for called in instruction.called:
       for inner in called.instructions:
         yield from _inside(inner)
-
-
-def _module(instruction: HloInstruction) -> str:
-  return layer_pattern(path_of_name(instruction.op_name))
 
 
 def moved_bytes(instruction: HloInstruction) -> int:
