@@ -83,8 +83,8 @@ def sections_of(plans: Sequence[Plan]) -> Iterator[TextSection]:
   ]
   for title, name, of, abreast in tables:
     for i in range(0, len(plans), abreast):
-      if rows := _joined(plans[i : i + abreast], of):
-        yield beside(title, [plan.label for plan in plans[i : i + abreast]], [rows], name=name)
+      if found := _joined(plans[i : i + abreast], of):
+        yield beside(title, [plan.label for plan in plans[i : i + abreast]], [found], name=name)
   if notes := _each_once(plans, lambda plan: (*([f"fp8: {plan.fp8}"] if plan.fp8 else []), *plan.notes)):
     yield TextSection("Notes", lines=notes, name="notes")
 
