@@ -196,7 +196,6 @@ def plan_figures(plan: Any) -> dict[str, Any]:
     "temporaries": plan.compiled.temporaries,
     "peak": plan.compiled.peak,
     "analytic_peak": plan.memory.peak,
-    "gathered": plan.memory.gathered,
     "collectives": [
       {"operation": c.operation, "dtype": c.dtype, "bytes": c.nbytes, "count": c.count}
       for c in plan.collectives

@@ -84,6 +84,14 @@ INSTEAD: dict[str, str] = {
   "TuneResult.conclusion": "str(result) begins with it",
   "formats.print_formats": "print(mpjax.formats.format_table())",
   "formats.utilisation": "math.prod(sizes) / math.prod(mpjax.formats.padded(unit, dtype, *sizes))",
+  **dict.fromkeys(
+    ("planner.KernelGroup", "Plan.fused"),
+    "fused kernels are the rows of Plan.products that have a kernel's name",
+  ),
+  "planner.PlanFigures": "mpjax.Plan has its attributes",
+  "Memory.training_state": "Plan.bytes_per_parameter('master weights', 'optimizer state') has what stays",
+  "Memory.gathered": "compute copies has the gathered weights at the peak, Plan.collectives what is gathered",
+  "Compiled.difference": "compare Plan.memory.parts with Plan.compiled.memory.parts",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",
 }

@@ -46,8 +46,8 @@ def figures(plan: Plan) -> dict[str, Any]:
     kind = f"{product.phase}, {product.dtype}, {'eligible' if product.eligible else product.why}"
     products[kind] = products.get(kind, 0) + product.flops
   return {
-    "memory": plan.memory.parts | {"saved": plan.memory.saved_bytes, "gathered": plan.memory.gathered},
-    "compiled": plan.compiled and _without(plan.compiled, "memory", "difference", "seconds"),
+    "memory": plan.memory.parts | {"saved": plan.memory.saved_bytes},
+    "compiled": plan.compiled and _without(plan.compiled, "memory", "seconds"),
     "compiled parts": plan.compiled and plan.compiled.memory.parts,
     "products": products,
     "collectives": [_without(collective, "sources") for collective in plan.collectives],

@@ -118,7 +118,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
   )
   add_tables(parser)
   parser.add_argument("--json", metavar="FILE", help="write the plans as JSON")
-  parser.add_argument("--picture", metavar="FILE", help="write bars of memory and time, .png or .svg")
+  parser.add_argument("--picture", metavar="FILE", help="write bars of memory, .png or .svg")
 
 
 def _explain(parser: argparse.ArgumentParser) -> None:

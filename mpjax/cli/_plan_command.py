@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     said = answer_beside(plans, first, rates=rates)
   else:
     said = [*first, *answer(plans[0], rates=rates)]
-  show(Report(said, list(sections_of(plans, console.width))), console, options.table, alarm=NO_FIT)
+  show(Report(said, list(sections_of(plans))), console, options.table, alarm=NO_FIT)
   if options.json:
     write_file("--json", options.json, json.dumps(report, indent=1) + "\n")
   if options.picture:

@@ -1,8 +1,13 @@
 """`plan`: what a policy costs on a device, from the traced program and from the device's compiler."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpjax._gone import missing as _missing
 from mpjax.planner._array_bytes import tiled_bytes
 from mpjax.planner._fits import Fit, cheapest, largest_batch
-from mpjax.planner._plan import Plan, plan
+from mpjax.planner._plan import plan
 from mpjax.planner._results import (
   ARGUMENT_PARTS,
   TIME_PARTS,
@@ -10,9 +15,9 @@ from mpjax.planner._results import (
   Collective,
   Compiled,
   Floor,
-  KernelGroup,
   Memory,
-  PlanFigures,
+  Note,
+  Plan,
   ProductGroup,
   Saved,
   Time,
@@ -37,10 +42,9 @@ __all__ = [
   "Compiled",
   "Fit",
   "Floor",
-  "KernelGroup",
   "Memory",
+  "Note",
   "Plan",
-  "PlanFigures",
   "ProductGroup",
   "Saved",
   "Target",
@@ -56,3 +60,9 @@ __all__ = [
   "target_names",
   "tiled_bytes",
 ]
+
+
+if not TYPE_CHECKING:
+
+  def __getattr__(name):
+    raise _missing(__name__, name)

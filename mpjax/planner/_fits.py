@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax._render.plain_text import bytes_text
-from mpjax.planner._plan import Plan
+from mpjax.planner._results import Plan
 from mpjax.planner.compiled import CompileError
 
 # Plans a batch size: `plan_of(batch, compile)`, with `compile` as in `mpjax.plan`.
 PlanOf = Callable[[int, Any], Plan]
 _MOST = 1 << 40
 # The analytic guess ends when it is this close, or after this many plans.
-_CLOSE, _SECANTS = 0.01, 6
+_CLOSE, _GUESSES = 0.01, 8
 # After this many plans the search bisects instead of following a straight line.
 _BENT = 6
 
@@ -58,7 +59,7 @@ def largest_batch(
   compile: bool | str = "auto",
   progress: Callable[[int, int, int], None] | None = None,
 ) -> Fit:
-  """Finds the largest batch whose step fits a memory, by bisection from an analytic guess.
+  """Finds the largest batch whose step fits a memory, from an analytic guess.
 
   ```python
   def plan_of(size, compile):
@@ -85,55 +86,43 @@ def largest_batch(
   """
   if multiple < 1 or memory <= 0:
     raise ValueError(f"memory={memory}, multiple={multiple}: expected positive numbers")
-  tried: dict[int, tuple[int, Plan | None]] = {}
-  guessed: dict[int, tuple[int, Plan | None]] = tried if compile is False else {}
-
-  def peak(units: int, how: bool | str, known: dict[int, tuple[int, Plan | None]]) -> int:
-    """Returns the peak of a batch, planned only once; above `memory` if the compiler gave up."""
-    if units not in known:
-      if progress is not None:
-        progress(units * multiple, low * multiple, (high or 0) * multiple)
-      try:
-        found = plan_of(units * multiple, how)
-      except CompileError as error:
-        if not error.out_of_memory:
-          raise
-        known[units] = (memory + 1, None)
-        return memory + 1
-      gave_up = how is not False and found.compiled is None and _too_large(found)
-      known[units] = (memory + 1 if gave_up else found.peak, found)
-    return known[units][0]
-
-  low, high = 0, 0
   limit = most // multiple
   if limit < 1:
     raise ValueError(f"most={most}: expected at least one multiple of {multiple}")
-  units = _guess(lambda units: peak(units, False, guessed), memory, limit)
-  while high - low != 1:
-    peak(units, compile, tried)
-    high = min((u for u, (size, _) in tried.items() if size > memory), default=0)
-    low = max((u for u in tried if tried[u][0] <= memory and (u < high or not high)), default=0)
-    if high == 1:
-      needs, found = tried[1]
-      known = f"it needs {bytes_text(needs)}" if not _is_gave_up(found, needs) else "its compiler gives up"
-      raise ValueError(
-        f"not even a batch of {multiple} fits {bytes_text(memory)}: {known}; choose another policy, a "
-        "smaller model, or recompute more"
-      )
-    if low >= limit:
-      break
-    units = min(_next(low, high, tried, memory), limit)
-  plan = tried[low][1]
-  assert plan is not None
-  above = tried.get(high)
-  sizes = tuple((u * multiple, p if not _is_gave_up(found, p) else 0) for u, (p, found) in tried.items())
+  plans: dict[int, Plan] = {}
+
+  def peak(units: int, how: bool | str, low: int, high: int) -> float:
+    """Returns the bytes that a batch needs: infinity if its compiler gave up."""
+    if progress is not None:
+      progress(units * multiple, low * multiple, high * multiple)
+    try:
+      plans[units] = found = plan_of(units * multiple, how)
+    except CompileError as error:
+      if not error.out_of_memory:
+        raise
+      return math.inf
+    return math.inf if how is not False and found.out_of_memory else found.peak
+
+  start = 1
+  if compile is not False:
+    guesses = _search(lambda units, *_: peak(units, False, 0, 0), memory, 1, limit, _CLOSE, _GUESSES)
+    start = min(guesses, key=lambda units: abs(guesses[units] - memory))
+  tried = _search(lambda units, *bounds: peak(units, compile, *bounds), memory, start, limit)
+  low, high = _bounds(tried, memory)
+  if not low:
+    known = f"it needs {bytes_text(tried[1])}" if tried[1] < math.inf else "its compiler gives up"
+    raise ValueError(
+      f"not even a batch of {multiple} fits {bytes_text(memory)}: {known}; choose another policy, a "
+      "smaller model, or recompute more"
+    )
+  peaks = {units: 0 if needs == math.inf else int(needs) for units, needs in tried.items()}
   return Fit(
     batch=low * multiple,
-    plan=plan,
+    plan=plans[low],
     next_batch=high * multiple if high else None,
-    next_peak=0 if above is None or _is_gave_up(above[1], above[0]) else above[0],
+    next_peak=peaks.get(high, 0),
     memory=memory,
-    tried=sizes,
+    tried=tuple((units * multiple, needs) for units, needs in peaks.items()),
   )
 
 
@@ -161,77 +150,68 @@ def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
   """
   if not plans:
     raise ValueError("no plans to choose from")
-  fitting = [plan for plan in plans if plan.peak <= memory and not _too_large(plan)]
+  fitting = [plan for plan in plans if plan.peak <= memory and not plan.out_of_memory]
   if not fitting:
     smallest = min(plans, key=lambda plan: plan.peak)
     raise ValueError(
       f"none of {len(plans)} choices fits {bytes_text(memory)}: the smallest, {smallest.label}, needs "
       f"{bytes_text(smallest.peak)}"
     )
-  timed = all(plan.time is not None for plan in fitting)
-
-  def cost(plan: Plan) -> tuple[float, int]:
-    if timed and plan.time is not None:
-      return plan.time.seconds, plan.peak
-    return float(sum(product.flops for product in plan.products)), plan.peak
-
-  return min(fitting, key=cost)
+  times = [plan.time.seconds for plan in fitting if plan.time is not None]
+  if len(times) < len(fitting):
+    times = [float(sum(plan.matrix_flops().values())) for plan in fitting]
+  return min(zip(times, fitting, strict=True), key=lambda choice: (choice[0], choice[1].peak))[1]
 
 
-def _guess(peak: Callable[[int], int], memory: int, limit: int) -> int:
-  """Returns how many multiples fit by the analytic peak, which is nearly linear in the batch."""
-  low, high = 1, min(2, limit)
-  below, above = peak(low), peak(high)
-  for _ in range(_SECANTS if high > low else 0):
-    units = (
-      low + int((memory - below) / max(1e-9, (above - below) / (high - low))) if above > below else 2 * high
-    )
-    units = min(max(1, units), limit)
-    if units in (low, high):
+def _search(
+  peak: Callable[[int, int, int], float],
+  memory: int,
+  start: int,
+  limit: int,
+  close: float = 0,
+  most: float = math.inf,
+) -> dict[int, float]:
+  """Returns the bytes of sizes up to the largest that fits and the next, in the order of the search.
+
+  Args:
+    peak: the bytes of a size; takes the bounds that are known, too.
+    memory: bytes to fill.
+    start: the first size.
+    limit: the largest size.
+    close: the search ends at a size whose bytes differ from `memory` by less than this share.
+    most: the search ends after so many sizes.
+  """
+  tried: dict[int, float] = {}
+  low, high, units = 0, 0, start
+  while len(tried) < most:
+    tried[units] = peak(units, low, high)
+    low, high = _bounds(tried, memory)
+    if high - low == 1 or low >= limit or abs(tried[units] - memory) < close * memory:
       break
-    low, below, high = high, above, units
-    above = peak(high)
-    if abs(above - memory) < _CLOSE * memory:
-      break
-  return high
+    units = min(_next(low, high, tried, memory), limit)
+  return tried
 
 
-def _next(low: int, high: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
-  """Returns the next size to try: where a line through the two bounds meets the memory, or the middle."""
-  if not high:
-    return _beyond(low, tried, memory)
-  above = tried[high][0]
-  if not low:
-    return _below(high, tried, memory)
-  if above <= memory + 1 or len(tried) > _BENT:  # no figure from the compiler, or no straight line
-    return (low + high) // 2
-  at = low + round((memory - tried[low][0]) / max(1, above - tried[low][0]) * (high - low))
-  return min(max(at, low + 1), high - 1)
+def _bounds(tried: dict[int, float], memory: int) -> tuple[int, int]:
+  """Returns the largest size that fits below the smallest that does not, and that; 0 where none is known."""
+  high = min((units for units, needs in tried.items() if needs > memory), default=0)
+  return max((u for u, needs in tried.items() if needs <= memory and (u < high or not high)), default=0), high
 
 
-def _beyond(low: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
-  """Returns a larger size than all that fit so far: where a line through the last two meets the memory."""
-  smaller = max((units for units in tried if units < low), default=0)
-  if not smaller or tried[low][0] <= tried[smaller][0]:
-    return low + max(1, low // 4 if not smaller else low)
-  each = (tried[low][0] - tried[smaller][0]) / (low - smaller)
-  return low + max(1, min(int((memory - tried[low][0]) / each) + 1, 8 * low))
-
-
-def _below(high: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
-  """Returns a smaller size than all that did not fit: on a line through the two smallest, or half."""
-  above, larger = tried[high][0], min((units for units in tried if units > high), default=0)
-  if above <= memory + 1 or len(tried) > _BENT:
-    return max(1, high // 2)
-  if not larger or tried[larger][0] <= above:
-    return max(1, min(high - 1, int(high * memory / above)))
-  each = (tried[larger][0] - above) / (larger - high)
-  return max(1, min(high - 1, high - int((above - memory) / each) - 1))
-
-
-def _too_large(plan: Plan) -> bool:
-  return any(note.startswith("the compiler failed, out of memory") for note in plan.notes)
-
-
-def _is_gave_up(plan: Plan | None, peak: int) -> bool:
-  return plan is None or plan.peak != peak
+def _next(low: int, high: int, tried: dict[int, float], memory: int) -> int:
+  """Returns a size between the bounds: where a line through two sizes meets the memory, or the middle."""
+  middle = (low + high) // 2 if high else low + max(1, low // 4 if len(tried) == 1 else low)
+  known = sorted((u for u, needs in tried.items() if needs < math.inf), key=lambda u: abs(tried[u] - memory))[
+    :2
+  ]
+  if low in tried and high and tried[high] < math.inf:
+    known = [low, high]
+  if len(tried) <= _BENT and len(known) == 1 and high in known:  # bytes are mostly those of the batch
+    middle = int(high * memory / tried[high])
+  elif (len(tried) <= _BENT or not high) and len(known) == 2:
+    first, second = sorted(known)
+    slope = (tried[second] - tried[first]) / (second - first)
+    if slope > 0:
+      middle = second + math.floor((memory - tried[second]) / slope) + (not high)
+  most = high - 1 if high else 9 * low
+  return max(low + 1, min(middle, most))

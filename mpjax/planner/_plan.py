@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Never
 
@@ -10,30 +9,27 @@ import jax
 import numpy as np
 
 from mpjax._calls import refuse_keywords
-from mpjax._render.html_sections import Shown
 from mpjax._render.plain_text import bytes_text
-from mpjax._render.text_sections import TextSection
 from mpjax._types import PolicyLike, PyTree
 from mpjax.formats import narrow_bits, runs_on
 from mpjax.jaxpr import constants_of
-from mpjax.planner._results import Collective, Compiled, Memory, PlanFigures, ProductGroup, Time
+from mpjax.planner._results import Note, Plan, ProductGroup
 from mpjax.planner._targets import Target, get_target, missing
 from mpjax.planner._traced_step import TracedStep, trace_step
 from mpjax.planner.analytic import (
+  DividedWeights,
   Graph,
   analytic_memory,
   host_memory,
-  list_kernels,
   list_products,
   make_graph,
   model_flops,
-  padding_advice,
   serving_dtype,
   stated_collectives,
+  stored_program,
   time_floor,
 )
-from mpjax.planner.compiled import CompileError, compile_step, read_program
-from mpjax.planner.render import answer, sections_of
+from mpjax.planner.compiled import CompileError, Reading, compile_step, read_program
 from mpjax.planner.timing import program_time, traced_time
 
 _WORTH_A_NOTE = 10**6
@@ -46,26 +42,6 @@ _ELSEWHERE = {
     "the arguments follow the step one by one, as in mpjax.plan(step, state, batch)",
   ),
 }
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Plan(Shown, PlanFigures):
-  """The cost of one step on one target, as `mpjax.plan` returns it; `str()` gives the short answer.
-
-  ```python
-  plan = mpjax.plan(step, state, batch, target="h200", compile=False)
-  print(plan.peak, plan.room)  # bytes that the step needs, and bytes that it has
-  print(plan.table("memory"))  # one table; plan.tables has the names
-  ```
-
-  The attributes are those of `PlanFigures`.
-  """
-
-  def _answer(self) -> list[str]:
-    return answer(self)
-
-  def _sections(self) -> Iterator[TextSection]:
-    return sections_of([self])
 
 
 def plan(
@@ -118,14 +94,18 @@ def plan(
     raise ValueError(f"compile={compile!r}: expected 'auto', True or False")
   device = get_target(target)
   traced = trace_step(fun_or_step, args, device, policy=policy, parts=parts, donate_argnums=donate_argnums)
-  graph = make_graph(traced.jaxpr)
-  memory = analytic_memory(graph, traced.arguments, traced.donated, device, traced.results)
+  graph = make_graph(traced.jaxpr, traced.arguments, device.kind)
+  donated = [value for value, given in zip(graph.arguments, traced.donated, strict=True) if given]
+  program = stored_program(graph, DividedWeights(traced.arguments, device.kind), device.kind, donated)
+  memory = analytic_memory(graph, program, traced.arguments, device)
   products = list_products(graph, device, traced.devices)
-  compiled, collectives, compiler_notes, time = _by_the_compiler(traced, memory, device, compile, graph)
-  sent = collectives
-  if compiled is None:
-    collectives, sent = stated_collectives(graph), stated_collectives(graph, least=True)
-  given = compiled.memory if compiled else memory
+  reading, notes = _by_the_compiler(traced, device, compile)
+  compiled = reading.compiled if reading else None
+  time = None
+  if reading and reading.module:
+    time, time_notes = program_time(reading.module, device, graph)
+    notes += time_notes
+  sent = reading.collectives if reading else stated_collectives(graph, least=True)
   return Plan(
     label=label or traced.label,
     target=device.name,
@@ -139,60 +119,53 @@ def plan(
     inference=_inference(traced, graph),
     checkpoint=sum(a.whole for a in traced.arguments if a.part != "batch"),
     products=products,
-    collectives=collectives,
-    floor=time_floor(graph, traced.arguments, given, sent, device, traced.devices),
-    notes=(
-      *_notes(traced, graph, products, device),
-      *(_loops(graph) if compiled is None else ()),
-      *compiler_notes,
+    collectives=reading.collectives if reading else stated_collectives(graph),
+    floor=time_floor(
+      graph, traced.arguments, compiled.memory if compiled else memory, sent, device, traced.devices
     ),
-    fused=list_kernels(graph, traced.devices),
+    notes=(*_notes(traced, graph, products, device), *(() if reading else _loops(graph)), *notes),
     fp8=traced.fp8,
     model_flops=model_flops(graph, traced.devices),
     peak_flops=device.flops.get("bfloat16") or max(device.flops.values(), default=0.0),
-    time=time or traced_time(graph, traced.arguments, traced.donated, device, traced.devices),
+    time=time or traced_time(program, device, traced.devices),
     host=host_memory(graph, traced.arguments, device.kind),
   )
 
 
-def _loops(graph: Graph) -> Iterator[str]:
+def _loops(graph: Graph) -> Iterator[Note]:
   """Yields a sentence on the loops of unknown length in a traced program."""
   loops = [o for o, _ in graph.every_operation() if o.equation.primitive is jax.lax.while_p]
   if loops:
     where = f", the first at {loops[0].source}" if loops[0].source else ""
-    yield f"the step does not say how often {len(loops)} of its loops run{where}: what they do counts once"
+    text = f"the step does not say how often {len(loops)} of its loops run{where}: what they do counts once"
+    yield Note(text, "loops")
 
 
 def _by_the_compiler(
-  traced: TracedStep, analytic: Memory, device: Target, compile: bool | str, graph: Graph
-) -> tuple[Compiled | None, tuple[Collective, ...], tuple[str, ...], Time | None]:
-  """Returns the compiler's figures, the collectives of its program, notes, and the time of a step.
+  traced: TracedStep, device: Target, compile: bool | str
+) -> tuple[Reading | None, tuple[Note, ...]]:
+  """Returns what is read from the compiler's program, `None` without one, and notes.
 
   Raises:
     ValueError: if `compile` is True and the compiler is not installed.
     CompileError: if `compile` is True and the compiler fails.
   """
   if compile is False:
-    return None, (), (), None
+    return None, ()
   if lacks := missing(device):
     if compile is True:
       raise ValueError(f"compile=True: {lacks}")
-    return None, (), (lacks,), None
+    return None, (Note(lacks, "install"),)
   donated = [i for i, given in enumerate(traced.donated) if given]
   try:
     program = compile_step(traced.jitted, traced.args, donated, device)
   except CompileError as error:
     if compile is True:
       raise
-    return (
-      None,
-      (),
-      (f"the compiler failed{', out of memory' if error.out_of_memory else ''}: {error}",),
-      None,
-    )
-  reading = read_program(program, traced.arguments, analytic, device)
-  time, note = (None, ()) if reading.module is None else program_time(reading.module, device, graph)
-  return reading.compiled, reading.collectives, (*reading.notes, *note), time
+    text = f"the compiler failed{', out of memory' if error.out_of_memory else ''}: {error}"
+    return None, (Note(text, "out of memory" if error.out_of_memory else "failed"),)
+  reading = read_program(program, traced.arguments, device)
+  return reading, reading.notes
 
 
 def _inference(traced: TracedStep, graph: Graph) -> int:
@@ -204,38 +177,28 @@ def _inference(traced: TracedStep, graph: Graph) -> int:
   )
 
 
-def _notes(traced: TracedStep, graph: Graph, products: Sequence[ProductGroup], device: Target) -> list[str]:
-  """Returns sentences for the reader of the plan, on devices, weights, padding, FP8 and constants."""
-  notes = []
+def _notes(
+  traced: TracedStep, graph: Graph, products: Sequence[ProductGroup], device: Target
+) -> Iterator[Note]:
+  """Yields sentences for the reader of the plan, on devices, weights, units, FP8 and constants."""
   if device.devices > traced.devices and not device.is_here:
-    notes.append(
+    text = (
       f"target {device.name} has {device.devices} devices and the step runs on {traced.devices}: give its "
-      "arguments shardings over a mesh to use them all"
     )
+    yield Note(f"{text}arguments shardings over a mesh to use them all", "devices")
   if not traced.weights:
-    notes.append(
-      "no argument was recognised as the weights: name it, as in parts={'params': 'master weights'}"
-    )
-  state = sum(a.whole for a in traced.arguments if a.part in ("master weights", "optimizer state"))
-  per_element = round(state / max(1, traced.parameters))
-  weights = {
-    i: (a.path.partition("/")[2] or a.path, per_element)
-    for i, a in enumerate(traced.arguments)
-    if a.part == "master weights"
-  }
-  notes += padding_advice(graph, device, weights)
+    text = "no argument was recognised as the weights: name it, as in parts={'params': 'master weights'}"
+    yield Note(text, "weights")
   half = serving_dtype(graph).name
   other = _OTHER_HALF.get(half, half)
   if not runs_on(device.matrix_units, half) and runs_on(device.matrix_units, other):
-    notes.append(
-      f"{device.name} has no matrix units for {half}, which runs at the rate of float32; it has matrix "
-      f"units for {other}"
-    )
+    text = f"{device.name} has no matrix units for {half}, which runs at the rate of float32; it has matrix "
+    yield Note(f"{text}units for {other}", "units")
   if traced.policy is not None and traced.policy.fp8 and not any(narrow_bits(p.dtype) for p in products):
-    notes.append("no product runs in FP8: mpjax.explain gives the reason for each")
+    yield Note("no product runs in FP8: mpjax.explain gives the reason for each", "fp8")
   held = sum(getattr(constant, "nbytes", 0) for constant in constants_of(traced.jaxpr))
   if held > _WORTH_A_NOTE:
-    notes.append(
+    text = (
       f"the step closes over {bytes_text(held)} of arrays, which no part includes: pass them as arguments"
     )
-  return notes
+    yield Note(text, "constants")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mpjax._gone import instead
+from mpjax._render.html_sections import Shown
+from mpjax._render.text_sections import TextSection
 
 # Parts of memory, in the order of tables and pictures. The first six are the arguments of a step, which stay
 # in memory all the time. The others come and go: their bytes are those at the peak.
@@ -32,6 +36,33 @@ TIME_PARTS = (
 _MOST_SOURCES = 3
 
 
+class Note(str):
+  """A sentence for the reader of a plan.
+
+  Attributes:
+    kind: what it is about: `devices`, `weights`, `units`, `fp8`, `constants`, `loops`, `install`, `failed`,
+      `out of memory`, `program` or `time`.
+  """
+
+  kind: str
+
+  def __new__(cls, text: str, kind: str = "") -> Note:
+    """Returns a sentence of a kind."""
+    note = super().__new__(cls, text)
+    note.kind = kind
+    return note
+
+
+class _Figures:
+  """Figures that say what to write in place of an old one."""
+
+  if not TYPE_CHECKING:
+
+    def __getattr__(self, name):
+      kind = type(self).__name__
+      raise AttributeError(f"{kind!r} object has no attribute {name!r}{instead(name, kind)}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Saved:
   """An activation that the forward pass leaves for the backward pass.
@@ -55,7 +86,7 @@ class Saved:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class Memory(_Figures):
   """Bytes on one device.
 
   Attributes:
@@ -65,10 +96,6 @@ class Memory:
     saved: activations that the backward pass reads, the largest first.
     saved_bytes: the most bytes of activations for the backward pass at one time, listed or not.
     peak: the most bytes in memory at one time.
-    training_state: bytes of weights, their copies in the compute dtype, gradients and optimiser state, as if
-      all were in memory at once: the figure of rules of thumb (16 bytes a parameter with Adam in float32,
-      ZeRO, section 3.1). Only the analytic plan has it; empty in the compiler's.
-    gathered: bytes of parameters that are gathered over `fsdp` at one time. Only the analytic plan has it.
   """
 
   parts: dict[str, int]
@@ -76,12 +103,10 @@ class Memory:
   saved: tuple[Saved, ...]
   saved_bytes: int
   peak: int
-  training_state: dict[str, int] = dataclasses.field(default_factory=dict)
-  gathered: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class Compiled(_Figures):
   """The figures of the target's own compiler; bytes on one device.
 
   Attributes:
@@ -89,7 +114,6 @@ class Compiled:
     peak: arguments + outputs - aliases + temporaries: what the step needs.
     memory: the same, divided into parts by the compiler's schedule of the program.
     explained: share of `peak` that the parts account for.
-    difference: sentences that say why `peak` differs from the analytic peak.
     kernels: FLOPs of matrix products by kernel and operand dtypes, such as `cublas: bf16 x bf16`.
     seconds: seconds of compilation.
   """
@@ -101,19 +125,21 @@ class Compiled:
   peak: int
   memory: Memory
   explained: float
-  difference: tuple[str, ...]
   kernels: dict[str, int]
   seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductGroup:
-  """Equal matrix products (or convolutions, as products) of one line of the program.
+  """Equal matrix products (or convolutions, as products), or fused kernels, of one line of the program.
+
+  Fused kernels (Pallas, cuDNN's attention): `dtype` has the floating dtypes of the operands, `batch` is how
+  many run, and `flops` is what they state; no other figure counts them.
 
   Attributes:
     path, source: modules, such as `GPT/blocks/*/up`, and line.
     phase: forward, backward, or empty.
-    operation: primitive.
+    operation: primitive; `kernel` for a fused kernel.
     dtype: the dtype in which the target multiplies.
     shape: M, N, K of one product of the batch.
     padded: the next M, N, K at which the target's matrix units run at full rate; `shape` if that does.
@@ -122,6 +148,7 @@ class ProductGroup:
     eligible: whether the product runs on the matrix units at full rate.
     why: what prevents it; empty if it is eligible.
     passes: number of products in `dtype` that make up one product of float32 operands; 1 for others.
+    kernel: the name of a fused kernel; empty for a product.
   """
 
   path: str
@@ -136,33 +163,12 @@ class ProductGroup:
   eligible: bool
   why: str
   passes: int = 1
+  kernel: str = ""
 
   @property
   def units(self) -> str:
     """The dtype in which the target multiplies, with the passes if there are several: `bfloat16 x3`."""
     return self.dtype if self.passes == 1 else f"{self.dtype} x{self.passes}"
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelGroup:
-  """Equal fused kernels (Pallas, cuDNN's attention) of one line of the program.
-
-  Attributes:
-    path, source: modules, such as `GPT/blocks/*`, and line.
-    phase: forward, backward, or empty.
-    name: its name in the program.
-    operands: the floating dtypes of its operands.
-    count: how many run.
-    flops: FLOPs that the kernels state; 0 if they state nothing. No other figure counts them.
-  """
-
-  path: str
-  source: str
-  phase: str
-  name: str
-  operands: tuple[str, ...]
-  count: int
-  flops: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,31 +201,20 @@ class Collective:
     return self.nbytes * (share if group > 1 else 0.0)
 
 
-class Crossing(NamedTuple):
-  """A collective that runs `times` times; the other attributes are as in `Collective`, for one run."""
-
-  operation: str
-  dtype: str
-  nbytes: int
-  group: int
-  source: str
-  times: int
-
-
-def add_up(crossings: Iterable[Crossing]) -> tuple[Collective, ...]:
+def add_up(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
   """Returns the collectives of a step, equal ones together, the largest first."""
-  rows: dict[tuple[str, str, int], list[Crossing]] = {}
-  for crossing in crossings:
-    rows.setdefault((crossing.operation, crossing.dtype, crossing.group), []).append(crossing)
-  found = []
-  for (operation, dtype, group), alike in rows.items():
+  found: dict[tuple[str, str, int], list[Collective]] = {}
+  for one in collectives:
+    found.setdefault((one.operation, one.dtype, one.group), []).append(one)
+  rows = []
+  for alike in found.values():
     sources: Counter[str] = Counter()
-    for crossing in alike:
-      sources[crossing.source] += crossing.nbytes * crossing.times
-    count = sum(crossing.times for crossing in alike)
+    for one in alike:
+      sources.update(dict.fromkeys(one.sources, one.nbytes))
     named = tuple(source for source, _ in sources.most_common(_MOST_SOURCES) if source)
-    found.append(Collective(operation, dtype, sources.total(), count, named, group))
-  return tuple(sorted(found, key=lambda collective: -collective.nbytes))
+    nbytes, count = sum(one.nbytes for one in alike), sum(one.count for one in alike)
+    rows.append(dataclasses.replace(alike[0], nbytes=nbytes, count=count, sources=named))
+  return tuple(sorted(rows, key=lambda collective: -collective.nbytes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,9 +277,15 @@ class Time:
   error: float
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanFigures:
-  """The cost of one step on one target, as data.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan(Shown):
+  """The cost of one step on one target, as `mpjax.plan` returns it; `str()` gives the short answer.
+
+  ```python
+  plan = mpjax.plan(step, state, batch, target="h200", compile=False)
+  print(plan.peak, plan.room)  # bytes that the step needs, and bytes that it has
+  print(plan.table("memory"))  # one table; plan.tables has the names
+  ```
 
   Attributes:
     label: its name in a comparison; by default the policy's.
@@ -297,14 +298,13 @@ class PlanFigures:
     compiled: figures of the compiler, or `None`.
     inference: bytes of the weights in the compute dtype.
     checkpoint: bytes of a checkpoint of the state, without padding, once for all devices.
-    products: the matrix products, the most FLOPs first.
+    products: the matrix products, the most FLOPs first, then the fused kernels.
     collectives: what crosses devices, from the compiled program. Without a compiled program: what the step
       itself states. A step of `mpjax.make_train_step` with a mesh states all but those of a `tensor` axis.
     floor: the shortest possible time, or `None` if the target has no published peak rates.
     notes: sentences for the reader of the plan.
     subject: what the step trains, in words; empty if not known.
     usable_memory: bytes of a device that JAX takes; 0 for all of them.
-    fused: fused kernels, the most FLOPs first.
     fp8: the FP8 recipe and the formats in force on the target, in words; empty without a recipe.
     time: an estimate of the time, or `None` if the target has no published peak rates.
     model_flops: FLOPs of the matrix products and kernels on one device, without what is computed again.
@@ -328,10 +328,9 @@ class PlanFigures:
   products: tuple[ProductGroup, ...]
   collectives: tuple[Collective, ...]
   floor: Floor | None
-  notes: tuple[str, ...]
+  notes: tuple[Note, ...]
   subject: str = ""
   usable_memory: int = 0
-  fused: tuple[KernelGroup, ...] = ()
   fp8: str = ""
   time: Time | None = None
   model_flops: int = 0
@@ -339,6 +338,21 @@ class PlanFigures:
   items: int = 0
   item: str = ""
   host: HostMemory | None = None
+
+  def _answer(self) -> list[str]:
+    from mpjax.planner.render import answer  # which imports this module
+
+    return answer(self)
+
+  def _sections(self) -> Iterator[TextSection]:
+    from mpjax.planner.render import sections_of
+
+    return sections_of([self])
+
+  @property
+  def out_of_memory(self) -> bool:
+    """Whether the compiler gave up because the step does not fit the device."""
+    return any(note.kind == "out of memory" for note in self.notes)
 
   @property
   def throughput(self) -> float:
@@ -373,13 +387,14 @@ class PlanFigures:
     """
     total: dict[str, int] = {}
     for product in self.products:
-      total[product.units] = total.get(product.units, 0) + product.flops
+      if not product.kernel:
+        total[product.units] = total.get(product.units, 0) + product.flops
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
   @property
   def eligible(self) -> float:
     """Share of the matrix FLOPs that run on matrix units at full rate."""
-    whole = sum(product.flops for product in self.products)
+    whole = sum(self.matrix_flops().values())
     return sum(product.flops for product in self.products if product.eligible) / whole if whole else 1.0
 
   def to_dict(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def trace_step(
     jitted=jitted,
     args=args,
     jaxpr=traced.jaxpr,
-    arguments=name_arguments(args, names, donated, parts),
+    arguments=name_arguments(args, names, parts),
     donated=donated,
     results=len(jax.tree.leaves(traced.out_info)),
     devices=devices,

@@ -1,6 +1,6 @@
 """Plans made by hand, for the tests of what prints and draws them."""
 
-from mpjax.planner import Compiled, Floor, Memory, Plan, ProductGroup, Saved, Time
+from mpjax.planner import Compiled, Floor, Memory, Note, Plan, ProductGroup, Saved, Time
 
 PARAMETERS = 124_439_808
 BATCH = 67_108_864
@@ -52,7 +52,6 @@ def a_compiled(policy="bf16"):
     peak=arguments + 8 + temporaries,
     memory=memory,
     explained=memory.peak / (arguments + 8 + temporaries),
-    difference=(f"The compiler recomputes {policy} activations of the softmax.", "Padding to tiles of 128."),
     kernels=kernels,
     seconds=12.5,
   )
@@ -103,7 +102,7 @@ def a_plan(policy="bf16", compiled=True, **changes):
     "products": (the_head(DTYPE[policy]), a_product(dtype=DTYPE[policy])),
     "collectives": (),
     "floor": Floor(seconds=0.0123, parts=floor, bound="matrix units", moved_bytes=21_600_000_000),
-    "notes": ("Bytes of one device.",),
+    "notes": (Note("Bytes of one device."),),
     "time": a_time(),
   }
   return Plan(**values | changes)

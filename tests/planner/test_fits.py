@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import mpjax
-from mpjax.planner import CompileError, Memory, cheapest, largest_batch
+from mpjax.planner import CompileError, Memory, Note, cheapest, largest_batch
 from tests.planner._plans import a_plan, a_product, a_time
 from tests.planner._steps import F32, S
 
-FAILED = "the compiler failed, out of memory: v5e: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error"
+FAILED = Note("the compiler failed, out of memory: v5e: RESOURCE_EXHAUSTED", "out of memory")
 
 
 def with_peak(analytic, compiled=None, **changes):

@@ -1,14 +1,17 @@
 """A traced program as a flat list of operations on values, each with its module and line.
 
 Calls are inlined: a `jit`, a `custom_vjp` or a rematerialised region becomes its operations. A loop or a
-conditional stays one operation, which holds the graphs of its bodies.
+conditional stays one operation, which holds the graphs of its bodies. Each array has its bytes on one device,
+and knows which weight it is a form of.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +27,7 @@ from mpjax.jaxpr import (
   Trait,
   bodies_of,
   call_kind,
+  call_layout,
   default_branch,
   facts,
   flops,
@@ -38,32 +42,51 @@ from mpjax.jaxpr import (
   times_run,
   variables_of,
 )
-from mpjax.planner._array_bytes import itemsize
+from mpjax.planner._arguments import Argument, argument_bytes
+from mpjax.planner._array_bytes import itemsize, tiled_bytes
+from mpjax.planner._program import Buffer
+
+_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class GraphValue:
-  """An array of the program.
+class Sizes:
+  """Bytes of arrays on one device, from the layout of a step's arguments.
+
+  Args:
+    arguments: the leaves of the step's arguments.
+    kind: kind of the platform; a TPU pads.
 
   Attributes:
-    shape, dtype: as traced, for all devices together.
-    maker: the operation that computes it; `None` for an argument or a constant.
-    argument: its position among the flat arguments, or `None`.
-    local: whether the shape is already one device's share (inside a `shard_map`).
-    on_host: whether it is in the host's memory.
+    weights: one device's share, with padding, of an array with a weight's shape: also transposed, or one
+      layer of a stack. Weights of one shape may lie on the mesh in several ways: all of them together have
+      the right bytes.
   """
 
-  shape: tuple[int, ...]
-  dtype: Any
-  maker: GraphOperation | None = None
-  argument: int | None = None
-  local: bool = False
-  on_host: bool = False
+  def __init__(self, arguments: Sequence[Argument] = (), kind: str = ""):
+    batch = [a for a in arguments if a.part == "batch"]
+    whole = sum(a.whole for a in batch)
+    self._share = sum(a.nbytes for a in batch) / whole if whole else 1.0  # of what depends on the batch
+    self._kind = kind
+    shares: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
+    for a in arguments:
+      if a.part == "master weights" and len(a.shape) > 1:
+        for shape in like_weight(a.shape):
+          shares[shape].append(argument_bytes(a, kind) / max(1, a.whole))
+    self.weights = {shape: statistics.mean(several) for shape, several in shares.items()}
 
-  @property
-  def nbytes(self) -> int:
-    """Returns the bytes without padding."""
-    return math.ceil(math.prod(self.shape) * itemsize(self.dtype))
+  def of(self, shape: tuple[int, ...], dtype: Any, *, local: bool = False) -> int:
+    """Returns the bytes of an array on one device; a `local` one has the shape on a device already."""
+    nbytes = math.ceil(math.prod(shape) * itemsize(dtype))
+    if not local and shape in self.weights:
+      return int(nbytes * self.weights[shape])
+    padded = tiled_bytes(shape, dtype) if self._kind == "tpu" and shape else nbytes
+    return padded if local else int(padded * self._share)
+
+
+def like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+  """Returns the shapes that stand for a weight or its gradient: transposed, and one layer of a stack."""
+  found = [shape, shape[::-1]]
+  return [*found, shape[1:], shape[:0:-1]] if len(shape) > 2 else found
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -77,8 +100,7 @@ class GraphOperation:
     path: module path, such as `GPT/blocks/0/up`.
     source: file and line of the user's program, such as `model.py:31`.
     flops: FLOPs of one run of a matrix product or convolution.
-    region: number of its rematerialised region, 0 without one. The compiler does not merge operations of
-      different regions, unless it ignores regions.
+    region: number of its rematerialised region, 0 without one.
     equation: the traced equation.
     local: whether it is inside a `shard_map`, with the shapes of one device.
     divided: inside a `shard_map`, number of devices that divide those shapes further (a `tensor` axis).
@@ -88,8 +110,8 @@ class GraphOperation:
   """
 
   name: str
-  operands: list[GraphValue]
-  results: list[GraphValue]
+  operands: list[Buffer]
+  results: list[Buffer]
   phase: str
   path: str
   source: str
@@ -117,89 +139,65 @@ class GraphOperation:
 class Graph:
   """Operations in program order, without operations whose results nothing reads."""
 
-  arguments: list[GraphValue]
-  results: list[GraphValue]
+  arguments: list[Buffer]
+  results: list[Buffer]
   operations: list[GraphOperation]
-  literal_bytes: int = 0  # bytes of results that are constants
+  sizes: Sizes = dataclasses.field(default_factory=Sizes)
 
-  def every_operation(self, times: int = 1, *, least: bool = False) -> Iterator[tuple[GraphOperation, int]]:
+  def every_operation(
+    self,
+    times: int = 1,
+    *,
+    worth: Callable[[GraphOperation], float] = lambda operation: operation.flops,
+    choose: Callable[..., Graph] = max,
+  ) -> Iterator[tuple[GraphOperation, int]]:
     """Yields all operations, also those in loops, with the number of times that each runs.
 
-    A conditional yields the branch with the most FLOPs, or with the `least`.
+    Args:
+      times: how often the graph runs.
+      worth: the measure of an operation by which a branch of a conditional is chosen.
+      choose: `max` for the branch with the most of it, `min` for the least.
     """
     for operation in self.operations:
       yield operation, times
       bodies = operation.bodies
       if call_kind(operation.equation) is CallKind.COND:
-        bodies = [(min if least else max)(bodies, key=lambda body: body.flops(least=least))]
+        measure = lambda body: sum(worth(o) * n for o, n in body.every_operation(worth=worth, choose=choose))
+        bodies = [choose(bodies, key=measure)]
       for body in bodies:
-        yield from body.every_operation(times * operation.times, least=least)
+        yield from body.every_operation(times * operation.times, worth=worth, choose=choose)
 
-  def flops(self, *, least: bool = False) -> int:
+  def flops(self) -> int:
     """Returns the FLOPs of all products."""
-    return sum(operation.flops * times for operation, times in self.every_operation(least=least))
+    return sum(operation.flops * times for operation, times in self.every_operation())
 
 
-def make_graph(closed: AnyJaxpr) -> Graph:
-  """Returns the graph of a closed jaxpr."""
-  jaxpr = open_jaxpr(closed)
-  return _Builder().graph(jaxpr, _Context(OTHER, "", "", 0))
-
-
-def merged(graph: Graph, *, through_regions: bool) -> Graph:
-  """Returns the graph with one operation in place of several that compute the same.
+def make_graph(closed: AnyJaxpr, arguments: Sequence[Argument] = (), kind: str = "") -> Graph:
+  """Returns the graph of a closed jaxpr.
 
   Args:
-    graph: graph of the program.
-    through_regions: also merge what a rematerialised region recomputes with the first computation, as a
-      compiler does that ignores barriers.
+    closed: the jaxpr.
+    arguments: its arguments, with their parts of memory.
+    kind: kind of the platform whose layout arrays have.
   """
-  same: dict[int, GraphValue] = {}
-  made: dict[Hashable, GraphOperation] = {}
-
-  def now(value: GraphValue) -> GraphValue:
-    return same.get(id(value), value)
-
-  operations = []
-  for operation in graph.operations:
-    operands = [now(value) for value in operation.operands]
-    if operation.equation.primitive is jax.lax.optimization_barrier_p and through_regions:
-      same |= {id(result): operand for result, operand in zip(operation.results, operands, strict=True)}
-      continue
-    key = _key(operation, operands, 0 if through_regions else operation.region)
-    twin = made.get(key) if key is not None else None
-    if twin is not None:
-      same |= {id(a): b for a, b in zip(operation.results, twin.results, strict=True)}
-      continue
-    if operands != operation.operands:
-      operation = dataclasses.replace(operation, operands=operands)
-      for value in operation.results:
-        value.maker = operation
-    if key is not None:
-      made[key] = operation
-    operations.append(operation)
-  results = [now(value) for value in graph.results]
-  return Graph(graph.arguments, results, _needed(operations, results), graph.literal_bytes)
-
-
-def _key(operation: GraphOperation, operands: list[GraphValue], region: int) -> Hashable:
-  """Returns a key, equal for operations that compute the same; `None` for one that must not be merged."""
-  equation = operation.equation
-  if operation.bodies or equation.effects or bodies_of(equation):
-    return None
-  given = iter(operands)
-  atoms = [
-    id(next(given)) if is_variable(atom) else (str(atom.val), str(atom.aval)) for atom in equation.invars
+  jaxpr = open_jaxpr(closed)
+  given = [
+    Buffer((), None, weight=i if a.part == "master weights" else None) for i, a in enumerate(arguments)
   ]
-  parameters = tuple((name, _hashable(value)) for name, value in sorted(equation.params.items()))
-  return operation.name, region, tuple(atoms), parameters
+  graph = _Builder(Sizes(arguments, kind)).graph(jaxpr, _Context(OTHER, "", "", 0), given)
+  if kind == "gpu":
+    # Kernels read the host's memory themselves, and XLA's memory scheduler copies each result when it is
+    # there, so that few are on the device at once. The latency-hiding scheduler may hold more.
+    for copy, _ in graph.every_operation():
+      for value in (*copy.operands, *copy.results) if copy.crosses else ():
+        viewed(value).nbytes = 0
+  return graph
 
 
-def _hashable(value: object) -> Hashable:
-  try:
-    hash(value)
-  except TypeError:
-    return str(value)
+def viewed(value: Buffer) -> Buffer:
+  """Returns the value that a value is a view of."""
+  while value.maker is not None and has(value.maker.equation, Trait.ALIAS):
+    value = value.maker.operands[0]
   return value
 
 
@@ -215,26 +213,25 @@ class _Context:
 
 
 class _Builder:
-  def __init__(self) -> None:
+  def __init__(self, sizes: Sizes) -> None:
     self._regions = 0
+    self._sizes = sizes
 
-  def graph(self, jaxpr: Jaxpr, context: _Context) -> Graph:
-    environment: dict[Var, GraphValue] = {}
-    arguments = []
-    for i, variable in enumerate(jaxpr.invars):
-      environment[variable] = _value(variable.aval)
-      environment[variable].argument = i
-      arguments.append(environment[variable])
-    for variable in jaxpr.constvars:
-      environment[variable] = _value(variable.aval)
+  def graph(self, jaxpr: Jaxpr, context: _Context, given: Sequence[Buffer | None]) -> Graph:
+    """Returns the graph of a jaxpr, whose arguments are the values `given`, or slices of them."""
+    environment = {variable: self._value(variable.aval) for variable in (*jaxpr.invars, *jaxpr.constvars)}
+    arguments = [environment[variable] for variable in jaxpr.invars]
+    for i, argument in enumerate(arguments):
+      argument.argument = i
+    for argument, outer in zip(arguments, given, strict=False):
+      argument.weight = outer.weight if outer is not None else None
     operations: list[GraphOperation] = []
     self._run(jaxpr, environment, context, operations)
     results = [environment[v] for v in variables_of(jaxpr.outvars)]
-    literals = [_value(v.aval).nbytes for v in jaxpr.outvars if not is_variable(v)]
-    return Graph(arguments, results, _needed(operations, results), sum(literals))
+    return Graph(arguments, results, _needed(operations, results), self._sizes)
 
   def _run(
-    self, jaxpr: Jaxpr, environment: dict[Var, GraphValue], context: _Context, out: list[GraphOperation]
+    self, jaxpr: Jaxpr, environment: dict[Var, Buffer], context: _Context, out: list[GraphOperation]
   ) -> None:
     for equation in jaxpr.eqns:
       here = _at(equation, context)
@@ -249,33 +246,36 @@ class _Builder:
       if body is None:
         out.append(self._operation(equation, environment, here))
         continue
-      inner: dict[Var, GraphValue] = {}
+      inner: dict[Var, Buffer] = {}
       opened = open_jaxpr(body)
       for variable in opened.constvars:
-        inner[variable] = _value(variable.aval)
+        inner[variable] = self._value(variable.aval)
       # The first operand of a choice by platform is the choice.
       operands = equation.invars[len(equation.invars) - len(opened.invars) :]
       for variable, atom in zip(opened.invars, operands, strict=True):
-        inner[variable] = environment[atom] if is_variable(atom) else _value(variable.aval)
+        inner[variable] = environment[atom] if is_variable(atom) else self._value(variable.aval)
       self._run(opened, inner, here, out)
       for variable, atom in zip(equation.outvars, opened.outvars, strict=True):
-        environment[variable] = inner[atom] if is_variable(atom) else _value(variable.aval)
+        environment[variable] = inner[atom] if is_variable(atom) else self._value(variable.aval)
 
-  def _operation(
-    self, equation: JaxprEqn, environment: dict[Var, GraphValue], here: _Context
-  ) -> GraphOperation:
+  def _operation(self, equation: JaxprEqn, environment: dict[Var, Buffer], here: _Context) -> GraphOperation:
     kind = call_kind(equation)
     operands = [environment[v] for v in variables_of(equation.invars)]
     if "originals" in equation.params and not has(equation, Trait.PRODUCT):
       operands[1:] = operands[:1]  # the other one is there for a gradient alone
     results = []
     for variable in equation.outvars:
-      environment[variable] = _value(variable.aval)
-      environment[variable].local = bool(here.axes)
+      environment[variable] = self._value(variable.aval, bool(here.axes))
       results.append(environment[variable])
+    if operands and (has(equation, Trait.ALIAS | Trait.CAST) or equation.primitive in _SLICES):
+      for value in results:
+        value.weight = operands[0].weight
     bodies = []
     if kind is not None and kind.is_control_flow:
-      bodies = [self.graph(open_jaxpr(body), here) for body in bodies_of(equation)]
+      for inner, places, _ in call_layout(equation).bodies:
+        atoms = [equation.invars[k] for k in places]
+        given = [environment[atom] if is_variable(atom) else None for atom in atoms]
+        bodies.append(self.graph(open_jaxpr(inner), here, given))
     times = times_run(equation)
     if not here.path or not here.source:
       # An operation that a transformation added does not have a name: it belongs to what it reads.
@@ -304,11 +304,11 @@ class _Builder:
       value.maker = operation
     return operation
 
-
-def _value(aval: AbstractValue) -> GraphValue:
-  on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
-  shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(np.float32))
-  return GraphValue(shape, dtype, on_host=on_host)
+  def _value(self, aval: AbstractValue, local: bool = False) -> Buffer:
+    on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(np.float32))
+    nbytes = self._sizes.of(shape, dtype, local=local)
+    return Buffer(shape, dtype, 0 if on_host else nbytes, local=local, on_host=on_host, whole=nbytes)
 
 
 def _call(equation: JaxprEqn) -> AnyJaxpr | None:
@@ -343,7 +343,7 @@ def _at(equation: JaxprEqn, context: _Context) -> _Context:
   )
 
 
-def _needed(operations: list[GraphOperation], results: list[GraphValue]) -> list[GraphOperation]:
+def _needed(operations: list[GraphOperation], results: list[Buffer]) -> list[GraphOperation]:
   """Returns the operations that a result depends on, or that have an effect."""
   live = {id(value) for value in results}
   kept = []

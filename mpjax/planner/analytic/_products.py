@@ -1,51 +1,54 @@
-"""A program's matrix products, whether a target runs them at full rate, and its fused kernels."""
+"""A program's matrix products, whether a target runs them at full rate, its fused kernels and collectives."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax import formats
-from mpjax._render.plain_text import bytes_text
 from mpjax._types import JaxprEqn
 from mpjax.formats._passes import passes_of
-from mpjax.jaxpr import Trait, dtype_of, has, is_recomputation, layer_pattern, shape_of
-from mpjax.planner._results import KernelGroup, ProductGroup
+from mpjax.jaxpr import Trait, dtype_of, facts, has, is_recomputation, layer_pattern, shape_of
+from mpjax.planner._results import Collective, ProductGroup, add_up
 from mpjax.planner._targets import Target
-from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
+from mpjax.planner.analytic._graph import Graph, GraphOperation
 from mpjax.products import is_fp8, plain_primitive
 from mpjax.products._spec import Spec
 
 # The number of bfloat16 passes of a TPU for a float32 product, by precision.
 _TPU_PASSES = {"": 1, "HIGH": 3, "HIGHEST": 6}
-# Padding by more than this share of a weight costs more than it gains.
-_WORTH_PADDING = 0.25
 
 
-def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[ProductGroup, ...]:
-  """Returns all products, one row for each line, shape and dtype; the most FLOPs first.
+def list_products(
+  graph: Graph, target: Target, devices: int = 1, *, least: bool = False
+) -> tuple[ProductGroup, ...]:
+  """Returns products, then fused kernels, one row for each line, shape and dtype; the most FLOPs first.
 
   Args:
     graph: graph of the program.
     target: the target with the matrix units.
     devices: number of devices that share the FLOPs.
+    least: count the branch of a conditional with the least FLOPs, not the one with the most.
   """
-  found: dict[Any, ProductGroup] = {}
-  for operation, times in graph.every_operation():
-    if not operation.flops or has(operation.equation, Trait.KERNEL):
-      continue
-    product = _product(operation, target)
-    flops = int(operation.flops_on(devices) * times)
-    key = dataclasses.replace(product, flops=0)
-    known = found.get(key)
-    found[key] = dataclasses.replace(product, flops=flops + (known.flops if known else 0))
-  return tuple(sorted(found.values(), key=lambda product: -product.flops))
+  flops: Counter[ProductGroup] = Counter()
+  runs: Counter[ProductGroup] = Counter()
+  for operation, times in graph.every_operation(choose=min if least else max):
+    is_kernel = has(operation.equation, Trait.KERNEL)
+    if is_kernel or operation.flops:
+      row = _kernel(operation) if is_kernel else _product(operation, target)
+      flops[row] += int(operation.flops_on(devices) * times)
+      runs[row] += times
+  rows = [
+    dataclasses.replace(row, flops=count, batch=runs[row] if row.kernel else row.batch)
+    for row, count in flops.items()
+  ]
+  return tuple(sorted(rows, key=lambda row: (bool(row.kernel), -row.flops)))
 
 
 def model_flops(graph: Graph, devices: int = 1) -> int:
@@ -60,67 +63,6 @@ def model_flops(graph: Graph, devices: int = 1) -> int:
     for operation, times in graph.every_operation()
     if operation.flops and not is_recomputation(operation.equation)
   )
-
-
-def list_kernels(graph: Graph, devices: int = 1) -> tuple[KernelGroup, ...]:
-  """Returns all fused kernels, one row for each line, name and dtypes; the most FLOPs first.
-
-  Args:
-    graph: graph of the program.
-    devices: number of devices that share the FLOPs.
-  """
-  found: dict[Any, KernelGroup] = {}
-  for operation, times in graph.every_operation():
-    if not has(operation.equation, Trait.KERNEL):
-      continue
-    one = KernelGroup(
-      path=layer_pattern(operation.path),
-      source=operation.source,
-      phase=operation.phase,
-      name=str(operation.equation.params.get("name") or operation.name),
-      operands=tuple(dict.fromkeys(v.name for v in _float_dtypes(operation.equation))),
-      count=0,
-      flops=0,
-    )
-    known = found.get(one, one)
-    flops = known.flops + int(operation.flops_on(devices) * times)
-    found[one] = dataclasses.replace(one, count=known.count + times, flops=flops)
-  return tuple(sorted(found.values(), key=lambda kernel: -kernel.flops))
-
-
-def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, int]]) -> list[str]:
-  """Returns sentences on the weights whose sizes slow products down, and on the cost of padding them.
-
-  Args:
-    graph: graph of the program.
-    target: the target with the matrix units.
-    weights: from the position of an argument to its path and the bytes of state for each element.
-  """
-  advice: dict[tuple[str, int], str] = {}
-  for operation, _ in graph.every_operation():
-    if not operation.flops or has(operation.equation, Trait.KERNEL):
-      continue
-    dtype = units_of(operation, target).dtype
-    sizes, needed = product_sizes(operation), padded_sizes(operation, target)
-    if not formats.runs_on(target.matrix_units, dtype):
-      continue
-    for operand in operation.operands[:2]:
-      weight = _weight(operand)
-      if weight is None or weight.argument not in weights:
-        continue
-      path, bytes_per_element = weights[weight.argument]
-      for size, wanted in zip(sizes, needed, strict=True):
-        if size != wanted and size in weight.shape and size > 1 and (path, size) not in advice:
-          rows = math.prod(weight.shape) // size
-          cost = (wanted - size) * rows
-          if cost > _WORTH_PADDING * math.prod(weight.shape):
-            continue
-          share = cost / math.prod(weight.shape)
-          advice[path, size] = (
-            f"pad {path} from {size} to {wanted}: {cost:,} more elements ({share:.2%}, "
-            f"{bytes_text(cost * bytes_per_element)} with optimizer state), and its products run at full rate"
-          )
-  return list(advice.values())
 
 
 def product_sizes(operation: GraphOperation) -> tuple[int, int, int]:
@@ -142,11 +84,6 @@ def product_sizes(operation: GraphOperation) -> tuple[int, int, int]:
   m = math.prod(d for i, d in enumerate(lhs) if i not in {*contracted, *batch})
   n = math.prod(d for i, d in enumerate(rhs) if i not in {*rhs_contracted, *rhs_batch})
   return m, n, math.prod(lhs[i] for i in contracted)
-
-
-def padded_sizes(operation: GraphOperation, target: Target) -> tuple[int, int, int]:
-  """Returns the next M, N, K at which the target's units run the product at full rate."""
-  return formats.padded(target.matrix_units, units_of(operation, target).dtype, *product_sizes(operation))
 
 
 class Units(NamedTuple):
@@ -205,10 +142,23 @@ def precision_of(equation: JaxprEqn) -> str:
   return "HIGH" if "HIGH" in names else ""
 
 
-def _float_dtypes(equation: JaxprEqn) -> list[np.dtype]:
-  """Returns the floating dtypes of the operands."""
-  dtypes = [dtype_of(atom) for atom in equation.invars]
-  return [dtype for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
+def _kernel(operation: GraphOperation) -> ProductGroup:
+  dtypes = [dtype_of(atom) for atom in operation.equation.invars]
+  floats = [dtype.name for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
+  return ProductGroup(
+    path=layer_pattern(operation.path),
+    source=operation.source,
+    phase=operation.phase,
+    operation="kernel",
+    dtype=", ".join(dict.fromkeys(floats)),
+    shape=(0, 0, 0),
+    padded=(0, 0, 0),
+    batch=0,
+    flops=0,
+    eligible=False,
+    why="",
+    kernel=str(operation.equation.params.get("name") or operation.name),
+  )
 
 
 def _product(operation: GraphOperation, target: Target) -> ProductGroup:
@@ -247,20 +197,6 @@ def _why(dtype: str, sizes: tuple[int, int, int], wanted: tuple[int, int, int], 
   return ", ".join(wrong)
 
 
-def _weight(value: GraphValue) -> GraphValue | None:
-  """Returns the argument that a value is a cast or transposed form of."""
-  for _ in range(64):
-    if value.argument is not None:
-      return value
-    maker = value.maker
-    if maker is None or maker.flops or maker.bodies or not maker.operands:
-      return None
-    if math.prod(maker.operands[0].shape) != math.prod(value.shape):
-      return None
-    value = maker.operands[0]
-  return None
-
-
 def serving_dtype(graph: Graph) -> np.dtype:
   """Returns the dtype of the operands of most of the FLOPs, in which the weights would be served."""
   total = Counter({np.dtype(np.float32): 0})
@@ -269,3 +205,28 @@ def serving_dtype(graph: Graph) -> np.dtype:
       dtype = jnp.dtype(jnp.bfloat16) if is_fp8(operation.equation) else _operand_dtype(operation.equation)
       total[dtype] += operation.flops * times
   return jax.dtypes.canonicalize_dtype(total.most_common(1)[0][0])
+
+
+def stated_collectives(graph: Graph, *, least: bool = False) -> tuple[Collective, ...]:
+  """Returns the program's collectives in one step: the bytes of the results on each device.
+
+  Args:
+    graph: graph of the step.
+    least: count the branch of a conditional that sends least, not the one that sends most.
+  """
+  sent = lambda operation: sum(collective.sent for collective in _collectives(operation, 1))
+  every = graph.every_operation(worth=sent, choose=min if least else max)
+  return add_up(collective for operation, times in every for collective in _collectives(operation, times))
+
+
+def _collectives(operation: GraphOperation, times: int) -> list[Collective]:
+  name = facts(operation.equation).collective
+  if not name or operation.group == 1:
+    return []
+  group = 0 if name == "collective-permute" else operation.group
+  found = []
+  for value in operation.results:
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)  # which crosses as its words
+    dtype = "uint32" if is_key else np.dtype(value.dtype).name
+    found.append(Collective(name, dtype, value.whole * times, times, (operation.path,), group))
+  return found

@@ -9,11 +9,11 @@ import jax
 
 from mpjax.jaxpr import Trait, has
 from mpjax.planner._arguments import Argument, argument_bytes
+from mpjax.planner._program import total_bytes
 from mpjax.planner._results import ARGUMENT_PARTS, Collective, Floor, Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation
-from mpjax.planner.analytic._memory import device_sizes
-from mpjax.planner.analytic._products import units_of
+from mpjax.planner.analytic._products import list_products
 
 _PARTS = (jax.lax.dynamic_slice_p, jax.lax.gather_p, jax.lax.slice_p)
 
@@ -43,11 +43,13 @@ def time_floor(
   if not target.flops or not target.bandwidth:
     return None
   state = sum(memory.parts.get(name, 0) for name in ARGUMENT_PARTS)
-  state += _written_bytes(graph, arguments, target.kind) - _unread_bytes(graph, arguments, target.kind)
+  state += _written_bytes(graph) - _unread_bytes(graph, arguments, target.kind)
   touched = state + 2 * memory.saved_bytes
   moved = state + 2 * max(0, memory.saved_bytes - target.cache)
+  # A kernel may state more FLOPs than it runs: the masked half of causal attention.
+  products = list_products(graph, target, devices, least=True)
   parts = {
-    "matrix units": _seconds_on_units(graph, target, devices),
+    "matrix units": sum(p.flops * p.passes / target.unit_rate(p.dtype)[1] for p in products if not p.kernel),
     "memory": moved / target.bandwidth,
   }
   if collectives and target.interconnect and devices > 1:
@@ -56,27 +58,8 @@ def time_floor(
   return Floor(parts[bound], parts, bound, moved, touched, target.cache)
 
 
-def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:
-  """Returns the seconds of all products at the target's published peak rates.
-
-  Kernels are left out. A kernel may state more FLOPs than it runs: the masked half of causal attention.
-  """
-  total = 0.0
-  for operation, times in graph.every_operation(least=True):
-    if operation.flops and not has(operation.equation, Trait.KERNEL):
-      total += operation.flops_on(devices) * times / _rate(operation, target)
-  return total
-
-
-def _rate(operation: GraphOperation, target: Target) -> float:
-  """Returns the published peak rate, in FLOP/s, for the dtype in which a target multiplies, by its passes."""
-  dtype, passes = units_of(operation, target)
-  return target.unit_rate(dtype)[1] / passes
-
-
 def _unread_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
   """Returns the bytes of arguments, on one device, that a step need not read."""
-  sizes = device_sizes(arguments, kind)
   used = {id(value) for operation in graph.operations for value in operation.operands}
   whole = [0 if a.on_host else argument_bytes(a, kind) for a in arguments]
   read: collections.Counter[int] = collections.Counter()
@@ -87,20 +70,19 @@ def _unread_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int
       updated = i == 0 and _in_place(operation) and id(operation.results[0]) not in used
       part = i == 0 and operation.equation.primitive in _PARTS
       if not updated:
-        read[value.argument] += sum(map(sizes.of, operation.results)) if part else whole[value.argument]
+        read[value.argument] += total_bytes(operation.results) if part else whole[value.argument]
   return sum(max(0, nbytes - read[i]) for i, nbytes in enumerate(whole))
 
 
-def _written_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
+def _written_bytes(graph: Graph) -> int:
   """Returns the bytes, on one device, of the results that are not unchanged arguments."""
-  sizes = device_sizes(arguments, kind)
   results = {id(value): value for value in graph.results}.values()
   total = 0
   for value in results:
     if value.maker is not None and _in_place(value.maker):
-      total += min(sizes.of(value), max(map(sizes.of, value.maker.operands[1:]), default=0))
+      total += min(value.nbytes, max((v.nbytes for v in value.maker.operands[1:]), default=0))
     elif value.argument is None:
-      total += sizes.of(value)
+      total += value.nbytes
   return total
 
 

@@ -52,7 +52,6 @@ class Program:
     proto: the optimised program as a serialised `HloModuleProto`; empty if JAX does not give it.
     seconds: seconds of compilation.
     accessed: bytes of memory that it reads and writes, by the compiler's cost model; 0 without one.
-    flops: FLOPs of all its arithmetic by the same cost model, which counts the body of a loop once.
   """
 
   arguments: int
@@ -63,7 +62,6 @@ class Program:
   proto: bytes
   seconds: float
   accessed: float = 0.0
-  flops: float = 0.0
 
   @property
   def peak(self) -> int:

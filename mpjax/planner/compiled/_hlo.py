@@ -11,6 +11,12 @@ from typing import Any
 
 from mpjax.planner.compiled._proto import BUFFER, DTYPES, TOKEN, TUPLE, module_class
 
+# Operations whose result is the memory of their operands, and that do not read it.
+VIEWS = frozenset({"add-dependency", "after-all", "bitcast", "get-tuple-element", "opt-barrier", "tuple"})
+COLLECTIVES = frozenset(
+  {"all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"}
+  | {"ragged-all-to-all", "reduce-scatter"}
+)
 _DEPTH = 64
 HOST = 5  # the number of the memory space of a host
 _LOCAL = (1 << 32) - 1  # the low bits of an identity are unique in a computation
@@ -101,13 +107,11 @@ class HloModule:
   Attributes:
     computations: by name; those that others run come before them.
     entry: the main computation.
-    aliases: from the position of a result to the position of the argument whose memory it takes.
     lines: from the number of a stack frame to (file, line) of itself and its callers, innermost first.
   """
 
   computations: dict[str, HloComputation]
   entry: HloComputation
-  aliases: dict[int, int]
   lines: dict[int, list[tuple[str, int]]]
 
   def repetitions(self) -> Iterator[tuple[HloComputation, int, list[HloInstruction]]]:
@@ -153,7 +157,6 @@ def parse(proto: bytes) -> HloModule:
   return HloModule(
     {computation.name: computation for computation in computations.values()},
     computations[message.entry_computation_id],
-    {next(iter(e.output_shape_index), 0): e.parameter_number for e in message.input_output_alias.entries},
     _frames(message.stack_frame_index),
   )
 

@@ -7,9 +7,10 @@ import dataclasses
 import math
 
 from mpjax.jaxpr import BACKWARD, FORWARD, MARKS, is_library, layer_pattern, parse_scopes, split_scopes
+from mpjax.planner._program import Buffer, Program, live_at_peak
 from mpjax.planner._results import Compiled, Memory, Saved
 from mpjax.planner.compiled._hlo import HloInstruction, HloModule, numpy_name
-from mpjax.planner.compiled._hlo_memory import Buffer, live_at_peak
+from mpjax.planner.compiled._hlo_program import hlo_program
 
 _LISTED = 20
 _ORDER = ("compute copies", "gradients", "activations", "workspace", "temporaries")
@@ -32,17 +33,18 @@ def divide_memory(
     known_live: bytes of `temporaries` that are live at the peak, by the compiler; 0 if not known. The rest
       are gaps between buffers.
   """
-  sorter = _Sorter(module, weights)
+  program = hlo_program(module.entry)
+  sorter = _Sorter(module, program, weights)
   parts: collections.Counter[str] = collections.Counter()
   saved: dict[tuple[str, str, str, str, tuple[int, ...]], list[int]] = {}
-  for buffer in live_at_peak(module.entry):
-    part, shape = sorter.part(buffer), buffer.shape
-    parts[part] += shape.nbytes
+  for buffer in live_at_peak(program).live:
+    part = sorter.part(buffer)
+    parts[part] += buffer.nbytes
     if part == "activations":
       named = sorter.named(buffer.maker)
       path, operation = layer_pattern(path_of_name(named.op_name)), split_scopes(named.op_name)[-1]
-      row = path, source_of(module, named), operation, numpy_name(shape.dtype), shape.dims
-      saved.setdefault(row, []).append(shape.nbytes)
+      row = path, source_of(module, named), operation, numpy_name(buffer.dtype), buffer.shape
+      saved.setdefault(row, []).append(buffer.nbytes)
   known = whole.temporaries
   listed = sum(parts.values())
   divided = {name: parts[name] * known // max(listed, known, 1) for name in _ORDER}
@@ -65,7 +67,8 @@ def divide_memory(
 class _Sorter:
   """Tells the part of a buffer from the names of what makes and reads it, and from its shape."""
 
-  def __init__(self, module: HloModule, weights: set[tuple[int, ...]]):
+  def __init__(self, module: HloModule, program: Program, weights: set[tuple[int, ...]]):
+    self._readers = _readers(program)
     self._weights = {_without_ones(shape) for shape in weights}
     self._position = {instruction: i for i, instruction in enumerate(module.entry.instructions)}
     phases = [parse_scopes(instruction.op_name).phase for instruction in module.entry.instructions]
@@ -86,17 +89,18 @@ class _Sorter:
 
   def part(self, buffer: Buffer) -> str:
     """Returns the part of memory that a buffer belongs to."""
-    maker, shape = buffer.maker, buffer.shape
-    if maker.op == "custom-call" and shape.dtype in ("s8", "u8") and len(shape.dims) == 1 and buffer.index:
+    maker, readers = buffer.maker, self._readers.get(buffer, [])
+    raw = buffer.dtype in ("s8", "u8") and len(buffer.shape) == 1
+    if maker.op == "custom-call" and raw and len(maker.shapes) > 1:
       return "workspace"
     phase = self._phase(maker)
-    if _without_ones(shape.dims) in self._weights and math.prod(shape.dims) > 1:
+    if _without_ones(buffer.shape) in self._weights and math.prod(buffer.shape) > 1:
       if phase == BACKWARD:
         return "gradients"
       if self._reads_arguments_only(maker):
         return "compute copies"
-    read = (phase == FORWARD and self._phase(reader) == BACKWARD for reader in buffer.readers)
-    return "activations" if any(read) or self._crosses_forward_end(buffer) else "temporaries"
+    read = (phase == FORWARD and self._phase(reader) == BACKWARD for reader in readers)
+    return "activations" if any(read) or self._crosses_forward_end(maker, readers) else "temporaries"
 
   def _phase(self, instruction: HloInstruction) -> str:
     return parse_scopes(instruction.op_name or self.named(instruction).op_name).phase
@@ -110,10 +114,21 @@ class _Sorter:
         return False
     return bool(instruction.operands)
 
-  def _crosses_forward_end(self, buffer: Buffer) -> bool:
+  def _crosses_forward_end(self, maker: HloInstruction, readers: list[HloInstruction]) -> bool:
     """Returns whether a buffer is written before the end of the forward pass, and read after it."""
-    made = self._position.get(buffer.maker, self._end)
-    return made < self._end and any(self._position.get(r, -1) > self._end for r in buffer.readers)
+    made = self._position.get(maker, self._end)
+    return made < self._end and any(self._position.get(r, -1) > self._end for r in readers)
+
+
+def _readers(program: Program) -> dict[Buffer, list[HloInstruction]]:
+  """Returns the instructions that read each buffer, also in loops and branches."""
+  found: dict[Buffer, list[HloInstruction]] = {}
+  for operation in program.operations:
+    for buffer in operation.reads:
+      found.setdefault(buffer, []).append(operation.made)
+    for body in operation.bodies:
+      found |= _readers(body)
+  return found
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,15 +9,32 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpjax.formats._passes import PASSES
 from mpjax.jaxpr import taps
-from mpjax.planner._results import Collective, Crossing, add_up
-from mpjax.planner.compiled._hlo import HloComputation, HloInstruction, HloModule, numpy_name, start_of
-from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES
+from mpjax.planner._results import Collective, add_up
+from mpjax.planner.compiled._hlo import (
+  COLLECTIVES,
+  HloComputation,
+  HloInstruction,
+  HloModule,
+  numpy_name,
+  start_of,
+)
 from mpjax.planner.compiled._hlo_parts import path_of_name
+from mpjax.planner.compiled._hlo_program import chain_id
+
+# The numbers of XLA's algorithms of products (`PrecisionConfig.Algorithm` in `xla/xla_data.proto`), as in
+# compiled programs, and their names in JAX.
+_ALGORITHMS = {
+  **{6: "BF16_BF16_F32", 7: "BF16_BF16_F32_X3", 8: "BF16_BF16_F32_X6", 13: "BF16_BF16_F32_X9"},
+  **{9: "TF32_TF32_F32", 10: "TF32_TF32_F32_X3"},
+}
+_FLOAT32 = 11
+_HIGHEST = 2
 
 
 class KernelProduct(NamedTuple):
@@ -51,38 +68,60 @@ def kernel_products(module: HloModule, kind: str = "gpu") -> list[KernelProduct]
   found = []
   for computation, count in times.items():
     for instruction in computation.instructions:
-      if flops := product_flops(instruction):
+      if (product := product_of(instruction)) and product.flops:
         kernel = fused.get(computation, "loop" if kind == "gpu" else "dot")
         if instruction.op == "custom-call":
           kernel = "cublas" if "cublas" in instruction.proto.custom_call_target else "cudnn"
         lhs, rhs = (operand.shapes[0].dtype for operand in instruction.operands[:2])
-        found.append(KernelProduct(kernel, (lhs, rhs), flops * count, count, instruction.op_name))
+        found.append(KernelProduct(kernel, (lhs, rhs), product.flops * count, count, instruction.op_name))
   return found
 
 
-def counted_flops(module: HloModule) -> int:
-  """Returns the products' FLOPs that XLA's cost analysis counts: no libraries' calls, a loop's body once."""
-  counted: dict[HloComputation, int] = {}
-  for computation in module.computations.values():  # those that are called come first
-    counted[computation] = 0
-    for instruction in computation.instructions:
-      inside = [counted[called] for called in instruction.called]
-      counted[computation] += max(inside, default=0) if instruction.op == "conditional" else sum(inside)
-      counted[computation] += product_flops(instruction) if instruction.op != "custom-call" else 0
-  return counted[module.entry]
+class Product(NamedTuple):
+  """Matrix products of one instruction, or a convolution as a product.
+
+  Attributes:
+    dtype: NumPy's name of the dtype in which a GPU multiplies.
+    shape: M, N, K as the units multiply, for a convolution with its padding.
+    batch: number of products.
+    flops: FLOPs of all of them, without padding.
+    convolution: whether the traced program has it as a convolution.
+    passes: number of products in `dtype` that make up one of float32 operands.
+  """
+
+  dtype: str
+  shape: tuple[int, int, int]
+  batch: int
+  flops: int
+  convolution: bool = False
+  passes: int = 1
 
 
-def product_flops(instruction: HloInstruction) -> int:
-  """Returns the FLOPs of one run of a matrix product or convolution; 0 for other operations."""
-  if instruction.op == "convolution" or instruction.proto.custom_call_target.startswith("__cudnn$conv"):
+def product_of(instruction: HloInstruction) -> Product | None:
+  """Returns the product that an instruction is, or `None`."""
+  proto, target = instruction.proto, instruction.proto.custom_call_target
+  if instruction.op == "convolution" or target.startswith("__cudnn$conv"):
     return _convolution(instruction)
-  if (shared := shared_dimensions(instruction)) is None:
-    return 0
-  lhs, rhs = (operand.shapes[0].dims for operand in instruction.operands[:2])
-  return 2 * math.prod(lhs) * math.prod(rhs) // max(1, math.prod(lhs[i] for axes in shared for i in axes))
+  if (dimensions := _shared_dimensions(instruction)) is None:
+    return None
+  precision: Sequence[Any] = proto.precision_config.operand_precision
+  if target:
+    config = instruction.config["gemm_backend_config"].get("precision_config", {})
+    precision = config.get("operand_precision", ())
+  lhs, rhs = (operand.shapes[0] for operand in instruction.operands[:2])
+  k, many = (math.prod(lhs.dims[i] for i in axes) for axes in dimensions)
+  shared = max(1, k * many)
+  shape = (math.prod(lhs.dims) // shared, math.prod(rhs.dims) // shared, k)
+  dtype, passes = _dtype(lhs.dtype, rhs.dtype, precision), 1
+  algorithm = proto.precision_config.algorithm
+  if algorithm in _ALGORITHMS:
+    dtype, passes, _ = PASSES[_ALGORITHMS[algorithm]]
+  elif algorithm == _FLOAT32:
+    dtype = "float32"
+  return Product(dtype, shape, many, 2 * many * math.prod(shape), passes=passes)
 
 
-def shared_dimensions(instruction: HloInstruction) -> tuple[Sequence[int], Sequence[int]] | None:
+def _shared_dimensions(instruction: HloInstruction) -> tuple[Sequence[int], Sequence[int]] | None:
   """Returns the left operand's contracted and batch dimensions; `None` for what is not a matrix product."""
   numbers = instruction.proto.dot_dimension_numbers
   if instruction.op in ("dot", "scaled-dot"):
@@ -105,14 +144,17 @@ def collectives(module: HloModule) -> tuple[Collective, ...]:
         continue
       start = instruction if instruction.op == operation else start_of(instruction)
       # On a TPU, several fusions that compute during one collective each repeat it; they share its chain.
-      if chain := [a.value for a in start.proto.frontend_attributes.map if a.key == "chain_id"]:
-        key = (*chain, *(caller for caller in callers if caller.op == "while"))
+      if chain := chain_id(start):
+        key = (chain, *(caller for caller in callers if caller.op == "while"))
         if key in chains:
           continue
         chains.add(key)
       size = 0 if operation == "collective-permute" else len(group_of(start))
-      where = size, path_of_name(start.op_name), times
-      found += [Crossing(operation, numpy_name(s.dtype), s.nbytes, *where) for s in instruction.shapes]
+      path = path_of_name(start.op_name)
+      found += [
+        Collective(operation, numpy_name(s.dtype), s.nbytes * times, times, (path,), size)
+        for s in instruction.shapes
+      ]
   return add_up(found)
 
 
@@ -149,20 +191,36 @@ def group_of(collective: HloInstruction) -> Sequence[int]:
   return ()
 
 
-def _convolution(instruction: HloInstruction) -> int:
-  """Returns the FLOPs of a convolution; on a TPU every plain product is one, with a window of one."""
+def _convolution(instruction: HloInstruction) -> Product:
+  """Returns a convolution as a product; on a TPU every plain product is one, with a window of one."""
   proto, target = instruction.proto, instruction.proto.custom_call_target
-  lhs, rhs = (operand.shapes[0].dims for operand in instruction.operands[:2])
-  out = instruction.shapes[0].dims
+  lhs, rhs = (operand.shapes[0] for operand in instruction.operands[:2])
+  result = instruction.shapes[0].dims
+  images, weights, out = lhs.dims, rhs.dims, result
   # cuDNN's backward calls use the names of the forward call's operands and result.
   if "convBackwardFilter" in target:
-    rhs, out = out, rhs
+    weights, out = out, weights
   elif "convBackwardInput" in target:
-    lhs, out = out, lhs
+    images, out = out, images
   at = proto.convolution_dimension_numbers
-  features = out[at.output_batch_dimension] * out[at.output_feature_dimension]
-  flops = 2 * features * rhs[at.kernel_input_feature_dimension]
+  features, wide = out[at.output_feature_dimension], weights[at.kernel_input_feature_dimension]
+  flops = 2 * out[at.output_batch_dimension] * features * wide
   space = at.input_spatial_dimensions, at.output_spatial_dimensions, proto.window.dimensions
   for i, j, w in zip(*space, strict=True):
-    flops *= taps(lhs[i], out[j], w.size, w.stride, w.padding_low, w.base_dilation, w.window_dilation)
-  return flops
+    flops *= taps(images[i], out[j], w.size, w.stride, w.padding_low, w.base_dilation, w.window_dilation)
+  named = "conv_general" in instruction.op_name or bool(target)
+  # Units multiply with the padding; a batch of products is a window, of which each result meets one element.
+  padded = 2 * math.prod(out) * math.prod(weights) // max(1, features) if named else flops
+  columns = max(1, wide if "convBackwardInput" in target else features)
+  rows = max(1, math.prod(result) // columns)
+  shape = (rows, columns, max(1, padded // (2 * rows * columns)))
+  return Product(
+    _dtype(lhs.dtype, rhs.dtype, proto.precision_config.operand_precision), shape, 1, flops, named
+  )
+
+
+def _dtype(lhs: str, rhs: str, precision: Sequence[Any]) -> str:
+  """Returns the dtype in which a GPU multiplies: TensorFloat-32 for float32 below the highest precision."""
+  if "f32" in (lhs, rhs):
+    return "float32" if any(p in (_HIGHEST, "HIGHEST") for p in precision) else "tensorfloat32"
+  return numpy_name(lhs)

@@ -48,13 +48,11 @@ _MESSAGES = {
   "Sequence": "instruction_ids:1:int64*",
   "ScheduleEntry": "key:1:int64 value:2:Sequence",
   "Schedule": "sequences:1:ScheduleEntry*",
-  "AliasEntry": "output_shape_index:1:int64* parameter_number:2:int64",
-  "Alias": "entries:1:AliasEntry*",
   "FileLocation": "file_name_id:1:int32 line:3:int32",
   "StackFrame": "file_location_id:1:int32 parent_frame_id:2:int32",
   "StackFrames": "file_names:1:string* file_locations:3:FileLocation* stack_frames:4:StackFrame*",
   "Module": "name:1:string computations:3:Computation* entry_computation_id:6:int64 schedule:7:Schedule"
-  " input_output_alias:8:Alias stack_frame_index:17:StackFrames",
+  " stack_frame_index:17:StackFrames",
 }
 TUPLE, TOKEN, BUFFER = 13, 17, 34
 # Names of the other element types by number.

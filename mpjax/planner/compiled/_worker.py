@@ -48,7 +48,6 @@ def figures(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
     "proto": module_proto(compiled),
     "seconds": seconds,
     "accessed": costs.get("bytes accessed", 0.0),
-    "flops": costs.get("flops", 0.0),
   }
 
 

@@ -1,8 +1,7 @@
-"""Plans as an answer, as tables and as pictures."""
+"""Plans as an answer, as tables and as a picture."""
 
-from mpjax.planner.render._plan_answer import answer, answer_beside
-from mpjax.planner.render._plan_picture import COLORS, save_picture
-from mpjax.planner.render._plan_text import NO_FIT, sections_of
+from mpjax.planner.render._picture import COLORS, save_picture
+from mpjax.planner.render._report import NO_FIT, answer, answer_beside, sections_of
 
 __all__ = [
   "COLORS",

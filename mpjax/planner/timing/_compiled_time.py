@@ -8,29 +8,31 @@ memory. What starts and ends in two instructions runs while those between them r
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from mpjax.jaxpr import layer_pattern
-from mpjax.planner._results import TIME_PARTS, Time
+from mpjax.planner._program import Operation, time_of
+from mpjax.planner._results import Note, Time
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic import Graph
 from mpjax.planner.compiled import HloModule
 from mpjax.planner.compiled._hlo import (
+  COLLECTIVES,
   HOST,
+  VIEWS,
   HloComputation,
   HloInstruction,
   HloShape,
   done_of,
-  start_of,
-  trips,
 )
-from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES, VIEWS
 from mpjax.planner.compiled._hlo_parts import path_of_name
-from mpjax.planner.compiled._hlo_products import group_of, product_flops
-from mpjax.planner.timing._instructions import moved_bytes, product_of
+from mpjax.planner.compiled._hlo_products import group_of, product_of
+from mpjax.planner.compiled._hlo_program import begins, chain_id, hlo_program
 from mpjax.planner.timing._kernels import Kernels, is_kernel, kernel_flops, traced_kernels
 from mpjax.planner.timing._rates import (
+  CYCLES,
+  NARROW,
+  SCATTERED,
   beside_share,
   collective_seconds,
   efficiency,
@@ -41,54 +43,22 @@ from mpjax.planner.timing._rates import (
 )
 
 _SENTINEL = 1 << 62  # the compiler writes 2^63 - 1 where it has no estimate
-# The share of the compiler's cycles that pass, fitted to published steps: of 12 in benchmarks/README.md, the
-# median takes 0.8 of what the cycles, collectives and transfers say.
-_CYCLES = 0.8
 _FREE = VIEWS | {"parameter", "constant", "partition-id", "replica-id", "iota", "async-update"}
 _COPIES = VIEWS | {"constant", "copy", "fusion", "parameter", "slice", "transpose"}
+_PART = frozenset({"dynamic-slice", "gather", "slice"})
+_SEES = frozenset({"bitcast", "get-tuple-element"})
 # Half of the published steps in benchmarks/README.md are nearer than this.
 _ERROR = 0.2
 _SOURCES = {"tpu": "compiler's cycles", "gpu": "roofline of the compiled program"}
 
 
-@dataclasses.dataclass
-class Spent:
-  """Seconds by (part, module), and those that other work hides."""
-
-  by_place: collections.defaultdict[tuple[str, str], float] = dataclasses.field(
-    default_factory=lambda: collections.defaultdict(float)
-  )
-  hidden: float = 0.0
-
-  @property
-  def seconds(self) -> float:
-    """Returns the seconds that pass."""
-    return sum(self.by_place.values())
-
-  def add(self, other: Spent, times: float = 1) -> None:
-    """Adds what something takes that runs `times` times."""
-    for place, seconds in other.by_place.items():
-      self.by_place[place] += seconds * times
-    self.hidden += other.hidden * times
-
-  def time(self, source: str, error: float) -> Time:
-    """Returns it as a plan has it."""
-    parts: dict[str, float] = dict.fromkeys(TIME_PARTS, 0.0)
-    modules: collections.defaultdict[str, float] = collections.defaultdict(float)
-    for (part, module), seconds in self.by_place.items():
-      parts[part] += seconds
-      modules[module] += seconds
-    parts = {name: seconds for name, seconds in parts.items() if seconds}
-    longest = dict(sorted(modules.items(), key=lambda item: -item[1]))
-    return Time(sum(parts.values()), parts, self.hidden, longest, source, error)
-
-
-def program_time(module: HloModule, target: Target, graph: Graph) -> tuple[Time | None, tuple[str, ...]]:
+def program_time(module: HloModule, target: Target, graph: Graph) -> tuple[Time | None, tuple[Note, ...]]:
   """Returns the time of a compiled program, and a note if it cannot be told. Never raises."""
   try:
     return compiled_time(module, target, traced_kernels(graph)), ()
   except Exception as error:
-    return None, (f"the time of the compiled program cannot be told: {type(error).__name__}: {error}"[:200],)
+    text = f"the time of the compiled program cannot be told: {type(error).__name__}: {error}"[:200]
+    return None, (Note(text, "time"),)
 
 
 def compiled_time(module: HloModule, target: Target, kernels: Kernels | None = None) -> Time | None:
@@ -101,73 +71,34 @@ def compiled_time(module: HloModule, target: Target, kernels: Kernels | None = N
   """
   if target.kind not in _SOURCES or not target.flops or not target.bandwidth:
     return None
-  spent = _Walk(target, kernels or {}).run(module.entry)
-  return spent.time(_SOURCES[target.kind], _ERROR)
+  program = hlo_program(module.entry, _Prices(target, kernels or {}).set_on)
+  return time_of(program, beside_share(target)).time(_SOURCES[target.kind], _ERROR)
 
 
-class _Walk:
+class _Prices:
+  """The seconds of instructions on a target."""
+
   def __init__(self, target: Target, kernels: Kernels):
     self._target = target
     self._kernels = kernels
     self._clock = float(target.speeds.get("clock", 0))
-    self._done: dict[HloComputation, Spent] = {}
 
-  def run(self, computation: HloComputation) -> Spent:
-    """Returns what one run of a computation takes."""
-    if computation not in self._done:
-      self._done[computation] = self._run(computation)
-    return self._done[computation]
-
-  def _run(self, computation: HloComputation) -> Spent:
-    spent = Spent()
-    now = 0.0
-    free: collections.defaultdict[str, float] = collections.defaultdict(
-      float
-    )  # when the links, copies and host are free again
-    ends: dict[HloInstruction | str, tuple[float, float, tuple[str, str]]] = {}
-    for instruction in computation.instructions:
-      if (key := _begins(instruction)) is not None:
-        part, seconds = self._beside(instruction, computation)
-        queue = part + _way(instruction)
-        free[queue] = max(now, free[queue]) + seconds
-        ends[key] = free[queue], seconds, (part, _module(instruction))
-        continue
-      if (key := _awaits(instruction)) is not None and key in ends:
-        end, seconds, place = ends.pop(key)
-        wait = max(0.0, end - now)
-        hidden = max(0.0, seconds - wait)
-        wait += beside_share(self._target) * hidden
-        spent.by_place[place] += wait
-        spent.hidden += hidden
-        now += wait
-        continue
-      took = self._one(instruction)
-      spent.add(took)
-      now += took.seconds
-    for _, seconds, _ in ends.values():  # what ends in another computation
-      spent.hidden += seconds
-    return spent
-
-  def _one(self, instruction: HloInstruction) -> Spent:
-    """Returns what an instruction takes with all that it calls."""
-    spent = Spent()
-    if instruction.op == "while":
-      for called in instruction.called:
-        spent.add(self.run(called), trips(instruction) or 1)
-    elif instruction.op == "conditional":
-      spent.add(max((self.run(called) for called in instruction.called), key=lambda branch: branch.seconds))
-    elif instruction.op == "call":
-      spent.add(self.run(instruction.called[0]))
-    elif instruction.op not in _FREE:
-      part, seconds, named = self._operation(instruction)
-      if seconds:
-        spent.by_place[part, _module(named)] += seconds
-    return spent
+  def set_on(self, operation: Operation, scope: HloComputation) -> None:
+    """Sets what an operation takes with all that it is made of."""
+    instruction = named = operation.made
+    if instruction.op in _FREE:
+      return
+    if begins(instruction) is not None:
+      operation.part, operation.seconds = self._beside(instruction, scope)
+      operation.queue = operation.part + _way(instruction)
+    else:
+      operation.part, operation.seconds, named = self._operation(instruction)
+    operation.path = layer_pattern(path_of_name(named.op_name))
 
   def _operation(self, instruction: HloInstruction) -> tuple[str, float, HloInstruction]:
     """Returns part, seconds, and the instruction that says the module."""
     inner = list(_inside(instruction))
-    if (exchange := next((one for one in inner if _collective(one) and not _chain(one)), None)) is not None:
+    if (exchange := next((one for one in inner if _collective(one) and not chain_id(one)), None)) is not None:
       return "collectives", self._exchange(exchange, instruction.shapes), exchange
     products = [(one, found) for one in inner if (found := product_of(one)) is not None]
     part, named, work = "element-wise", instruction, 0.0
@@ -182,10 +113,10 @@ class _Walk:
     if cycles < _SENTINEL and self._clock:
       # No product is faster than the units; float32 operands take at least one pass of bfloat16.
       least = 0.0
-      for one, product in products:
+      for _, product in products:
         dtype = "bfloat16" if "float32" in product.dtype else product.dtype
-        least += product_flops(one) / self._target.unit_rate(dtype)[1]
-      return part, max(_CYCLES * cycles / self._clock, least), named
+        least += product.flops / self._target.unit_rate(dtype)[1]
+      return part, max(CYCLES * cycles / self._clock, least), named
     if self._target.kind == "tpu" and instruction.op == "custom-call" and not is_kernel(instruction):
       return part, 0.0, named  # a mark for the compiler
     work += sum(
@@ -239,38 +170,6 @@ def _way(start: HloInstruction) -> str:
   return " out" if result.shapes and result.shapes[0].space == HOST else ""
 
 
-def _begins(instruction: HloInstruction) -> HloInstruction | str | None:
-  """Returns what names the asynchronous work that an instruction starts."""
-  if instruction.op.endswith("-start"):
-    return instruction
-  chain = _chain_of(instruction, "AsyncCollectiveStart")
-  return chain or None
-
-
-def _awaits(instruction: HloInstruction) -> HloInstruction | str | None:
-  """Returns what names the asynchronous work that an instruction waits for."""
-  if instruction.op.endswith("-done"):
-    found = start_of(instruction)
-    while found.op == "async-update":  # one that brings the operands
-      found = start_of(found)
-    return found
-  return _chain_of(instruction, "AsyncCollectiveDone") or None
-
-
-def _chain_of(instruction: HloInstruction, target: str) -> str:
-  """Returns the chain of a TPU's collective that a fusion starts or ends; others compute meanwhile."""
-  if instruction.op != "fusion":
-    return ""
-  scope = instruction.called[0].instructions
-  if not any(one.proto.custom_call_target == target for one in scope):
-    return ""
-  return next((chain for one in scope if (chain := _chain(one))), "")
-
-
-def _chain(instruction: HloInstruction) -> str:
-  return next((e.value for e in instruction.proto.frontend_attributes.map if e.key == "chain_id"), "")
-
-
 def _collective(instruction: HloInstruction) -> bool:
   return instruction.op.removesuffix("-start") in COLLECTIVES
 
@@ -284,5 +183,52 @@ def _inside(instruction: HloInstruction) -> Iterator[HloInstruction]:
         yield from _inside(inner)
 
 
-def _module(instruction: HloInstruction) -> str:
-  return layer_pattern(path_of_name(instruction.op_name))
+def moved_bytes(instruction: HloInstruction) -> int:
+  """Returns the bytes of the device's memory that an instruction reads and writes.
+
+  An operand that is only sliced or gathered from counts by the part that is read, and one that is updated in
+  place by its updates.
+  """
+  moved = _moved(instruction)
+  return NARROW * moved if any(shape.dtype.startswith("f8") for shape in instruction.shapes) else moved
+
+
+def _moved(instruction: HloInstruction) -> int:
+  operands = [_nbytes(operand) for operand in instruction.operands]
+  written = _nbytes(instruction)
+  if instruction.op in _PART:
+    return 2 * min(written, sum(operands))
+  if instruction.op == "dynamic-update-slice":
+    return 2 * operands[1]
+  if instruction.op == "scatter":
+    return SCATTERED * sum(map(_nbytes, instruction.operands[2:]))
+  if "__cu" in instruction.proto.custom_call_target and len(instruction.shapes) > 1:
+    written -= instruction.shapes[-1].nbytes  # the workspace
+  if instruction.op != "fusion":
+    return sum(operands) + written
+  scope = instruction.called[0]
+  readers = collections.defaultdict(list)
+  for inner in scope.instructions:
+    for operand in inner.operands:
+      readers[operand].append(inner)
+  for i, parameter in enumerate(scope.parameters()):
+    if operands[i] == 0:
+      continue
+    users = readers[parameter]
+    while len(users) == 1 and users[0].op in _SEES:
+      parameter = users[0]
+      users = readers[parameter]
+    if users and all(user.op in _PART and user.operands[0] is parameter for user in users):
+      operands[i] = min(operands[i], sum(map(_nbytes, users)))
+    elif users and all(user.op == "dynamic-update-slice" and user.operands[0] is parameter for user in users):
+      written += sum(_nbytes(user.operands[1]) for user in users) - min(written, operands[i])
+      operands[i] = 0
+    elif any(user.op == "scatter" and user.operands[0] is parameter for user in users):
+      updates = sum(shape.nbytes for user in users for update in user.operands[2:] for shape in update.shapes)
+      written += SCATTERED * updates - min(written, operands[i])
+      operands[i] = 0
+  return sum(operands) + written
+
+
+def _nbytes(instruction: HloInstruction) -> int:
+  return sum(shape.nbytes for shape in instruction.shapes if shape.space == 0)

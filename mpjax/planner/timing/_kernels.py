@@ -24,11 +24,11 @@ from mpjax.jaxpr import (
 from mpjax.planner.analytic import Graph
 from mpjax.planner.compiled._hlo import HloInstruction
 from mpjax.planner.compiled._hlo_parts import path_of_name
+from mpjax.planner.timing._rates import LEAST_DEPTH, ROW_START
 
 Shapes = tuple[tuple[int, ...], ...]
 # FLOPs by the pattern of a kernel's module and the shapes of its operands and results.
 Kernels = Mapping[tuple[str, Shapes], float]
-_LEAST_DEPTH, _ROW_START = 104, 640
 _TARGETS = ("tpu_custom_call", "__cudnn$fmha", "triton", "mosaic")
 
 
@@ -88,9 +88,9 @@ def _attention(kernel: HloInstruction, config: Mapping[str, Any]) -> int:
   at the rate of long rows.
   """
   scores = [int(n) for n in config["intermediate_tensor_shape"]["dimensions"]]
-  depth = max(_LEAST_DEPTH, kernel.operands[0].shapes[0].dims[-1])
+  depth = max(LEAST_DEPTH, kernel.operands[0].shapes[0].dims[-1])
   products = 6 if "Backward" in kernel.proto.custom_call_target else 2
-  flops = 2 * products * math.prod(scores[:-1]) * (scores[-1] + _ROW_START) * depth
+  flops = 2 * products * math.prod(scores[:-1]) * (scores[-1] + ROW_START) * depth
   return flops // (2 if config.get("mask_type") == "CAUSAL" else 1)
 
 

@@ -7,40 +7,45 @@ from collections.abc import Sequence
 
 from mpjax.planner._targets import Target
 
-# Products of a whole step run at lower clocks than short ones, which end before the card reaches the limit of
-# its power: as planned and measured for a deep MLP (step_time_measured_h100.json).
-_SUSTAINED = 0.85
-# Collectives hold some of a GPU's multiprocessors, and copies some of its bandwidth: a guess, not measured.
-_BESIDE = {"gpu": 0.2}
-# Shares of published peaks that large work reaches. GPU: products as measured on an H100
-# (benchmarks/results/rates_h100.json), memory as in steps of GPT there; between GPUs 370 of 450 GB/s, by
-# "How to Scale Your Model". TPU: links 45 of 50 GB/s, by the same book; the others are guesses, for what has
+# All constants that were fitted, each with its source. "H100": products and passes over memory, measured on
+# one (benchmarks/results/rates_h100.json); "steps": measured on one, too (step_time_measured_h100.json);
+# "published": the 23 steps of benchmarks/README.md; "book": "How to Scale Your Model".
+SUSTAINED = 0.85  # steps: a deep MLP runs at lower clocks than short products, before the power's limit
+BESIDE = {"gpu": 0.2}  # a guess: collectives hold some multiprocessors of a GPU, copies some bandwidth
+HIDDEN = 0.15  # compiled steps that gather their parameters first: the share of collectives that others hide
+CYCLES = 0.8  # published: the median of 12 steps takes this share of the compiler's cycles
+# The shares of published peaks that large work reaches. GPU: H100, memory and kernels by steps of GPT, links
+# by the book (370 of 450 GB/s). TPU: links by the book (45 of 50 GB/s), the others are guesses, for what has
 # no cycles.
-_REACHED = {
+REACHED = {
   "gpu": {
     **{"bfloat16": 0.87, "float16": 0.87, "float8": 0.82, "tensorfloat32": 0.8, "float32": 0.78},
     **{"memory": 0.9, "interconnect": 0.8, "kernels": 0.67},
   },
   "tpu": {"memory": 0.9, "interconnect": 0.9, "kernels": 0.5},
 }
-# Rows and columns of a result that one multiprocessor computes at once, and the share of its rate that this
-# reaches: a smaller tile reads more of its operands for each product of two numbers.
-_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (64, 64, 0.7))
-_PARTS_OF_K = (1, 2, 4, 8)
-_FILL = 64  # the depth K that passes while a tile's pipeline fills
-_CONVOLUTION = 0.7  # of the rate of a product
-_LINE = 16  # bytes: cuBLAS has slower kernels for matrices whose rows are not whole multiples of them
-_UNALIGNED = 2.3
-_LAUNCH = {"gpu": 1.1e-6}  # seconds of the smallest kernel of a program, and more of a product's
-_START = 1.8e-6
-_LATENCY = 1e-6  # seconds of one hop
+# H100: rows and columns of a result that one multiprocessor computes at once, and the share of its rate that
+# this reaches: a smaller tile reads more of its operands for each product of two numbers.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (64, 64, 0.7))
+PARTS_OF_K = (1, 2, 4, 8)  # H100
+FILL = 64  # H100: the depth K that passes while a tile's pipeline fills
+CONVOLUTION = 0.7  # of the rate of a product, by steps of ResNet
+LINE = 16  # bytes: cuBLAS has slower kernels for matrices whose rows are not whole multiples of them
+UNALIGNED = 2.3  # H100
+LAUNCH = {"gpu": 1.1e-6}  # H100: seconds of the smallest kernel of a program
+START = 1.8e-6  # H100: more seconds of a product
+LATENCY = 1e-6  # a guess: seconds of one hop
+SCATTERED = 12  # H100: a scatter adds in memory, and takes the time of so many times the bytes of its updates
+NARROW = 2  # steps of GPT: a kernel that writes FP8, often transposed, takes the time of twice its bytes
+LEAST_DEPTH = 104  # H100: a narrower head of cuDNN's attention takes as long as one of this depth
+ROW_START = 640  # H100: a row of T scores takes as long as T and so many at the rate of long rows
 
 
 def efficiency(target: Target, name: str) -> float:
   """Returns the share of a peak that large work reaches, by dtype or `memory`, `interconnect`, `kernels`."""
-  reached = _REACHED.get(target.kind, {}).get(name, 0.95 if target.kind == "tpu" else 0.8)
+  reached = REACHED.get(target.kind, {}).get(name, 0.95 if target.kind == "tpu" else 0.8)
   computes = name not in ("memory", "interconnect") and target.kind == "gpu"
-  return reached * (_SUSTAINED if computes else 1)
+  return reached * (SUSTAINED if computes else 1)
 
 
 def product_seconds(
@@ -61,21 +66,21 @@ def product_seconds(
     convolution: whether it is a convolution, as a product.
   """
   name, peak = target.unit_rate(dtype)
-  rate = peak * efficiency(target, name) * (_CONVOLUTION if convolution and target.kind == "gpu" else 1)
+  rate = peak * efficiency(target, name) * (CONVOLUTION if convolution and target.kind == "gpu" else 1)
   m, n, k = shape
   if target.kind != "gpu":
     return 2 * batch * m * n * (math.ceil(k / 128) * 128) / rate
   units = int(target.cuda.get("core_count", 100))
   best = math.inf
-  for tall, wide, share in _TILES:
+  for tall, wide, share in TILES:
     tiles = batch * math.ceil(m / tall) * math.ceil(n / wide)
-    for parts in _PARTS_OF_K if tiles < units else (1,):
-      depth = k / parts + (_FILL if parts == 1 else 2 * _FILL)
+    for parts in PARTS_OF_K if tiles < units else (1,):
+      depth = k / parts + (FILL if parts == 1 else 2 * FILL)
       rounds = math.ceil(tiles * parts / units)
       best = min(best, rounds * units * 2 * tall * wide * depth / (rate * share))
   itemsize = {"float32": 4, "tensorfloat32": 4, "float8": 1}.get(name, 2)
-  aligned = convolution or not any(side * itemsize % _LINE for side in (n, k) if side > 1)
-  return best * (1 if aligned else _UNALIGNED)
+  aligned = convolution or not any(side * itemsize % LINE for side in (n, k) if side > 1)
+  return best * (1 if aligned else UNALIGNED)
 
 
 def kernel_seconds(target: Target, work: float, nbytes: float) -> float:
@@ -90,7 +95,7 @@ def kernel_seconds(target: Target, work: float, nbytes: float) -> float:
   if target.kind != "gpu":
     return max(work, memory)
   # Operands arrive and results leave only in part while the units work.
-  return math.hypot(work, memory) + _LAUNCH["gpu"] + (_START if work else 0.0)
+  return math.hypot(work, memory) + LAUNCH["gpu"] + (START if work else 0.0)
 
 
 def memory_seconds(target: Target, nbytes: float) -> float:
@@ -109,7 +114,7 @@ def host_seconds(target: Target, nbytes: float) -> float:
 
 def beside_share(target: Target) -> float:
   """Returns the share of its hidden seconds by which a collective or copy slows what hides it."""
-  return _BESIDE.get(target.kind, 0.0)
+  return BESIDE.get(target.kind, 0.0)
 
 
 def collective_seconds(target: Target, operation: str, nbytes: float, group: Sequence[int]) -> float:
@@ -130,13 +135,13 @@ def collective_seconds(target: Target, operation: str, nbytes: float, group: Seq
   share = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
   sent = nbytes * share.get(operation, (n - 1) / n)
   if target.kind == "gpu":
-    return sent / _network(target, operation, group) + _LATENCY * math.log2(n)
+    return sent / _network(target, operation, group) + LATENCY * math.log2(n)
   sides = _spanned(target, n)
   reached = target.interconnect * efficiency(target, "interconnect")
   link = reached / (2 * len(_sides(target)))
-  hops = sum(side // 2 if ring else side - 1 for side, ring in sides) * _LATENCY
+  hops = sum(side // 2 if ring else side - 1 for side, ring in sides) * LATENCY
   if operation == "collective-permute":
-    return sent / link + _LATENCY
+    return sent / link + LATENCY
   if operation.endswith("all-to-all"):
     # A byte passes a quarter of the ring on average, half as much again without a link between its ends.
     longest, ring = max(sides)

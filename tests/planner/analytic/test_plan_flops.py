@@ -232,15 +232,6 @@ def test_what_an_axis_of_the_compiler_divides_counts_its_share():
   assert plan.floor.parts["matrix units"] == pytest.approx(FIRST / 8 / 989.4e12)
 
 
-def test_a_vocabulary_is_to_be_padded_at_its_cost():
-  loss = lambda params, batch: jnp.sum(batch @ params["head"])
-  step, state = a_train_step("bf16", loss=loss, params={"head": S((64, 50_257), F32)})
-  plan = plan_of(step, state, S((B, 64), F32))
-  [note] = [note for note in plan.notes if note.startswith("pad ")]
-  assert "head from 50257 to 50264: 448 more elements" in note
-  assert "5.38 kB with optimizer state" in note  # 12 bytes an element
-
-
 def test_a_padded_convolution_is_judged_by_all_its_taps():
   [product] = plan_of(convolution(1, "SAME"), S((3, 3, 64, 64), BF16), S((2, 8, 8, 64), BF16)).products
   assert (product.shape, product.eligible) == ((2 * 8 * 8, 64, 3 * 3 * 64), True)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import mpjax
 from mpjax.jaxpr import rows
 from mpjax.planner import Collective, get_target
-from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES  # what the reader of programs looks for
+from mpjax.planner.compiled._hlo import COLLECTIVES  # what the reader of programs looks for
 from tests.planner._steps import F32, S, described, mesh_of, on
 
 MESH = mesh_of(data=4, fsdp=2, tensor=1)

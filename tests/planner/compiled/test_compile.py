@@ -86,7 +86,6 @@ def test_a_step_travels_with_what_it_gives_up_and_comes_back_with_its_figures(ta
   program = compile_step(double, (SQUARE, S((8,), jnp.bfloat16)), [0], get_target(target))
   assert (program.arguments, program.aliases) == (64 * 64 * 4 + 16, 64 * 64 * 4)
   assert program.outputs == program.arguments + 16  # and a table of both
-  assert program.flops >= 2 * 64**3
   assert program.accessed > 0
   assert program.temporaries > 0
   assert program.seconds > 0

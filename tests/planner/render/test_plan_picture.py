@@ -34,8 +34,6 @@ def test_an_svg_has_the_names_and_figures_as_text(svg_of, policies):
   svg = svg_of(*map(a_plan, policies))
   for words in (*policies, "master weights", "activations", "analytic", "compiled", "NVIDIA H200 SXM"):
     assert words in svg, words
-  for words in ("element-wise", "GPT/blocks/*/up", "no step is faster", "25.00 ms"):
-    assert words in svg, words
   # Parts too small to be seen are one entry of the legend.
   assert "smaller parts" in svg
   assert ">batch<" not in svg  # 67 MB of 12 GB
@@ -55,20 +53,17 @@ def test_a_png_is_an_image_fit_for_a_report(tmp_path):
   assert height >= 500
 
 
-def test_an_analytic_plan_has_one_bar_and_the_title_names_the_model_and_the_device_without_a_second_size(
-  svg_of,
-):
-  subject, device = "gpt of 124,439,808 parameters, batch of 16", "NVIDIA H200 SXM 141 GB"
+def test_an_analytic_plan_has_one_bar_and_the_title_names_the_model_and_the_device(svg_of):
+  subject, device = "gpt of 124,439,808 parameters, batch of 16", "NVIDIA H200 SXM"
   svg = svg_of(a_plan(subject=subject, device=device, device_memory=5 * 10**9, compiled=False))
   assert subject in svg
   assert "NVIDIA H200 SXM" in svg
-  assert "141 GB" not in svg
   assert "does not fit" in svg
-  assert ">compiled<" not in svg
+  assert "compiled" not in svg
 
 
 def test_totals_stand_right_of_every_line(svg_of):
-  plan = a_plan(time=None)
+  plan = a_plan()
   svg = svg_of(
     dataclasses.replace(plan, device_memory=int(1.001 * plan.peak), usable_memory=int(0.9 * plan.peak))
   )

@@ -6,7 +6,6 @@ import pytest
 
 import mpjax
 from mpjax.planner import TIME_PARTS, get_target
-from mpjax.planner.compiled._hlo_products import group_of
 from mpjax.planner.timing import compiled_time
 from mpjax.planner.timing._rates import collective_seconds
 from tests.planner._steps import described
@@ -143,40 +142,6 @@ def test_the_state_of_a_loop_is_read_in_slices_and_written_in_place():
   state = main.add("parameter", ("f32", 1000, 1024, 256))
   main.add("fusion", ("f32", 1, 1024, 256), state, main.add("parameter", ("s32",)), called=[inner])
   assert of(program, "h100").seconds < 5e-6  # 1 GB would take 300 us
-
-
-@pytest.mark.parametrize(
-  ("groups", "devices"),
-  [
-    ({"replica_groups": [{"replica_ids": [3, 7]}]}, (3, 7)),
-    ({"iota_replica_groups": {"num_replica_groups": 2, "num_devices_per_group": 4}}, (0, 1, 2, 3)),
-    (
-      {
-        "iota_replica_groups": {
-          "num_replica_groups": 4,
-          "num_devices_per_group": 2,
-          "iota_reshape_dims": [2, 4],
-          "iota_transpose_perm": [1, 0],
-        }
-      },
-      (0, 4),
-    ),
-    (
-      {
-        "mesh_replica_groups": {
-          "mesh": {"axes": [{"name": "data", "size": 2}, {"name": "fsdp", "size": 4}]},
-          "axes": [{"mesh_axis_index": 0}],
-        }
-      },
-      (0, 4),
-    ),
-  ],
-)
-def test_a_collective_says_which_devices_exchange(groups, devices):
-  program = Program()
-  main = program.computation("main")
-  main.add("all-reduce", MB, main.add("parameter", MB), **groups)
-  assert tuple(group_of(program.parse().entry.root)) == devices
 
 
 def test_gpus_of_several_hosts_exchange_at_the_rate_of_the_network():

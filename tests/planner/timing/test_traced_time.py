@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import mpjax
-from mpjax.planner import TIME_PARTS, get_target, target_names
+from mpjax.planner import TIME_PARTS, get_target
 from tests.planner._steps import a_train_step
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -26,21 +26,16 @@ def seconds(fun, *args, **options):
   return time_of(fun, *args, **options).seconds
 
 
-def test_every_target_but_this_machine_has_a_time_above_its_floor():
+def test_this_machine_has_no_time_and_a_described_device_says_where_its_own_is_from():
   step, state = a_train_step(
     "bf16", params={"w": S((512, 512))}, loss=lambda p, b: jnp.mean((b @ p["w"]) ** 2)
   )
-  for target in target_names():
-    plan = mpjax.plan(step, state, S((1024, 512)), target=target, compile=False)
-    if target == "here":
-      assert plan.time is None
-      continue
-    time = plan.time
-    assert time.source == "roofline of the traced program"
-    assert plan.floor.seconds < time.seconds < 100 * plan.floor.seconds, target
-    assert set(time.parts) <= set(TIME_PARTS)
-    assert sum(time.parts.values()) == pytest.approx(time.seconds) == sum(time.modules.values())
-    assert time.error > 0.35
+  plan = lambda target: mpjax.plan(step, state, S((1024, 512)), target=target, compile=False)
+  assert plan("here").time is None
+  time = plan("h200").time
+  assert (time.source, time.error) == ("roofline of the traced program", 0.5)
+  assert set(time.parts) <= set(TIME_PARTS)
+  assert sum(time.parts.values()) == pytest.approx(time.seconds) == sum(time.modules.values())
 
 
 def test_element_wise_operations_are_one_pass_over_memory():
@@ -83,10 +78,10 @@ def test_products_take_their_passes_and_loops_their_turns():
   assert often == pytest.approx(4 * once)
 
 
-def test_a_tpu_computes_element_wise_operations_with_the_product_before_them():
+def test_a_tpu_keeps_on_its_chip_what_is_read_soon():
   x, w = S((4096, 4096), BF16), S((4096, 4096), BF16)
   alone, followed = (seconds(fun, x, w, target="v5e") for fun in (jnp.matmul, lambda x, w: jnp.tanh(x @ w)))
-  assert followed == pytest.approx(alone, rel=0.05)
+  assert followed < alone + 1.2 * 32 * MB / get_target("v5e").bandwidth  # what is written, not what is read
   assert time_of(lambda x, w: jnp.tanh(x @ w), x, w).parts.keys() == {"products", "element-wise"}
 
 

@@ -35,5 +35,6 @@ def programs_of(version):
   found = {}
   for key, row in figures.items():
     size = row.pop("size")
+    row.pop("flops", None)  # which older files have
     found[key], protos = Program(**row, proto=protos[:size]), protos[size:]
   return found

@@ -4,14 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import pytest
 from hypothesis import given, settings, strategies as st
 
-from mpjax import _compat  # which release's compiler a peak is of
 from mpjax.jaxpr import BACKWARD, FORWARD
-from mpjax.planner.analytic import make_graph
-from mpjax.planner.analytic._graph import merged  # a plan shows the peak of a whole step alone
-from mpjax.planner.analytic._liveness import Traits, peak, traits_of
+from mpjax.planner._program import live_at_peak, total_bytes  # a plan shows the peak of a whole step alone
+from mpjax.planner.analytic import DividedWeights, make_graph, stored_program
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 S = jax.ShapeDtypeStruct
@@ -19,18 +16,21 @@ N = 32
 KINDS = ("cpu", "gpu", "tpu")
 SQUARE = 4 * N * N  # bytes
 MATRIX = [S((N, N), F32)] * 2
-# As the program says: nothing is widened, halved or kept for other reasons.
-PLAIN = Traits()
 
 
-def graph_of(function, *args, regions=False):
-  return merged(make_graph(jax.make_jaxpr(function)(*args)), through_regions=regions)
+def graph_of(function, *args):
+  return make_graph(jax.make_jaxpr(function)(*args))
 
 
-def peak_of(function, *args, donated=(), traits=PLAIN):
-  """The peak of a function, the arguments apart; `donated` are positions of arguments."""
+def program_of(function, *args, donated=(), kind="gpu"):
+  """What a function stores; `donated` are positions of arguments."""
   graph = graph_of(function, *args)
-  return peak(graph, traits, size=lambda v: v.nbytes, reusable=[graph.arguments[i] for i in donated])
+  return stored_program(graph, DividedWeights(), kind, [graph.arguments[i] for i in donated])
+
+
+def peak_of(function, *args, **options):
+  """The peak of a function, the arguments apart."""
+  return live_at_peak(program_of(function, *args, **options))
 
 
 # Programs at random: each operation reads values that there are already.
@@ -59,31 +59,25 @@ def function_of(program):
 
 
 @settings(max_examples=60, deadline=None)
-@given(programs, st.sampled_from(KINDS), st.integers(2, 5))
-def test_peak_of_any_program(program, kind, factor):
-  graph = graph_of(function_of(program), *MATRIX)
-  size = lambda v: v.nbytes
+@given(programs, st.sampled_from(KINDS))
+def test_peak_of_any_program(program, kind):
+  function = function_of(program)
+  found = program_of(function, *MATRIX, kind=kind)
+  peak = live_at_peak(found)
+  written = [b for operation in found.operations for b in operation.writes]
   # It is between the largest value and all of them.
-  found = peak(graph, traits_of(kind), size=size)
-  computed = [value for operation in graph.operations for value in operation.results]
-  copies = len(graph.results)  # of a result that is an argument, or another result
-  assert found.nbytes <= sum(value.nbytes for value in computed) + copies * SQUARE
-  stored = [value for step in found.order for value in step.writes]
-  assert found.nbytes >= max((found.size(value) for value in stored), default=0)
-  assert found.nbytes % (SQUARE // 2) == 0
+  assert peak.nbytes <= total_bytes(written) + len(found.results) * SQUARE
+  assert peak.nbytes >= max((b.nbytes for b in written if b not in found.given), default=0)
+  assert peak.nbytes == total_bytes(peak.live)
   # Donation never raises it.
-  number = range(len(graph.arguments) + 1)
-  some = [peak(graph, traits_of(kind), size=size, reusable=graph.arguments[:n]).nbytes for n in number]
+  some = [peak_of(function, *MATRIX, kind=kind, donated=range(n)).nbytes for n in range(len(MATRIX) + 1)]
   assert some == sorted(some, reverse=True)
   # Every value is computed before it is read, once.
-  plain, made = peak(graph, PLAIN, size=size), set()
-  written = {id(v) for step in plain.order for v in step.writes}
-  for step in plain.order:
-    assert all(id(v) in made or id(v) not in written for v in step.reads)
-    assert made.isdisjoint({id(v) for v in step.writes})
-    made |= {id(v) for v in step.writes}
-  # It grows with the values.
-  assert peak(graph, PLAIN, size=lambda v: factor * v.nbytes).nbytes == factor * plain.nbytes
+  made = set()
+  for operation in found.operations:
+    assert all(b in made or b not in written for b in operation.reads)
+    assert made.isdisjoint(operation.writes)
+    made.update(operation.writes)
 
 
 # Programs whose peak is known, in arrays of N x N.
@@ -125,7 +119,7 @@ def test_peak_of_a_small_program():
 
 def test_long_chain_has_no_more_than_a_short_one():
   for kind in KINDS:
-    of = lambda n, kind=kind: peak_of(functools.partial(chain, length=n), *MATRIX, traits=traits_of(kind))
+    of = lambda n, kind=kind: peak_of(functools.partial(chain, length=n), *MATRIX, kind=kind)
     assert of(3).nbytes == of(30).nbytes <= 3 * SQUARE, kind
 
 
@@ -149,7 +143,7 @@ def layers(ws, x):
 def test_the_backward_pass_keeps_an_activation_a_layer():
   for length in (1, 2, 8):
     found = peak_of(jax.grad(layers), [MATRIX[0]] * length, ROWS)
-    assert sum(v.nbytes for v in found.saved) == length * ACTIVATION, length
+    assert total_bytes(found.saved) == length * ACTIVATION, length
     assert {(v.maker.name, v.maker.phase) for v in found.saved} == {("tanh", FORWARD)}, length
     assert length * ACTIVATION <= found.nbytes <= (length + 2) * ACTIVATION + length * SQUARE, length
 
@@ -159,39 +153,33 @@ def test_a_checkpointed_layer_keeps_its_input_alone():
   loss = lambda layer: lambda ws, x: jnp.sum(functools.reduce(layer, ws, x))
   args = [MATRIX[0]] * 4, ROWS
   plain, checkpointed = (peak_of(jax.grad(loss(layer)), *args) for layer in (deep, jax.checkpoint(deep)))
-  saved = [sum(v.nbytes for v in one.saved) // ACTIVATION for one in (plain, checkpointed)]
+  saved = [total_bytes(one.saved) // ACTIVATION for one in (plain, checkpointed)]
   assert saved == [3 * 4, 4 - 1]  # the first layer's input is an argument
   assert checkpointed.nbytes < plain.nbytes
 
 
-@pytest.mark.parametrize("newer", [False, True])
-def test_half_precision_halves_what_is_kept_but_by_an_older_compiler_for_cpus(newer, monkeypatch):
-  monkeypatch.setattr(_compat, "has_newer_xla", lambda: newer)
-
-  def kept(kind, dtype):
-    args = [S((N, N), dtype)] * 6, S(ROWS.shape, dtype)
-    found = peak_of(jax.grad(layers), *args, traits=traits_of(kind))
-    return sum(found.size(v) for v in found.saved)
-
-  assert kept("gpu", BF16) * 2 == kept("gpu", F32)
-  assert kept("cpu", BF16) * (2 if newer else 1) == kept("cpu", F32)
+def test_half_precision_halves_what_is_kept():
+  kept = lambda dtype: total_bytes(
+    peak_of(jax.grad(layers), [S((N, N), dtype)] * 6, S(ROWS.shape, dtype)).saved
+  )
+  assert kept(BF16) * 2 == kept(F32)
 
 
 def test_gradients_of_a_scan_are_counted_in_its_stack():
   loss = lambda ws, x: jnp.sum(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0])
   found = peak_of(jax.grad(loss), S((6, N, N), F32), ROWS)
   assert 6 * ACTIVATION <= found.nbytes <= (3 * 6 + 3) * ACTIVATION
-  assert sum(v.nbytes for v in found.saved) >= 6 * ACTIVATION
+  assert total_bytes(found.saved) >= 6 * ACTIVATION
 
 
 # The graph that the peak is of.
 
 
 def test_nothing_unread_is_in_the_graph_and_calls_are_entered_but_loops_are_not():
-  graph = make_graph(jax.make_jaxpr(lambda x, w: ((x @ w).sum(), x + 1)[1])(*MATRIX))
+  graph = graph_of(lambda x, w: ((x @ w).sum(), x + 1)[1], *MATRIX)
   assert [operation.name for operation in graph.operations] == ["add"]
   inner = jax.jit(lambda x, w: jax.checkpoint(jnp.matmul)(x, w) + 1)
-  graph = make_graph(jax.make_jaxpr(lambda x, w: (inner(x, w), looped(x, w)))(*MATRIX))
+  graph = graph_of(lambda x, w: (inner(x, w), looped(x, w)), *MATRIX)
   names = [operation.name for operation in graph.operations]
   assert names.count("dot_general") == 1
   assert names.count("scan") == 1
@@ -199,19 +187,9 @@ def test_nothing_unread_is_in_the_graph_and_calls_are_entered_but_loops_are_not(
   assert times == {("dot_general", 1), ("dot_general", 5)}
 
 
-def test_what_is_computed_twice_is_merged_unless_it_is_to_be_recomputed():
-  twice = lambda x, w: jnp.tanh(x @ w) + jnp.exp(x @ w)
-  products = lambda graph: sum(bool(o.flops) for o in graph.operations)
-  assert products(graph_of(twice, *MATRIX)) == 1
-  gradient = jax.grad(lambda x, w: jnp.sum(jax.checkpoint(lambda x: jnp.tanh(x @ w) ** 2)(x)))
-  both = lambda x, w: (gradient(x, w), jnp.sum(jnp.tanh(x @ w) ** 2))
-  # x @ w, again, and the gradient's; on a CPU it is not again
-  assert [products(graph_of(both, *MATRIX, regions=through)) for through in (False, True)] == [3, 2]
-
-
 def test_phases_are_told_from_each_other():
   step = lambda w, x: w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
-  graph = make_graph(jax.make_jaxpr(step)(*MATRIX))
+  graph = graph_of(step, *MATRIX)
   phases = {}
   for operation in graph.operations:
     phases.setdefault(operation.name, []).append(operation.phase)

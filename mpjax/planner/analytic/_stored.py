@@ -1,0 +1,243 @@
+"""The stored buffers of a traced program: a small model of XLA.
+
+The result of an elementwise operation is computed where it is read; it is stored only if a matrix product, a
+loop or the caller needs it in memory. Operations run in program order, but an update as soon as what it reads
+is there.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from mpjax.formats import narrow_bits
+from mpjax.jaxpr import BACKWARD, OTHER, CallKind, Trait, call_kind, has, layer_pattern
+from mpjax.planner._program import Buffer, Operation, Program
+from mpjax.planner.analytic._divided_weights import DividedWeights
+from mpjax.planner.analytic._graph import Graph, GraphOperation
+from mpjax.products import is_fp8
+
+_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
+
+
+def stored_program(
+  graph: Graph, divided: DividedWeights, kind: str, reusable: Iterable[Buffer] = ()
+) -> Program:
+  """Returns the operations of a graph that store a result, with all that they read from memory.
+
+  Args:
+    graph: graph of the program.
+    divided: the weights that the compiler gathers.
+    kind: kind of the platform. A TPU's compiler fuses casts into products, and stores in half precision what
+      only products of default precision read.
+    reusable: arguments whose memory results may take (donated ones).
+  """
+  storage = _Storage(graph, kind)
+  results = [storage.root(value) for value in graph.results]
+  arguments = [storage.root(value) for value in graph.arguments]
+  operations = [
+    _operation(made, writes, storage, divided, kind)
+    for made in graph.operations
+    if not is_view(made)
+    and ((writes := [v for v in made.results if storage.is_stored(v)]) or made.equation.effects)
+  ]
+  written: set[Buffer] = set()
+  for operation in operations:
+    for copy in divided.copies(operation.made, storage.root):
+      operation.reads[copy] = copy.nbytes
+      if copy not in written:
+        operation.writes = [*operation.writes, copy]
+        written.add(copy)
+  donated = list(reusable)
+  operations += _copies(graph, storage, donated)
+  given = {*arguments, *_in_place(results, arguments, donated)}
+  return Program(_updates_early(operations), results, given)
+
+
+def _operation(
+  made: GraphOperation, writes: list[Buffer], storage: _Storage, divided: DividedWeights, kind: str
+) -> Operation:
+  reads: dict[Buffer, float] = {}
+  for value in made.operands:
+    for source, nbytes in storage.sources(storage.root(value)).items():
+      reads[source] = min(source.nbytes, reads.get(source, 0) + nbytes)
+  extra = divided.gradients(made)
+  if is_fp8(made.equation):  # the quantised operands
+    spec = made.equation.params["spec"]
+    for value, dtype in zip(made.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), strict=True):
+      extra += math.prod(value.shape) * narrow_bits(dtype) // 8
+  return Operation(
+    made,
+    phase=made.phase,
+    reads=reads,
+    writes=writes,
+    spare=() if is_heavy(made) and not has(made.equation, Trait.IN_PLACE) else reads,
+    extra=extra,
+    bodies=[stored_program(body, divided, kind, body.arguments) for body in made.bodies],
+    times=made.times,
+    chooses=call_kind(made.equation) is CallKind.COND,
+    path=layer_pattern(made.path),
+  )
+
+
+def _copies(graph: Graph, storage: _Storage, donated: list[Buffer]) -> list[Operation]:
+  """Returns copies that a compiler adds: results that are views of arguments, and what is updated."""
+  copied = [(value, value.maker) for value in dict.fromkeys(graph.results) if value.maker is not None]
+  copied = [(value, maker) for value, maker in copied if storage.root(value).argument is not None]
+  for made in graph.operations:
+    if has(made.equation, Trait.IN_PLACE) and made.operands and not made.bodies:
+      whole = storage.root(made.operands[0])
+      if whole.argument is not None and whole not in donated:
+        copied.append((whole, made))
+  return [
+    Operation(made, reads={value: 2.0 * value.nbytes}, part="copies", path=layer_pattern(made.path))
+    for value, made in copied
+  ]
+
+
+def _updates_early(operations: list[Operation]) -> list[Operation]:
+  """Returns operations in program order, but an update right behind the last that it waits for."""
+  ready: dict[Buffer, int] = {}  # places of what the backward pass and updates write
+  places = []
+  for i, operation in enumerate(operations):
+    place = (
+      max((ready[b] for b in operation.reads if b in ready), default=i) if operation.phase == OTHER else i
+    )
+    places.append(place)
+    if operation.phase == BACKWARD or place != i:
+      ready.update(dict.fromkeys(operation.writes, place))
+  return [operations[i] for i in sorted(range(len(operations)), key=places.__getitem__)]
+
+
+class _Storage:
+  """Which values of a graph are stored, and where those are computed from that are not."""
+
+  def __init__(self, graph: Graph, kind: str):
+    self._graph = graph
+    self._on_tpu = kind == "tpu"
+    self._view: dict[Buffer, Buffer] = {}
+    self._reach: dict[Buffer, dict[Buffer, float]] = {}
+    for operation in graph.operations:
+      if is_view(operation):
+        for result, operand in zip(operation.results, operation.operands, strict=False):
+          self._view[result] = self.root(operand)
+    self._stored = {self.root(v) for v in (*graph.arguments, *graph.results)}
+    self._readers: dict[Buffer, list[GraphOperation]] = collections.defaultdict(list)
+    for operation in graph.operations:
+      if is_view(operation):
+        continue
+      for value in operation.operands:
+        self._readers[self.root(value)].append(operation)
+      if is_heavy(operation) or has(operation.equation, Trait.STORES_RESULT):
+        self._stored.update(operation.results)
+      if is_heavy(operation):
+        self._stored.update(
+          v for v in map(self.root, operation.operands) if not self._fused_cast(operation, v)
+        )
+    self._keep_shared()
+    if self._on_tpu:
+      self._store_read_often()
+      self._reach.clear()
+      for value in filter(self._only_multiplied, [*self._readers]):
+        value.nbytes //= 2
+
+  def root(self, value: Buffer) -> Buffer:
+    """Returns the value whose memory this is a view of."""
+    return self._view.get(value, value)
+
+  def is_stored(self, value: Buffer) -> bool:
+    """Returns whether a value is in memory."""
+    return value in self._stored
+
+  def sources(self, value: Buffer) -> dict[Buffer, float]:
+    """Returns the value if it is stored, else the stored values that it is computed from, with bytes read."""
+    if self.is_stored(value):
+      return {value: value.nbytes}
+    if value not in self._reach:
+      found: dict[Buffer, float] = {}
+      most = math.inf
+      if value.maker is not None and value.maker.equation.primitive in _SLICES:
+        most = value.nbytes
+      for operand in value.maker.operands if value.maker else ():
+        for source, nbytes in self.sources(self.root(operand)).items():
+          found[source] = max(found.get(source, 0), min(nbytes, most))
+      self._reach[value] = found
+    return self._reach[value]
+
+  def _fused_cast(self, operation: GraphOperation, value: Buffer) -> bool:
+    """Returns whether a TPU's product computes an operand itself."""
+    maker = value.maker
+    if not self._on_tpu or maker is None or not has(operation.equation, Trait.PRODUCT):
+      return False
+    return not (is_heavy(maker) or has(maker.equation, Trait.STORES_RESULT))
+
+  def _only_multiplied(self, value: Buffer) -> bool:
+    """Returns whether only products read a value, and round it to half precision anyway."""
+    rounds = lambda r: has(r.equation, Trait.PRODUCT) and r.equation.params.get("precision") is None
+    readers = self._readers[value]
+    return (
+      value.argument is None and value.dtype == np.float32 and bool(readers) and all(map(rounds, readers))
+    )
+
+  def _store_read_often(self) -> None:
+    """Stores what takes more bytes to compute again for each of its readers."""
+    for operation in self._graph.operations:
+      for value in () if is_view(operation) else operation.results:
+        times = len(self._readers[value])
+        if times > 1 and not self.is_stored(value):
+          again = sum(self.sources(value).values())
+          if times * again > again + (1 + times) * value.nbytes:
+            self._stored.add(value)
+            self._reach.clear()
+
+  def _keep_shared(self) -> None:
+    """Stores what is dearer to recompute: costly operations, and small values computed from large ones."""
+    needed_later = {self.root(v) for o in self._graph.operations if o.phase == BACKWARD for v in o.operands}
+    for operation in self._graph.operations:
+      for value in operation.results:
+        if self.is_stored(value) or value in self._view:
+          continue
+        readers = self._readers[value]
+        if has(operation.equation, Trait.COSTLY) and len(readers) > 1:
+          self._stored.add(value)
+        elif operation.phase != BACKWARD and any(r.phase == BACKWARD for r in readers):
+          sources = self.sources(value)
+          more = sum(s.nbytes for s in sources if s not in needed_later and s.argument is None)
+          if more > value.nbytes:
+            self._stored.add(value)
+            self._reach.clear()
+          else:
+            needed_later.update(sources)
+
+
+def is_heavy(operation: GraphOperation) -> bool:
+  """Returns whether an operation reads its operands from memory, and writes its results to it."""
+  return has(operation.equation, Trait.READS_STORED) or bool(operation.bodies) or operation.crosses
+
+
+def is_view(operation: GraphOperation) -> bool:
+  """Returns whether the result of an operation is the memory of its operand."""
+  if has(operation.equation, Trait.ALIAS):
+    return True
+  if len(operation.operands) != 1 or len(operation.results) != 1:
+    return False
+  operand, result = operation.operands[0], operation.results[0]
+  if operation.equation.primitive is jax.lax.broadcast_in_dim_p:
+    return math.prod(operand.shape) == math.prod(result.shape)
+  is_cast = operation.equation.primitive is jax.lax.convert_element_type_p
+  return is_cast and operand.dtype == result.dtype
+
+
+def _in_place(results: list[Buffer], arguments: list[Buffer], reusable: Iterable[Buffer]) -> set[Buffer]:
+  """Returns the results that take the memory of a donated argument of the same shape and dtype."""
+  free = collections.Counter((v.shape, v.dtype, v.on_host) for v in reusable)
+  fixed, found = set(arguments), set[Buffer]()
+  for v in results:
+    if v not in fixed and v not in found and free[v.shape, v.dtype, v.on_host]:
+      free[v.shape, v.dtype, v.on_host] -= 1
+      found.add(v)
+  return found

@@ -1,0 +1,443 @@
+"""Plans as an answer of twelve lines, and as named tables with a column for each plan."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from mpjax._render.plain_text import bytes_text, table, with_prefix
+from mpjax._render.text_sections import TextRow, TextSection, answer_lines, beside, of_rows
+from mpjax.planner._results import ARGUMENT_PARTS, TIME_PARTS, TRANSIENT_PARTS, Plan, Time
+
+NO_FIT = "DOES NOT FIT"
+_ABREAST = 5  # plans in one table
+_MOST_ROWS, _MOST_PLANS, _MOST_PARTS, _MOST_NAMED = 10, 7, 3, 2
+_MOST_SHARE = 0.97  # the most of a GPU's memory for a process; the driver and the runtime keep the rest
+_ROOMY = 0.5  # a larger batch is suggested below this share of the memory
+_ALIKE = 1e-3  # relative difference of equal times, and the share of the time from which a part is named
+_LARGE = 0.2  # outputs are mentioned above this share of the peak
+_MISSES = 0.01  # products below the full rate are mentioned above this share of the FLOPs
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8", "tensorfloat32": "tf32", "float32": "fp32"}
+_RANKS = {"failed": 0, "out of memory": 0, "install": 2}  # of notes, by kind
+_LEFT_OUT = "notes left out: {}"
+_DIVIDE = "a mesh with fsdp divides them"
+_WAYS_OUT = {
+  "activations": "jax.checkpoint around a block (train.recompute=blocks) keeps fewer of them, a smaller "
+  "batch or accumulate=2 halves them",
+  "optimizer state": f"optimizer_dtype: int8 in the policy takes a quarter of it, {_DIVIDE}",
+  **dict.fromkeys(("workspace", "temporaries"), "a smaller batch or accumulate=2 halves them"),
+  **dict.fromkeys(("compute copies", "gradients", "master weights"), _DIVIDE),
+}
+
+# Names and values of a plan in a table's order: bytes, or text; `None` for what the plan lacks.
+_Rows = Iterator[tuple[str, Any]]
+
+
+def answer(plan: Plan, *, rates: bool = False) -> list[str]:
+  """Returns the answer of one plan, in at most eleven lines.
+
+  Args:
+    plan: the plan.
+    rates: also say tokens, images or rows a second, and the model FLOPs utilisation.
+  """
+  first = [_title([plan], plan.label), *_memory_lines(plan), *_product_lines(plan), *_fp8([plan])]
+  first += [*_collective_lines(plan), *_time_lines(plan), *(_rate_lines(plan) if rates else ())]
+  advice = list(_advice(plan))[:2]
+  if not advice and plan.room:
+    advice = ["nothing to change: it fits, and its products run at the full rate of the matrix units"]
+  return answer_lines(first, _notes([plan]), [f"advice: {line}" for line in advice], rest=_LEFT_OUT)
+
+
+def answer_beside(plans: Sequence[Plan], first: Sequence[str] = (), *, rates: bool = False) -> list[str]:
+  """Returns the answer for several plans, with a row for each, in at most eleven lines.
+
+  Args:
+    plans: the plans, the most important first.
+    first: sentences before the table; by default, the plan with the shortest time among those that fit.
+    rates: show tokens, images or rows a second and the model FLOPs utilisation, in place of the products.
+  """
+  rows, left = _compared(plans[:_MOST_PLANS], rates=rates)
+  lines = [line for row in table(rows, left=left) for line in row]
+  if plans[_MOST_PLANS:]:
+    lines.append(f"{len(plans) - _MOST_PLANS} more in the table summary")
+  said = [*_fp8(plans), *_would_fit(plans), *_notes(plans)]
+  return answer_lines([*(first or _fastest(plans)), _title(plans), *lines], said, rest=_LEFT_OUT)
+
+
+def sections_of(plans: Sequence[Plan]) -> Iterator[TextSection]:
+  """Yields the tables of plans: first what each needs, then the parts."""
+  subjects = dict.fromkeys(plan.subject or plan.label for plan in plans)
+  rows, left = _compared(plans)
+  lines = [*_each_once(plans, lambda plan: [_facts(plan)]), *_would_fit(plans)]
+  yield of_rows(f"Plan of a step: {'; '.join(subjects)}", rows, left=left, lines=lines, name="summary")
+  tables: list[tuple[str, str, Callable[[Plan], _Rows], int]] = [
+    ("Memory of one device", "memory", _memory, _ABREAST),
+    ("Largest saved activations", "activations", _activations, 1),
+    ("Matrix products: FLOPs of one step on one device", "products", _products, _ABREAST),
+    ("Products below the full rate of the matrix units, and fused kernels", "products", _slow_products, 1),
+    ("Collectives of one step on one device", "collectives", _collectives, 1),
+    ("Time of a step", "time", _time, _ABREAST),
+    ("Time by module", "time", _modules, _ABREAST),
+  ]
+  for title, name, of, abreast in tables:
+    for i in range(0, len(plans), abreast):
+      if found := _joined(plans[i : i + abreast], of):
+        yield beside(title, [plan.label for plan in plans[i : i + abreast]], [found], name=name)
+  if notes := _each_once(plans, lambda plan: (*([f"fp8: {plan.fp8}"] if plan.fp8 else []), *plan.notes)):
+    yield TextSection("Notes", lines=notes, name="notes")
+
+
+# Tables.
+
+
+def _joined(plans: Sequence[Plan], of: Callable[[Plan], _Rows]) -> list[TextRow]:
+  """Returns a row for each name that a plan has a value of; a new name goes behind the one before it."""
+  columns: list[dict[str, list[str]]] = []
+  order: list[str] = []
+  for plan in plans:
+    column: dict[str, list[str]] = {}
+    at = 0
+    for name, value in of(plan):
+      if name not in order:
+        order.insert(at, name)
+      at = order.index(name) + 1
+      if value is not None:
+        column.setdefault(name, []).append(value if isinstance(value, str) else bytes_text(value))
+    columns.append(column)
+  cells = [[name, *("; ".join(column.get(name, ["-"])) for column in columns)] for name in order]
+  return [TextRow(row) for row in cells if any(cell != "-" for cell in row[1:])]
+
+
+def _compared(plans: Sequence[Plan], *, rates: bool = False) -> tuple[list[list[str]], list[int]]:
+  """Returns a heading and a row of cells for each plan, and the columns that are aligned left."""
+  item = next((plan.item for plan in plans if plan.item), "rows")
+  middle = [] if rates else ["products", "full rate"]
+  end = [f"{item}/s", "MFU"] if rates else []
+  rows = [["policy", "needs", "of memory", *middle, "time", "mostly", "at least", *end]]
+  for p in plans:
+    middle = [] if rates else [_main_product(p), percent_text(p.eligible) if p.matrix_flops() else "-"]
+    time = [_seconds(p.time.seconds), _largest(p.time)] if p.time else ["-", ""]
+    known = [f"{p.throughput:,.0f}", percent_text(p.utilisation)] if p.throughput else ["-", "-"]
+    floor = _seconds(p.floor.seconds) if p.floor else "-"
+    rows.append([p.label, bytes_text(p.peak), _fit(p), *middle, *time, floor, *(known if rates else ())])
+  return rows, [rows[0].index(name) for name in ("policy", "products", "mostly") if name in rows[0]]
+
+
+def _facts(plan: Plan) -> str:
+  """Returns the target of a plan, its memory, and the number of trained parameters."""
+  has = f"with {bytes_text(plan.device_memory)} of memory" if plan.device_memory else "of unknown memory"
+  takes = ""
+  if plan.room < plan.device_memory:
+    share = f"{percent_text(plan.room / plan.device_memory)}, XLA_PYTHON_CLIENT_MEM_FRACTION"
+    takes = f", of which JAX takes {bytes_text(plan.room)} ({share})"
+  count = "1 device" if plan.devices == 1 else f"{plan.devices} devices, each"
+  return f"target {plan.target}: {plan.device}; {count} {has}{takes}; {plan.parameters:,} parameters"
+
+
+def _memory(plan: Plan) -> _Rows:
+  parts, compiled, host = plan.memory.parts, plan.compiled, plan.host
+  state = [name for name in ARGUMENT_PARTS if name != "batch"]
+  for name in state:
+    yield name, parts.get(name)
+    if name == "optimizer state":
+      yield from ((f"  {slot}", size) for slot, size in plan.memory.optimizer.items())
+  yield "persistent (state)", sum(parts.get(name, 0) for name in state)
+  yield from ((name, parts.get(name)) for name in ("batch", *TRANSIENT_PARTS))
+  yield "peak, analytic", plan.memory.peak
+  if plan.parameters:
+    yield "  per parameter", f"{plan.memory.peak / plan.parameters:.2f} B"
+  if compiled:
+    yield "by the compiler", ""
+    yield "  arguments", compiled.arguments
+    yield "  outputs", compiled.outputs
+    yield "  less aliases", -compiled.aliases
+    yield "  temporaries", compiled.temporaries
+    yield "peak, compiled", compiled.peak
+    yield "  explained by parts", percent_text(compiled.explained)
+    yield from ((f"    {name}", compiled.memory.parts.get(name)) for name in TRANSIENT_PARTS)
+    yield "  time to compile", _seconds(compiled.seconds)
+  yield "peak of JAX's memory" if plan.room < plan.device_memory else "peak of device memory", _fit(plan)
+  if host:
+    yield from (
+      ("on the host", host.held),
+      ("  to the device", host.to_device),
+      ("  to the host", host.to_host),
+    )
+  yield from (("inference weights", plan.inference), ("checkpoint", plan.checkpoint))
+
+
+def _activations(plan: Plan) -> _Rows:
+  yield "all, at their maximum", plan.memory.saved_bytes or None
+  yield (
+    "all, at the peak of memory",
+    plan.memory.parts.get("activations") if plan.memory.saved_bytes else None,
+  )
+  for s in plan.memory.saved[:_MOST_ROWS]:
+    name = f"{s.path} {s.source} {_by(s.shape)}".strip()
+    yield name, f"{s.count} of {s.dtype}  {bytes_text(s.nbytes):>10}"
+
+
+def _products(plan: Plan) -> _Rows:
+  flops, kernels = plan.matrix_flops(), plan.compiled.kernels if plan.compiled else {}
+  if flops:
+    yield "all", with_prefix(sum(flops.values()), "FLOP")
+    yield from ((dtype, percent_text(count / sum(flops.values()))) for dtype, count in flops.items())
+    yield "eligible at full rate", percent_text(plan.eligible)
+  if kernels:
+    yield "by the compiler", ""
+    yield from ((f"  {name}", percent_text(n / max(1, sum(kernels.values())))) for name, n in kernels.items())
+
+
+def _slow_products(plan: Plan) -> _Rows:
+  """Yields the products that run below the full rate, and the fused kernels."""
+  slow = [product for product in plan.products if not product.eligible]
+  for p in slow[:_MOST_ROWS]:
+    shape = f"{p.batch} of {_by(p.shape)}" if p.batch > 1 else _by(p.shape)
+    why = f"{p.why}, full rate at {_by(p.padded)}" if p.padded != p.shape else p.why
+    what = f"{p.batch} kernels of {p.dtype}, in no other figure" if p.kernel else why
+    stated = with_prefix(p.flops, "FLOP") if p.flops else "not stated"
+    yield f"{_module(p)} {p.source} {p.kernel or shape}".strip(), f"{what}  {stated:>13}"
+  yield "more", str(len(slow) - _MOST_ROWS) if slow[_MOST_ROWS:] else None
+
+
+def _collectives(plan: Plan) -> _Rows:
+  for c in plan.collectives:
+    among = f" among {c.group}" if c.group else ""
+    yield (
+      f"{c.operation} {c.dtype}{among}",
+      f"{c.count} times, {bytes_text(c.nbytes)}: {', '.join(c.sources)}",
+    )
+  if plan.collectives and plan.compiled is None:
+    yield "of the compiler", "not known: these the step states itself"
+
+
+def _time(plan: Plan) -> _Rows:
+  """Yields the estimated time by part, where it is from, the rates, and the floor."""
+  if time := plan.time:
+    yield f"time by the {time.source}", _seconds(time.seconds)
+    yield "  error to expect", f"+-{100 * time.error:.0f}%"
+    yield from ((f"  {name}", _seconds(time.parts[name])) for name in TIME_PARTS if name in time.parts)
+    if time.hidden:
+      yield "hidden by other work", _seconds(time.hidden)
+  if plan.throughput:
+    yield f"{plan.item} a second", f"{plan.throughput:,.0f}"
+  if plan.utilisation:
+    yield "model FLOPs utilisation", percent_text(plan.utilisation)
+  if floor := plan.floor:
+    yield "no step is faster than", _seconds(floor.seconds)
+    yield from ((f"  {name}", _seconds(seconds)) for name, seconds in floor.parts.items())
+    yield "bound by", floor.bound
+    yield from (("bytes read and written", floor.touched_bytes), ("bytes moved at least", floor.moved_bytes))
+    if floor.moved_bytes < floor.touched_bytes:
+      yield "a cache may keep of them", floor.cache
+
+
+def _modules(plan: Plan) -> _Rows:
+  modules = _by_size(plan.time.modules) if plan.time else []
+  yield from ((name or "(no module)", _seconds(seconds)) for name, seconds in modules[:_MOST_ROWS])
+  if modules[_MOST_ROWS:]:
+    yield "others", _seconds(sum(seconds for _, seconds in modules[_MOST_ROWS:]))
+
+
+# Lines of answers.
+
+
+def _fastest(plans: Sequence[Plan]) -> Iterator[str]:
+  """Yields a line on the plans with the shortest time among those that fit."""
+  fitting = [plan for plan in plans if not plan.room or plan.peak <= plan.room]
+  if not fitting:
+    yield f"none of {len(plans)} fits"
+  if times := {plan.label: plan.time for plan in fitting if plan.time}:
+    least = min(times.values(), key=lambda time: time.seconds)
+    best = [name for name, t in times.items() if math.isclose(t.seconds, least.seconds, rel_tol=_ALIKE)]
+    yield f"shortest time: {', '.join(best)}, {_about(least)} by the {least.source}"
+
+
+def _title(plans: Sequence[Plan], label: str = "") -> str:
+  """Returns the step that is planned, and the device."""
+  subjects = "; ".join(dict.fromkeys(plan.subject for plan in plans if plan.subject))
+  counts = dict.fromkeys((plan.target, plan.devices) for plan in plans)
+  where = ", ".join(_name_of(name) + (f", {n} devices" if n > 1 else "") for name, n in counts)
+  count = plans[0].parameters
+  subject = subjects or ("a step" if not count else f"a step of {count:,} parameters")
+  return f"{f'plan of {label}' if label else 'plans'} on {where}: {subject}"
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+  """Yields whether a plan fits, and its largest parts."""
+  needs = f"{bytes_text(plan.peak)}; the size of the device's memory is not known"
+  if plan.room:
+    whose = "that JAX takes" if plan.room < plan.device_memory else "of a device"
+    room = f"{bytes_text(plan.peak)} of the {bytes_text(plan.room)} {whose}"
+    needs = f"{NO_FIT if plan.peak > plan.room else 'fits'}: {room}, {percent_text(plan.peak / plan.room)}"
+  yield f"memory: {needs} ({'by the compiler' if plan.compiled else 'analytic'})"
+  yield f"  largest: {', '.join(f'{name} {bytes_text(size)}' for name, size in _parts(plan)[:_MOST_PARTS])}"
+  if host := plan.host:
+    each = f"{bytes_text(host.to_device)} to the device and {bytes_text(host.to_host)} back in each step"
+    yield f"  on the host: {bytes_text(host.held)}; {each}"
+
+
+def _product_lines(plan: Plan) -> Iterator[str]:
+  """Yields the shares of the matrix FLOPs by dtype, the products below the full rate, and the kernels."""
+  flops = plan.matrix_flops()
+  whole = max(1, sum(flops.values()))
+  if flops:
+    shares = ", ".join(f"{dtype} {percent_text(count / whole)}" for dtype, count in flops.items())
+    rate = "all at" if plan.eligible == 1 else f"{percent_text(1 - plan.eligible)} below"
+    yield f"products: {shares} of {with_prefix(whole, 'FLOP')}; {rate} the full rate of the units"
+  slow = {
+    p.why: f"{p.path or p.source} ({p.why})" for p in reversed(plan.products) if not (p.eligible or p.kernel)
+  }
+  if 1 - plan.eligible >= _MISSES:
+    named = list(slow.values())[::-1]
+    yield f"  below the full rate: {'; '.join(named[:_MOST_NAMED])}{_more(named, 'more reasons', '; ')}"
+  if kernels := list(dict.fromkeys(product.kernel for product in plan.products if product.kernel)):
+    yield f"fused kernels: {', '.join(kernels[:_MOST_PARTS])}; not in the products or the least time"
+
+
+def _collective_lines(plan: Plan) -> Iterator[str]:
+  if found := plan.collectives:
+    shown = [f"{c.operation} {c.dtype} {bytes_text(c.nbytes)}" for c in found[:_MOST_NAMED]]
+    yield f"between devices: {', '.join(shown)}{_more(found, 'more', ', ')}"
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
+  if plan.floor is None:
+    yield f"time: not known, because {_name_of(plan.target)} has no published peak rates"
+    return
+  about = f"{_about(plan.time)} by the {plan.time.source}; " if plan.time else ""
+  yield f"time: {about}at least {_seconds(plan.floor.seconds)} ({plan.floor.bound})"
+  parts = _by_size(plan.time.parts)[:_MOST_PARTS] if plan.time else []
+  shown = [f"{name} {_seconds(n)}" for name, n in parts if plan.time and n >= _ALIKE * plan.time.seconds]
+  if shown:
+    yield f"  largest: {', '.join(shown)}"
+
+
+def _rate_lines(plan: Plan) -> Iterator[str]:
+  """Yields the items a second on all devices and on one, and the model FLOPs utilisation."""
+  if not plan.throughput:
+    yield "rate: not known, because the time is not known"
+    return
+  one = f", {plan.throughput / plan.devices:,.0f} of each device" if plan.devices > 1 else ""
+  of = f"{percent_text(plan.utilisation)} of {with_prefix(plan.peak_flops, 'FLOP/s')}"
+  yield f"rate: {plan.throughput:,.0f} {plan.item}/s{one}; model FLOPs utilisation (MFU) {of}"
+
+
+def _fp8(plans: Sequence[Plan]) -> list[str]:
+  """Returns a line on each FP8 recipe in force."""
+  return _each_once(plans, lambda plan: [plan.fp8] if plan.fp8 else [], lead="fp8: ")
+
+
+def _notes(plans: Sequence[Plan]) -> list[str]:
+  """Returns the notes: failures first, missing packages last."""
+  ranks = {note: _RANKS.get(note.kind, 1) for plan in plans for note in plan.notes}
+  said = _each_once(plans, lambda plan: sorted(plan.notes, key=ranks.__getitem__))
+  return [f"note: {text}" for text in said]
+
+
+def _would_fit(plans: Sequence[Plan]) -> Iterator[str]:
+  """Yields sentences on the plans that fit a device, but not what JAX takes of it."""
+  for plan in plans:
+    share = math.ceil(100 * plan.peak / max(1, plan.device_memory)) / 100
+    if plan.room < plan.peak and share <= _MOST_SHARE:
+      yield (
+        f"{plan.label} fits the device, but not the share of it that JAX takes by default: "
+        f"XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} in the environment gives it room."
+      )
+
+
+def _advice(plan: Plan) -> Iterator[str]:
+  """Yields what to change, the most important first."""
+  if plan.room and plan.peak > plan.room:
+    yield from _would_fit([plan])
+    for name, size in [part for part in _parts(plan) if part[0] in _WAYS_OUT][:1]:
+      yield f"{name} {bytes_text(size)}: {_WAYS_OUT[name]}; --fit (mpjax.largest_batch) finds what fits"
+  outputs = dict(_parts(plan)).get("outputs", 0)
+  if plan.memory.optimizer and outputs > _LARGE * plan.peak:
+    yield f"outputs {bytes_text(outputs)}: jax.jit(step, donate_argnums=...) writes them where the inputs lie"
+  first = next(iter(plan.matrix_flops()), "")
+  if plan.floor and (first in ("float32", "tensorfloat32") or " x" in first):
+    yield "a policy in half precision (bf16 or fp16) multiplies at a higher rate"
+  bound = plan.floor.bound if plan.floor else ""
+  if bound == "interconnect" or (plan.time and _largest(plan.time) == "collectives"):
+    yield "reduce_dtype: bfloat16 or gather_dtype: float8_e4m3fn in the policy sends fewer bytes"
+  if plan.room and plan.peak < _ROOMY * plan.room:
+    yield "a larger batch fits: --fit (mpjax.largest_batch) finds the largest"
+
+
+# Cells and words.
+
+
+def _each_once(plans: Sequence[Plan], of: Callable[[Plan], Iterable[str]], lead: str = "") -> list[str]:
+  """Returns each text of the plans once; the labels of its plans lead, or `lead` if all have it."""
+  found: dict[str, list[str]] = {}
+  for plan in plans:
+    for text in dict.fromkeys(of(plan)):
+      found.setdefault(text, []).append(plan.label)
+  every = len(plans)
+  return [f"{lead if len(s) == every else ', '.join(s) + ': '}{text}" for text, s in found.items()]
+
+
+def _parts(plan: Plan) -> list[tuple[str, int]]:
+  """Returns the parts of a plan's peak, the compiler's if it has them, the largest first."""
+  return _by_size(plan.compiled.memory.parts if plan.compiled else plan.memory.parts)
+
+
+def _by_size(parts: dict[str, Any]) -> list[tuple[str, Any]]:
+  return sorted(parts.items(), key=lambda part: -part[1])
+
+
+def _fit(plan: Plan) -> str:
+  if not plan.room:
+    return "not known"
+  return percent_text(plan.peak / plan.room) + (f"  {NO_FIT}" if plan.peak > plan.room else "")
+
+
+def _main_product(plan: Plan) -> str:
+  """Returns the dtype of the most matrix FLOPs, and its share if others have some."""
+  flops: Counter[str] = Counter()
+  for dtype, count in plan.matrix_flops().items():
+    dtype, _, passes = dtype.partition(" ")
+    short = next((short for name, short in _SHORT.items() if dtype.startswith(name)), dtype)
+    flops[f"{short} {passes}".rstrip()] += count
+  first, count = next(iter(flops.most_common(1)), ("-", 0))
+  return first if len(flops) < 2 else f"{first} {percent_text(count / flops.total())}"
+
+
+def _largest(time: Time) -> str:
+  """Returns the kind of work that takes the most time; empty for no time."""
+  return max(time.parts, key=lambda name: time.parts[name], default="")
+
+
+def _about(time: Time) -> str:
+  return f"about {_seconds(time.seconds)} (+-{100 * time.error:.0f}%)"
+
+
+def _more(found: Any, what: str, gap: str) -> str:
+  """Returns how many are not named."""
+  return f"{gap}{len(found) - _MOST_NAMED} {what}" if len(found) > _MOST_NAMED else ""
+
+
+def percent_text(share: float) -> str:
+  """Returns a share as `99.9%`; only a whole is shown as 100.0%, and only nothing as 0.0%."""
+  if 0 < share < 5e-4:
+    return "<0.1%"
+  return f"{min(100 * share, 99.9) if share < 1 else 100 * share:.1f}%"
+
+
+def _module(product: Any) -> str:
+  return f"{product.path} ({product.phase})".lstrip() if product.phase else product.path
+
+
+def _name_of(target: str) -> str:
+  return "this machine" if target == "here" else target
+
+
+def _seconds(seconds: float) -> str:
+  return with_prefix(seconds, "s")
+
+
+def _by(shape: Sequence[int]) -> str:
+  return "x".join(map(str, shape)) or "scalar"
