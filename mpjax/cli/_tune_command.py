@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import yaml
 
-from mpjax.cli._config_arguments import require_files, whole_number, write_file
+from mpjax.cli._config_arguments import check_picture, whole_number, write_file, writing
 from mpjax.cli._exit_status import config_errors
 from mpjax.cli._policy_arguments import split_policies
 from mpjax.cli._show import progress, report_console, say, show
@@ -74,10 +74,11 @@ def run(options: argparse.Namespace) -> None:
   show(result, console, options.table)
   report: dict[str, Any] = result.to_dict()
   if options.out:
-    write_file("--out", options.out, _config_text(path, overrides, result))
+    write_file("--out", options.out, _config_text(path, overrides, result), new=True)
     say(console, f"the config with this policy: {options.out}")
   if options.picture:
-    result.save_picture(options.picture)
+    with writing("--picture", options.picture):
+      result.save_picture(options.picture)
     say(console, f"picture: {options.picture}")
   if options.prove:
     config = on_devices_here(config)
@@ -112,7 +113,7 @@ def _check(options: argparse.Namespace) -> None:
     value = getattr(options, flag)
     if value is not None and not value > 0:
       raise ConfigError(f"--{flag} {value}: expected a positive number")
-  require_files(options, "out", "json", "picture", new="out")
+  check_picture(options.picture)
 
 
 def _config_text(path: pathlib.Path, overrides: Sequence[str], result: TuneResult) -> str:

@@ -65,7 +65,7 @@ WRONG = {
   "an output that exists": (["--out", "there.yaml"], "--out there.yaml: exists; it is not overwritten"),
   "a folder that does not": (
     ["--json", "no/where.json"],
-    "--json no/where.json: expected a file in a folder that exists",
+    "--json no/where.json: cannot be written (No such file or directory)",
   ),
   "a picture of no kind": (["--picture", "tune.gif"], "expected a file that ends in .png or .svg"),
   "no steps to prove": (["--prove", "0"], "--prove 0: expected a positive number"),
