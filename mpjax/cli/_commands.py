@@ -230,8 +230,8 @@ def parse(name: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
 def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
   """Adds the arguments of a command to a parser."""
   if command.first:
-    optional = {"nargs": "?", "default": "gpt_stdlib"} if command.first == "config" else {}
-    parser.add_argument(command.first, help=command.first_help, **optional)  # type: ignore[arg-type]
+    nargs, default = ("?", "gpt_stdlib") if command.first == "config" else (None, None)
+    parser.add_argument(command.first, nargs=nargs, default=default, help=command.first_help)
     text = "; ".join([command.overrides, *command.keys.values()])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=text)
   groups: dict[str, Any] = {}

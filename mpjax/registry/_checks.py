@@ -75,9 +75,9 @@ def dotted_keys(schema: type, prefix: str = "") -> Iterator[str]:
       yield prefix + name
     if name == "policy":
       yield from (f"policy.{f.name}" for f in dataclasses.fields(Policy) if f.name not in ("name", "reason"))
-  if hasattr(schema, "kinds"):
-    for kind in schema.kinds.registered().values():
-      yield from dotted_keys(kind.keys, prefix)
+  kinds: Any = getattr(schema, "kinds", None)
+  for kind in kinds.registered().values() if kinds else ():
+    yield from dotted_keys(kind.keys, prefix)
 
 
 def _fields(schema: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _describe(error: pydantic.ValidationError, schema: type, where: str, owner: 
     place, _, name = key.rpartition(".")
     if went := instead(name, place):
       return f"unknown key {key!r}{went}"
-    at = schema
+    at: Any = schema
     for part in first["loc"][:-1]:
       at = _fields(at).get(str(part))
     known = list(_fields(at))

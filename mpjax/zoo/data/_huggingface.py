@@ -61,8 +61,8 @@ def load_huggingface(
       cut = len(stream) - round(len(stream) * valid_fraction) if packed else int(lengths[:count].sum())
       found = [(stream[:cut], lengths[:count]), (stream[cut:], lengths[count:])]
     streams, counts = map(list, zip(*found, strict=True))
-    counts = None if packed else counts
-    return streams_to_rows(streams, source, "tokens", seq_len, {"vocab_size": vocab_size}, counts)
+    facts = {"vocab_size": vocab_size}
+    return streams_to_rows(streams, source, "tokens", seq_len, facts, None if packed else counts)
   if text_column:
     documents: list[dict[str, bytes]] = [{} for _ in splits]
     for of, (name, split) in zip(documents, splits.items(), strict=True):
