@@ -20,7 +20,7 @@ import rich.table
 from benchmarks._runner import origin
 from benchmarks._timing import Stepper, compared, in_turns
 from mpjax._render.plain_text import bytes_text
-from mpjax.cli._config_arguments import add_config, with_default
+from mpjax.cli._commands import Command, add_arguments as add_of_command, with_default
 from mpjax.cli._policy_arguments import split_policies
 from mpjax.train import load_config, load_plugins, make_setup
 from mpjax.train.setup._setup import Setup
@@ -30,7 +30,7 @@ POLICIES = ("fp32", "bf16", "fp16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the config, and how often to time it."""
-  add_config(parser, overrides="dotted keys that override the file; policy=a,b for the policies to compare")
+  add_of_command(parser, Command("", overrides="dotted keys that override the file; policy=a,b to compare"))
   parser.add_argument("--rounds", type=int, default=20, help="of timed steps")
 
 

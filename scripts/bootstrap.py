@@ -2,29 +2,22 @@
 
 The environment is `.venv` next to this folder, or `MPJAX_VENV`. It is made once, and updated when
 pyproject.toml changes. `MPJAX_EXTRAS` names more extras of the package, such as plan-tpu. Needs only Python
-3.11 or later with pip.
+3.11 or later with pip; the newest Python gets the newest JAX.
 
-`test` uses the newest Python on this machine, and with it the newest JAX. It runs the checks and the tests.
-`test --all` also runs slow tests (compiling for other devices, training, killing and joining processes), and
-then the tests that depend on JAX's internals with the oldest supported versions (scripts/oldest.txt). Other
-arguments go to pytest.
+`test` runs the checks and the tests. `test --all` also runs slow tests (compiling for other devices,
+training, killing and joining processes), and then the tests that depend on JAX's internals with the oldest
+supported versions (scripts/oldest.txt). Other arguments go to pytest.
 """
 
-import collections
 import hashlib
 import os
 import pathlib
-import re
-import shutil
 import subprocess
 import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-NEWER = (13, 12)  # minor versions of Python 3 to look for, newest first
 OLDEST = ROOT / "scripts" / "oldest.txt"
-# A line of pip's output.
-DOWNLOAD = re.compile(r"\s*(?:Downloading|Using cached) (\S+?)-\d\S* \((\d+(?:\.\d+)? [MG]B)\)")
 # Code that prints the versions in an environment before it is used.
 VERSIONS = """
 import importlib.metadata, sys
@@ -46,34 +39,27 @@ def main() -> int:
     )
   command, arguments = sys.argv[1], sys.argv[2:]
   if command == "train":
-    if not arguments or "=" in arguments[0]:
-      arguments.insert(0, str(ROOT / "configs" / "gpt_stdlib.yaml"))
-    python = environment(sys.executable, "train")
-    return subprocess.call([python, str(ROOT / "scripts" / "train.py"), *arguments], env=variables(python))
-  newest = newer_python() or sys.executable
+    if not arguments or "=" in arguments[0]:  # a third of its steps; `mpjax train gpt_stdlib` takes the rest
+      first = ["train.steps=200", "train.eval_every=100", "train.checkpoint_every=100"]
+      arguments[:0] = [str(ROOT / "configs" / "gpt_stdlib.yaml"), *first]
+    python = environment("train")
+    line = [python, str(ROOT / "scripts" / "train.py"), *arguments]
+    if status := subprocess.call(line, env=variables(python)):
+      return status
+    print(f"next: {pathlib.Path(python).with_name('mpjax')} explain gpt_stdlib policy=bf16,fp16")
+    return 0
+  python = environment("test")
   if arguments not in ([], ["--all"]):
-    return run(environment(newest, "test"), "pytest", *arguments)
-  return test(newest, *arguments)
-
-
-def test(newest: str, *everything: str) -> int:
-  """Runs the checks and tests with one Python; with `--all`, also some tests with the oldest versions.
-
-  Returns:
-    The exit status of the first command that fails, or 0.
-  """
-  python = environment(newest, "test")
-  minutes = "up to 90 minutes" if everything else "about 9 minutes at first, 4 later"
+    return run(python, "pytest", *arguments)
+  minutes = "up to 90 minutes" if arguments else "about 9 minutes at first, 4 later"
   print(f"checks and tests: {minutes} on two free cores", flush=True)
   checks = ["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["mkdocs", "build", "--strict"]
-  for check in (*checks, ["pytest", "-n", "2", *everything]):
+  for check in (*checks, ["pytest", "-n", "2", *arguments]):
     if status := run(python, *check):
       return status
-  if not everything:
+  if not arguments:
     return 0
-  if newest == sys.executable:
-    print("no newer Python is installed: tested with the newest JAX for this one", flush=True)
-  oldest = environment(sys.executable, "test-core", OLDEST)
+  oldest = environment("test-core", OLDEST)
   return run(oldest, "pytest", "-n", "2", "-m", "not slow", *(f"tests/{name}" for name in INTERNALS))
 
 
@@ -94,76 +80,30 @@ def variables(python: str) -> dict[str, str]:
   return {**kept, "PYTHONPYCACHEPREFIX": str(pathlib.Path(python).absolute().parents[1] / "bytecode")}
 
 
-def newer_python() -> str | None:
-  """Returns the newest working Python on the path or in pyenv, if it is newer than this one."""
-  pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
-  for minor in NEWER:
-    if (3, minor) <= sys.version_info[:2]:
-      break
-    name = f"python3.{minor}"
-    on_path = shutil.which(name)
-    of_pyenv = sorted(pyenv.glob(f"versions/3.{minor}.*/bin/{name}"))
-    # A shim of pyenv may be on the path and not start, if pyenv does not select that version.
-    for found in filter(None, (on_path, *map(str, reversed(of_pyenv)))):
-      if subprocess.call([found, "-c", "import venv"], stderr=subprocess.DEVNULL) == 0:
-        return found
-  return None
-
-
-def install(python: pathlib.Path, *arguments: str) -> None:
-  """Runs pip, and prints the name and size of each package that it downloads.
-
-  Raises:
-    CalledProcessError: if pip fails; its last lines are printed first.
-  """
-  # Modules are compiled when first imported; compiling them all would take half of the time.
-  command = [str(python), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check"]
-  command += ["--progress-bar", "off", *arguments]
-  start = time.monotonic()
-  said: collections.deque[str] = collections.deque(maxlen=20)
-  with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
-    for line in pip.stdout or ():
-      said.append(line)
-      if line.startswith("Installing collected packages:"):
-        text = f"installing {line.count(',') + 1} packages"
-      elif found := DOWNLOAD.match(line):
-        text = f"{found[1]}, {found[2]}"
-      else:
-        continue
-      print(f"  {time.monotonic() - start:4.0f} s  {text}", flush=True)
-  if pip.returncode:
-    print("".join(said), file=sys.stderr, end="")
-    raise subprocess.CalledProcessError(pip.returncode, command)
-
-
-def environment(base: str, extra: str, constraints: pathlib.Path | None = None) -> str:
-  """Makes or updates a virtual environment with an extra of the package.
+def environment(extra: str, constraints: pathlib.Path | None = None) -> str:
+  """Makes or updates a virtual environment with an extra of the package; returns its Python.
 
   Args:
-    base: the Python to make it from; a Python other than this one gets its own environment.
     extra: an extra of the package; the extras in `MPJAX_EXTRAS` are added.
-    constraints: a file of versions; it gets its own environment, too.
-
-  Returns:
-    The environment's Python.
+    constraints: a file of versions; it gets an environment of its own.
   """
   folder = pathlib.Path(os.environ.get("MPJAX_VENV", ROOT / ".venv"))
-  if constraints or base != sys.executable:
-    folder = folder.with_name(f"{folder.name}-{constraints.stem if constraints else 'newest'}")
+  if constraints:
+    folder = folder.with_name(f"{folder.name}-{constraints.stem}")
   extras = ",".join(filter(None, (extra, os.environ.get("MPJAX_EXTRAS", ""))))
   python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
   stamp = folder / f"mpjax-{extras}.stamp"
   wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
   wanted.update(constraints.read_bytes() if constraints else b"")
   if not stamp.exists() or stamp.read_text() != wanted.hexdigest():
-    start = time.monotonic()
     print(f"setting up {folder} (once)", flush=True)
     if not python.exists():
-      subprocess.check_call([base, "-m", "venv", str(folder)])
-    limits = ["--constraint", str(constraints)] if constraints else []
-    install(python, *limits, "-e", f"{ROOT}[{extras}]")
+      subprocess.check_call([sys.executable, "-m", "venv", str(folder)])
+    # Modules are compiled when first imported; compiling them all would take half of the time.
+    install = [str(python), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check"]
+    install += ["--progress-bar", "off", *(["--constraint", str(constraints)] if constraints else [])]
+    subprocess.check_call([*install, "-e", f"{ROOT}[{extras}]"])
     stamp.write_text(wanted.hexdigest())
-    print(f"set up in {time.monotonic() - start:.0f} s", flush=True)
   subprocess.check_call([str(python), "-c", VERSIONS, str(folder)])
   return str(python)
 

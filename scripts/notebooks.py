@@ -7,6 +7,7 @@ for each notebook, and would hide warnings, which are errors here.
 import ast
 import base64
 import contextlib
+import copy
 import io
 import json
 import os
@@ -18,10 +19,6 @@ from collections.abc import Iterator
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "docs" / "notebooks"
-_DPI = 80
-
-Notebook = dict[str, Any]
-Output = dict[str, Any]
 
 
 def main() -> None:
@@ -37,7 +34,7 @@ def main() -> None:
     print(f"{path}: {path.stat().st_size / 1e3:.0f} kB", flush=True)
 
 
-def execute(notebook: Notebook) -> Notebook:
+def execute(notebook: dict[str, Any]) -> dict[str, Any]:
   """Runs the code of a notebook in a new namespace, and returns the notebook with its outputs.
 
   Raises:
@@ -46,19 +43,18 @@ def execute(notebook: Notebook) -> Notebook:
   import matplotlib
 
   matplotlib.use("agg")
-  names: dict[str, Any] = {"__name__": "__main__"}
-  cells, number = [], 0
-  for cell in notebook["cells"]:
-    if cell["cell_type"] == "code":
-      number += 1
-      outputs = list(_run("".join(cell["source"]), names, number))
-      cell = {**cell, "execution_count": number, "outputs": outputs}
-    cells.append(cell)
-  return {**notebook, "cells": cells}
+  executed, names = copy.deepcopy(notebook), {"__name__": "__main__"}
+  cells = [cell for cell in executed["cells"] if cell["cell_type"] == "code"]
+  for number, cell in enumerate(cells, 1):
+    outputs = list(_run("".join(cell["source"]), names, number))
+    cell.update(execution_count=number, outputs=outputs)
+  return executed
 
 
-def _run(source: str, names: dict[str, Any], number: int) -> Iterator[Output]:
+def _run(source: str, names: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
   """Runs a cell and yields its outputs: printed text, figures, and the value of the last expression."""
+  import matplotlib.pyplot as plt
+
   tree = ast.parse(source)
   file, last, value = f"cell_{number}", None, None
   if tree.body and isinstance(end := tree.body[-1], ast.Expr):
@@ -70,25 +66,18 @@ def _run(source: str, names: dict[str, Any], number: int) -> Iterator[Output]:
       value = eval(compile(last, file, "eval"), names)
   if printed.getvalue():
     yield {"output_type": "stream", "name": "stdout", "text": printed.getvalue().splitlines(keepends=True)}
-  for png in _figures():
-    yield {"output_type": "display_data", "metadata": {}, "data": {"image/png": png}}
+  for figure in map(plt.figure, plt.get_fignums()):
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=80, bbox_inches="tight", metadata={"Software": None})
+    plt.close(figure)
+    data: dict[str, Any] = {"image/png": base64.b64encode(png.getvalue()).decode() + "\n"}
+    yield {"output_type": "display_data", "metadata": {}, "data": data}
   # A semicolon at the end hides the value, as in Jupyter.
   if value is not None and not source.rstrip().endswith(";"):
     data = {"text/plain": repr(value).splitlines(keepends=True)}
     if hasattr(value, "_repr_html_"):
       data["text/html"] = value._repr_html_().splitlines(keepends=True)
     yield {"output_type": "execute_result", "execution_count": number, "metadata": {}, "data": data}
-
-
-def _figures() -> Iterator[str]:
-  """Yields the open figures as PNG in base64, and closes them."""
-  from matplotlib import pyplot as plt
-
-  for figure in map(plt.figure, plt.get_fignums()):
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=_DPI, bbox_inches="tight", metadata={"Software": None})
-    plt.close(figure)
-    yield base64.b64encode(file.getvalue()).decode() + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The set-up says what it installs while it does, and what pip said where it fails."""
+"""What the set-up runs, and where its processes keep what they compile."""
 
 import importlib.util
 import pathlib
@@ -13,33 +13,6 @@ bootstrap = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(bootstrap)
 
 
-def a_python(folder, said, status):
-  """A Python whose pip says some lines."""
-  python = folder / "python"
-  python.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\nexit {status}\n")
-  python.chmod(0o755)
-  return python
-
-
-def test_large_downloads_and_the_installation_are_shown(tmp_path, capsys):
-  said = """Collecting jax>=0.10
-  Downloading jax-0.12.0.1-py3-none-any.whl.metadata (13 kB)
-  Downloading jaxlib-0.12.0-cp313-cp313-manylinux_2_27_x86_64.whl (85.1 MB)
-  Using cached scipy-1.17.1-cp313-cp313-manylinux_2_27_x86_64.whl (35 MB)
-Installing collected packages: scipy, jaxlib, jax
-Successfully installed jax-0.12.0.1 jaxlib-0.12.0 scipy-1.17.1"""
-  bootstrap.install(a_python(tmp_path, said, 0), "-e", ".[train]")
-  lines = [line.split(" s  ")[1] for line in capsys.readouterr().out.splitlines()]
-  assert lines == ["jaxlib, 85.1 MB", "scipy, 35 MB", "installing 3 packages"]
-
-
-def test_a_failure_shows_what_pip_said(tmp_path, capsys):
-  said = "Collecting jax>=0.10\nERROR: No matching distribution found for jax>=0.10"
-  with pytest.raises(subprocess.CalledProcessError):
-    bootstrap.install(a_python(tmp_path, said, 1), "-e", ".[train]")
-  assert "No matching distribution" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
   ("arguments", "suites"),
   [
@@ -51,8 +24,7 @@ def test_a_failure_shows_what_pip_said(tmp_path, capsys):
 )
 def test_what_is_run_after_test(arguments, suites, monkeypatch, capsys):
   ran, status = [], []
-  monkeypatch.setattr(bootstrap, "environment", lambda base, extra, constraints=None: "python")
-  monkeypatch.setattr(bootstrap, "newer_python", lambda: "newer")
+  monkeypatch.setattr(bootstrap, "environment", lambda extra, constraints=None: "python")
   monkeypatch.setattr(bootstrap, "INTERNALS", ("jaxpr",))
   monkeypatch.setattr(bootstrap, "run", lambda python, *line: ran.append(list(line)) or len(ran) in status)
   monkeypatch.setattr("sys.argv", ["bootstrap.py", "test", *arguments])

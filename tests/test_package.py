@@ -88,12 +88,14 @@ import sys, mpjax
 print([name for name in ("jax", "numpy") if name in sys.modules])
 mpjax.autocast, mpjax.make_train_step, mpjax.dynamic_loss_scale, mpjax.get_policy
 print([name for name in {heavy} if name in sys.modules], mpjax.formats.FORMATS.keys())
+mpjax.train.load_config("gpt_stdlib")  # a model's keys are known without the model
+print([name for name in ("flax", "grain", "orbax", "sklearn") if name in sys.modules])
 from mpjax import *
 print({{*mpjax.__all__}} - {{*globals()}})
 """
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-  without_jax, step, whole = done.stdout.splitlines()
-  assert without_jax == "[]"
+  without_jax, step, config, whole = done.stdout.splitlines()
+  assert without_jax == config == "[]"
   assert step.startswith("[] dict_keys(['float64'")
   assert whole == "set()"
 

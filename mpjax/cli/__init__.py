@@ -1,7 +1,6 @@
-# PYTHON_ARGCOMPLETE_OK
 """The commands of mpjax: `mpjax train`, `mpjax plan` and so on, also as `python -m mpjax`.
 
-Help, the version, completion and errors about flags do not import JAX, which takes most of a second.
+Help, the version and most errors about arguments do not import JAX, which takes most of a second.
 """
 
 from __future__ import annotations
@@ -9,30 +8,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import os
 import sys
 from collections.abc import Sequence
 
 from mpjax._render.install_text import pip_install
 from mpjax._version import __version__
+from mpjax.cli._commands import COMMANDS, parse
 from mpjax.cli._exit_status import outcome_of
-from mpjax.cli._parsers import parse
 from mpjax.registry._names import nearest
 from mpjax.train._interrupt import Interrupt
 
 __all__ = ["COMMANDS", "main", "run_command"]
 
-# What each command does, and which extras it needs.
-COMMANDS = {
-  "train": ("train a config's model, or resume an unfinished run", "train"),
-  "explain": ("say what runs in which dtype under a policy, and why", "train"),
-  "plan": ("say what a training step costs on a device that you need not have", "train,plan"),
-  "numerics": ("show what a policy does to the numbers of a run, and what to change", "train,numerics"),
-  "tune": ("find the cheapest policy that is good enough", "train"),
-  "export": ("write the parameters of a run as safetensors", "train"),
-  "env": ("show versions, devices and flags, for a bug report", ""),
-  "bench": ("measure mpjax against its alternatives (in a checkout)", "bench"),
-}
 _HELP = """\
 usage: mpjax COMMAND ...
 
@@ -48,8 +35,7 @@ examples:
 commands:
 {commands}
 
-mpjax COMMAND --help describes a command; mpjax --version prints the version.
-For completion with Tab: eval "$(register-python-argcomplete mpjax)\""""
+mpjax COMMAND --help describes a command; mpjax --version prints the version."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,11 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
   Args:
     arguments: the command and its arguments; those of this process by default.
   """
-  if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
-    importlib.import_module("mpjax.cli._completion").complete()
   arguments = sys.argv[1:] if arguments is None else arguments
   if not arguments or arguments[0] in ("-h", "--help"):
-    print(_help(), file=sys.stdout if arguments else sys.stderr)
+    lines = [f"  {name:8}  {command.does}" for name, command in COMMANDS.items()]
+    print(_HELP.format(commands="\n".join(lines)), file=sys.stdout if arguments else sys.stderr)
     return 0 if arguments else 2
   name, *rest = arguments
   if name == "--version":
@@ -90,14 +75,14 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
     # A run counts a signal from here on, also while JAX is imported.
     with Interrupt() if name == "train" else contextlib.nullcontext() as options.interrupt:
       command = importlib.import_module(f"mpjax.cli._{name}_command")
-      _silence()
+      for library in ("absl", "asyncio"):  # used by orbax; they log errors that they also raise
+        logging.getLogger(library).setLevel(logging.CRITICAL)
       return command.run(options) or 0
   except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package in ("", "mpjax"):
       raise
-    extras = COMMANDS[name][1]
-    print(f"error: {prog} needs {package}: {pip_install(extras)}", file=sys.stderr)
+    print(f"error: {prog} needs {package}: {pip_install(COMMANDS[name].extras)}", file=sys.stderr)
     return 2
   except BaseException as error:
     outcome = outcome_of(error)
@@ -106,15 +91,3 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
     status, line = outcome
     print(line, file=sys.stderr)
     return status
-
-
-def _silence() -> None:
-  """Keeps libraries from logging errors that they also raise, since a command reports these in one line."""
-  for library in ("absl", "asyncio"):  # used by orbax
-    logging.getLogger(library).setLevel(logging.CRITICAL)
-
-
-def _help() -> str:
-  width = max(map(len, COMMANDS))
-  lines = [f"  {name:{width}}  {text}" for name, (text, _) in COMMANDS.items()]
-  return _HELP.format(commands="\n".join(lines))

@@ -1,12 +1,4 @@
-"""Exit statuses of the commands.
-
-- 0: the command finished.
-- 2: the config, the data or the usage is wrong (one line on stderr).
-- 3: every step was skipped, or the state or the last loss is not finite.
-- 4: a checkpoint or another file of the run cannot be written, or no checkpoint can be read.
-- 5: another process of the run was lost, or there was no progress for `distributed.hang_timeout_s`.
-- 130, 143, 129: Ctrl-C, SIGTERM or SIGHUP stopped the run: before the first step, or after a checkpoint was
-  saved.
+"""Exit statuses of the commands; docs/train.md has a table of them.
 
 Each process of several ends with the status of the one that ended the run. JAX's runtime aborts a process
 that cannot watch the coordinator when the coordinator is lost (134 in a shell).

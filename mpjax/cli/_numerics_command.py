@@ -10,7 +10,7 @@ import rich.console
 import yaml
 
 from mpjax import formats
-from mpjax.cli._config_arguments import require_file, require_files, whole_number, write_file
+from mpjax.cli._config_arguments import whole_number, write_file, writing
 from mpjax.cli._exit_status import config_errors
 from mpjax.cli._policy_arguments import warn_of_policy
 from mpjax.cli._show import progress, report_console, say, show
@@ -33,7 +33,6 @@ def run(options: argparse.Namespace) -> None:
   load_plugins(options.plugin)
   own, overrides = options.own, options.overrides
   path, checkpoint = run_or_config(options.config, own.get("checkpoint"))
-  require_files(options, "html", "json", "apply", new="apply")
   config = load_config(path, overrides)
   warn_of_policy(config.policy)
   console = report_console()
@@ -41,14 +40,11 @@ def run(options: argparse.Namespace) -> None:
     _hunt(config, checkpoint, options.hunt, console, options.table)
     return
   page = pathlib.Path(options.html or _page(path, config, checkpoint))
-  if checkpoint is not None:
-    require_file("--html", str(page))
   batches, keep = whole_number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
   steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
-  if not console.is_terminal:
-    training = f"compiling the training step, and training {steps} steps"
-    say(console, training if steps else "building the model and reading its state")
-  with console.status("building the model"):
+  doing = f"compiling the training step, and training {steps} steps"
+  with progress(console, lines=True) as advance:
+    advance(doing if steps else "building the model and reading its state")
     subject = open_subject(config, checkpoint)
   recipe, used = config.resolve_policy().fp8, subject.step.policy.fp8
   if recipe and used and recipe.recipe != used.recipe:
@@ -63,14 +59,7 @@ def run(options: argparse.Namespace) -> None:
       advance("training")
       subject.train()
   total = batches * subject.step.accumulate
-  with progress(console, total) as advance, config_errors():
-
-    def tell(line: str) -> None:
-      if not console.is_terminal:
-        is_batch = line.startswith("batch ")
-        say(console, f"inspected {line} of {total}" if is_batch else _SAID.get(line, line))
-      advance(line)
-
+  with progress(console, total, lines=True) as advance, config_errors():
     report = inspect_numerics(
       subject.step,
       subject.state,
@@ -78,12 +67,22 @@ def run(options: argparse.Namespace) -> None:
       reference=subject.reference,
       keep=keep,
       title=title,
-      progress=tell,
+      progress=lambda line: advance(
+        f"inspected {line} of {total}" if line.startswith("batch ") else _SAID.get(line, line)
+      ),
     )
   show(report, console, options.table, alarm="^problem")
-  _write(report, page, options, console)
+  with writing("--html", str(page)):
+    if options.html is None:
+      page.parent.mkdir(parents=True, exist_ok=True)
+    report.save_html(page)
+  say(console, f"page: {page}")
+  if options.json:
+    with writing("--json", options.json):
+      report.save_json(options.json)
+    say(console, f"data: {options.json}")
   if options.apply:
-    write_file("--apply", options.apply, _advised_config(path, overrides, report))
+    write_file("--apply", options.apply, _advised_config(path, overrides, report), new=True)
     say(console, f"the config with this policy: {options.apply}")
 
 
@@ -96,20 +95,6 @@ def _page(path: pathlib.Path, config: Config, checkpoint: str | None) -> pathlib
   run, _ = locate(checkpoint)
   is_own = load_config(run / "config.yaml").resolve_policy() == policy
   return run / ("numerics.html" if is_own else f"numerics-{label}.html")
-
-
-def _write(
-  report: NumericsReport, page: pathlib.Path, options: argparse.Namespace, console: rich.console.Console
-) -> None:
-  try:
-    page.parent.mkdir(parents=True, exist_ok=True)
-    report.save_html(page)
-    say(console, f"page: {page}")
-    if options.json:
-      report.save_json(options.json)
-      say(console, f"data: {options.json}")
-  except OSError as error:
-    raise ConfigError(f"{error.filename or page}: cannot be written ({error.strerror})") from error
 
 
 def _hunt(

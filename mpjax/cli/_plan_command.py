@@ -6,7 +6,7 @@ import argparse
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import rich.console
 from mpjax._render.html_sections import Report
 from mpjax._render.plain_text import bytes_text
 from mpjax._types import PolicyLike
-from mpjax.cli._config_arguments import require_files, write_file
+from mpjax.cli._config_arguments import check_picture, write_file, writing
 from mpjax.cli._exit_status import config_errors
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
 from mpjax.cli._show import progress, report_console, say, show
@@ -38,59 +38,63 @@ def run(options: argparse.Namespace) -> None:
     # This process only traces, and the target's compiler has its own process: no device is needed here.
     jax.config.update("jax_platforms", "cpu")
   load_plugins(options.plugin)
-  configs = [load_config(options.config, [f"policy={name}", *overrides]) for name in policies]
-  config = configs[0] if configs else load_config(options.config, overrides)
+  named = [[f"policy={name}"] for name in policies] or [[]]
+  configs = [load_config(options.config, [*policy, *overrides]) for policy in named]
   console = report_console()
-  if options.memory and not (options.fit or options.cheapest):
+  if options.memory and not options.search:
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest, too")
   if options.multiple is not None and options.multiple < 1:
     raise ConfigError(f"--multiple {options.multiple}: expected a positive number")
-  require_files(options, "json", "picture")
-  for each in configs or [config]:
+  check_picture(options.picture)
+  for each in configs:
     warn_of_policy(each.policy, target.kind)
-  planner = Planner(config, target)
+  planner = Planner(configs[0], target)
   compile: bool | str = False if options.analytic else "auto"
-  memory = _memory(options.memory, target) if options.fit or options.cheapest else 0
-  chosen: list[PolicyLike | None] = [each.policy for each in configs] or [None]
-  fits: list[Fit] = []
-  if options.cheapest:
-    named = chosen if policies else presets_of(target)
-    choices = list(itertools.product(named, _RECOMPUTE, planner.gathers))
-    plans = _compare(planner, choices, compile, console)
-  elif options.fit:
+  memory = _memory(options.memory, target) if options.search else 0
+  chosen: list[PolicyLike | None] = [each.policy for each in configs] if policies else [None]
+  report: dict[str, Any] = {}
+  first: list[str] = []
+  if options.search == "fit":
     with progress(console) as advance, config_errors():
       fits = [_fit(planner, policy, memory, compile, options.multiple, advance) for policy in chosen]
     plans = [fit.plan for fit in fits]
-  else:
-    plans = _compare(planner, [(policy, None, None) for policy in chosen], compile, console)
-  report: dict[str, Any] = {"plans": [one.to_dict() for one in plans]}
-  first = [f"{fit.plan.label}: {fit}" for fit in fits]
-  if fits:
-    report["fit"] = [
-      {"label": f.plan.label, "batch": f.batch, "next_batch": f.next_batch, "next_peak": f.next_peak}
-      | {"memory": f.memory, "tried": f.tried}
-      for f in fits
-    ]
-  if options.cheapest:
+    first = [f"{fit.plan.label}: {fit}" for fit in fits]
+    keys = ("batch", "next_batch", "next_peak", "memory", "tried")
+    report["fit"] = [{"label": fit.plan.label} | {key: getattr(fit, key) for key in keys} for fit in fits]
+  elif options.search == "cheapest":
+    asked = chosen if policies else presets_of(target)
+    plans = _compare(planner, itertools.product(asked, _RECOMPUTE, planner.gathers), compile, console)
     with config_errors():
       best = cheapest(plans, memory)
-    report["cheapest"] = best.label
     first = [f"cheapest that fits {bytes_text(memory)}: {best.label}, {bytes_text(best.peak)}"]
-  if not fits and all(plan.time for plan in plans):
-    plans.sort(key=lambda plan: plan.time.seconds if plan.time else 0.0)
-  if options.cheapest:
-    plans.sort(key=lambda plan: plan is not best)
-  rates = options.tokens
-  if len(plans) > 1:
-    said = answer_beside(plans, first, rates=rates)
+    report["cheapest"] = best.label
   else:
-    said = [*first, *answer(plans[0], rates=rates)]
+    plans = _compare(planner, [(policy, None, None) for policy in chosen], compile, console)
+  report = {"plans": [plan.to_dict() for plan in plans], **report}
+  if options.search != "fit":
+    plans = _fastest_first(plans)
+  if options.search == "cheapest":
+    plans.sort(key=lambda plan: plan is not best)
+  said = (
+    answer_beside(plans, first, rates=options.tokens)
+    if len(plans) > 1
+    else [*first, *answer(plans[0], rates=options.tokens)]
+  )
   show(Report(said, list(sections_of(plans))), console, options.table, alarm=NO_FIT)
   if options.json:
     write_file("--json", options.json, json.dumps(report, indent=1) + "\n")
   if options.picture:
-    save_picture(plans, options.picture)
+    with writing("--picture", options.picture):
+      save_picture(plans, options.picture)
     say(console, f"picture: {options.picture}")
+
+
+def _fastest_first(plans: list[Plan]) -> list[Plan]:
+  """Returns plans by their time, if all have one."""
+  seconds = [plan.time.seconds for plan in plans if plan.time]
+  if len(seconds) < len(plans):
+    return plans
+  return [plans[i] for i in sorted(range(len(plans)), key=seconds.__getitem__)]
 
 
 def _memory(text: str | None, target: Target) -> int:
@@ -108,17 +112,19 @@ def _memory(text: str | None, target: Target) -> int:
 
 def _compare(
   planner: Planner,
-  choices: Sequence[tuple[PolicyLike | None, str | None, str | None]],
+  tried: Iterable[tuple[PolicyLike | None, str | None, str | None]],
   compile: bool | str,
   console: rich.console.Console,
 ) -> list[Plan]:
   """Plans each policy, recompute and gather; returns plans that are the same once."""
   plans: dict[str, Plan] = {}
+  choices = list(tried)
   # --cheapest takes long: it says in a file, too, how far it is.
   with progress(console, len(choices), lines=choices[0][1] is not None) as advance:
     for i, (policy, how, gather) in enumerate(choices):
-      more = [f"{word} {value}" for word, value in (("recompute", how), ("gather", gather)) if value]
-      advance(f"plan {i + 1} of {len(choices)}: {', '.join([str(policy or planner.config.policy), *more])}")
+      words = [str(policy or planner.config.policy)]
+      words += [f"{word} {value}" for word, value in (("recompute", how), ("gather", gather)) if value]
+      advance(f"plan {i + 1} of {len(choices)}: {', '.join(words)}")
       made = planner.plan(policy, recompute=how, gather=gather, compile=compile)
       plans.setdefault(made.label, made)
   return list(plans.values())

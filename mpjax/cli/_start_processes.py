@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +30,7 @@ def start(flags: Flags, settings: DistributedConfig, interrupt: Interrupt) -> Pr
   """Starts `jax.distributed` if there are several processes. Call it before anything uses a device.
 
   Raises:
-    ConfigError: if flags are missing or wrong, or the environment is not clear.
+    ConfigError: if flags are missing or wrong, the port is taken, or JAX cannot start the processes.
     Interrupted: if a signal came before.
   """
   if not _are_several(flags):
@@ -41,16 +38,12 @@ def start(flags: Flags, settings: DistributedConfig, interrupt: Interrupt) -> Pr
   # Its handler would take SIGTERM away from the loop, which lets all processes agree on it.
   jax.config.update("jax_enable_preemption_service", False)
   options: dict[str, Any] = {
-    # Longer than ours: where it ends, the runtime aborts this process.
+    # Longer than ours: where it ends, the runtime aborts this process with a trace of its own.
     "initialization_timeout": round(settings.start_timeout_s) + 60,
     "heartbeat_timeout_seconds": max(1, round(settings.heartbeat_timeout_s)),
     "shutdown_timeout_seconds": max(1, round(settings.hang_timeout_s)),
   }
   if flags.coordinator is not None:
-    host, _, port = flags.coordinator.rpartition(":")
-    is_local = host in ("localhost", "127.0.0.1")
-    if flags.process == 0:
-      _require_free(flags.coordinator, host if is_local else "", int(port))
     options |= {
       "coordinator_address": flags.coordinator,
       "num_processes": flags.processes,
@@ -58,15 +51,27 @@ def start(flags: Flags, settings: DistributedConfig, interrupt: Interrupt) -> Pr
       # A process started by hand uses all devices of its machine, in every allocation.
       "cluster_detection_method": "deactivate",
     }
-    if is_local:
+    host, _, port = flags.coordinator.rpartition(":")
+    if is_local := host in ("localhost", "127.0.0.1"):
       options["coordinator_bind_address"] = flags.coordinator
+    if flags.process == 0:
+      try:  # JAX 0.12 ends in a segmentation fault
+        socket.create_server((host if is_local else "", int(port))).close()
+      except OSError as error:
+        why = f"{os.strerror(error.errno or 0)}: expected a free port of this machine"
+        raise ConfigError(f"--coordinator {flags.coordinator}: {why}") from error
+  timer = threading.Timer(settings.start_timeout_s, _give_up, [settings.start_timeout_s])
+  timer.daemon = True
   try:
     # It waits in native code, where a flag is not looked at.
-    with interrupt.off(), _bounded(settings.start_timeout_s):
+    with interrupt.off():
+      timer.start()
       jax.distributed.initialize(**options)
   except (RuntimeError, ValueError, OSError) as error:  # JAX's own are RuntimeErrors
     where = f" ({flags.coordinator} may be in use, or on another machine)" if flags.process == 0 else ""
     raise ConfigError(f"the processes cannot be started together: {one_line(str(error))}{where}") from error
+  finally:
+    timer.cancel()
   # Devices of several processes start together: a process with a wrong config would make the others wait.
   jax.devices()
   return Processes(settings, interrupt)
@@ -106,37 +111,11 @@ def _are_several(flags: Flags) -> bool:
   return True
 
 
-def _require_free(coordinator: str, host: str, port: int) -> None:
-  """Raises `ConfigError` if the coordinator's port cannot be had: JAX may crash the process."""
-  is_dual = not host and socket.has_dualstack_ipv6()
-  family = socket.AF_INET6 if is_dual else socket.AF_INET
-  try:
-    socket.create_server((host, port), family=family, dualstack_ipv6=is_dual).close()
-  except OSError as error:
-    if error.errno in (errno.EADDRINUSE, errno.EACCES):
-      why = os.strerror(error.errno)
-      raise ConfigError(
-        f"--coordinator {coordinator}: {why}: expected a free port of this machine"
-      ) from error
-
-
-@contextlib.contextmanager
-def _bounded(limit_s: float) -> Iterator[None]:
-  """Ends the process if the block takes too long, where JAX would abort."""
-
-  def give_up() -> None:
-    print(
-      f"error: the processes did not come together within distributed.start_timeout_s={limit_s:g} seconds: "
-      "one did not reach the coordinator, or not all were there in time",
-      file=sys.stderr,
-      flush=True,
-    )
-    os._exit(LOST)
-
-  timer = threading.Timer(limit_s, give_up)
-  timer.daemon = True
-  timer.start()
-  try:
-    yield
-  finally:
-    timer.cancel()
+def _give_up(limit_s: float) -> None:
+  print(
+    f"error: the processes did not come together within distributed.start_timeout_s={limit_s:g} seconds: "
+    "one did not reach the coordinator, or not all were there in time",
+    file=sys.stderr,
+    flush=True,
+  )
+  os._exit(LOST)

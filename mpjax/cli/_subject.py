@@ -101,15 +101,13 @@ def find_batch(checkpoint: str) -> pathlib.Path:
     ConfigError: if the run saved no batch.
   """
   run, _ = locate(checkpoint)
-  number = lambda file: file.stem.removeprefix("nonfinite_batch_")
-  files = [file for file in run.glob("nonfinite_batch_*.npz") if number(file).isdecimal()]
-  files.sort(key=lambda file: int(number(file)))
+  files = list(run.glob("nonfinite_batch_*.npz"))
   if not files:
     raise ConfigError(
       f"{run} holds no nonfinite_batch_*.npz, which a run writes when it stops with non-finite gradients: "
       "name a batch, as in --hunt batch.npz"
     )
-  return files[-1]
+  return max(files, key=lambda file: (len(file.name), file.name))  # by the number of its step
 
 
 def load_batch(path: pathlib.Path, like: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -125,8 +123,6 @@ def load_batch(path: pathlib.Path, like: dict[str, np.ndarray]) -> dict[str, np.
   try:
     with np.load(path, allow_pickle=False) as file:
       batch = {name: file[name] for name in file.files}
-  except FileNotFoundError:
-    raise ConfigError(f"--hunt {path}: no such file") from None
   except Exception as error:  # a damaged archive can raise anything
     raise ConfigError(f"--hunt {path}: cannot be read as a batch ({error})") from error
   rows = lambda tree: {name: f"{x.dtype}{list(np.shape(x)[1:])}" for name, x in tree.items()}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from mpjax.cli._config_arguments import require_files, whole_number, write_file
+from mpjax.cli._config_arguments import whole_number, write_file
 from mpjax.cli._exit_status import config_errors
 from mpjax.cli._policy_arguments import split_policies
 from mpjax.cli._show import progress, report_console, say, show
@@ -33,8 +33,8 @@ def run(options: argparse.Namespace) -> None:
   path, checkpoint = run_or_config(options.config, own.get("checkpoint"))
   steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
   batches = whole_number(own, "batches", _BATCHES, 1)
-  _check(options)
-  with config_errors():
+  with config_errors():  # before anything is computed
+    parse_tolerance(options.tolerance)
     target = get_target(own.get("target"))
   load_plugins(options.plugin)
   config = load_config(path, [*overrides, "policy=fp32"])
@@ -60,18 +60,11 @@ def run(options: argparse.Namespace) -> None:
       )
   show(result, console, options.table)
   if options.out:
-    write_file("--out", options.out, _config_text(path, overrides, result))
+    write_file("--out", options.out, _config_text(path, overrides, result), new=True)
     say(console, f"the config with this policy: {options.out}")
   if options.json:
     write_file("--json", options.json, json.dumps(result.to_dict(), indent=1) + "\n")
     say(console, f"data: {options.json}")
-
-
-def _check(options: argparse.Namespace) -> None:
-  """Raises for wrong arguments and for files that cannot be written, before anything is computed."""
-  with config_errors():
-    parse_tolerance(options.tolerance)
-  require_files(options, "out", "json", new="out")
 
 
 def _config_text(path: pathlib.Path, overrides: Sequence[str], result: TuneResult) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
-from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 
 from mpjax._gone import instead
+from mpjax.policy import Policy
 from mpjax.registry._errors import ConfigError
-from mpjax.registry._names import config_keys, keys_meant
+from mpjax.registry._names import keys_meant
 
 
 def _no_bool(value: object) -> object:
@@ -35,7 +38,8 @@ class Section(pydantic.BaseModel):
   model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
 
-_S = TypeVar("_S", bound=Section)
+_T = TypeVar("_T")
+_adapter = functools.cache(pydantic.TypeAdapter)
 
 # The expected value, by the first word of pydantic's name of the error.
 _EXPECTED = {"int": "an integer", "float": "a number", "finite": "a finite number", "bool": "true or false"}
@@ -43,11 +47,11 @@ _EXPECTED |= {"string": "text"} | dict.fromkeys(("list", "tuple"), "a list")
 _EXPECTED |= dict.fromkeys(("dict", "model"), "a mapping of keys")
 
 
-def checked(section: type[_S], data: object, where: str = "", owner: str = "") -> _S:
-  """Makes a section of plain data.
+def checked(schema: type[_T], data: object, where: str = "", owner: str = "") -> _T:
+  """Makes a section, or a kind's keys, of plain data.
 
   Args:
-    section: the class of the section.
+    schema: the class of the section, or the typed dict of the keys.
     data: a mapping of its keys.
     where: the key of the section; empty for a whole config.
     owner: says whose keys these are, as in `model.kind=gpt`.
@@ -56,12 +60,36 @@ def checked(section: type[_S], data: object, where: str = "", owner: str = "") -
     ConfigError: for the first mistake; one line that names the key.
   """
   try:
-    return section.model_validate(data)
+    made: _T = _adapter(schema).validate_python(data)
   except pydantic.ValidationError as error:
-    raise ConfigError(_describe(error, section, where, owner)) from error
+    raise ConfigError(_describe(error, schema, where, owner)) from error
+  return made
 
 
-def _describe(error: pydantic.ValidationError, section: type[Section], where: str, owner: str) -> str:
+def dotted_keys(schema: type, prefix: str = "") -> Iterator[str]:
+  """Yields the keys of a section, and those of the sections, kinds and policy in it: `train.steps`."""
+  for name, annotation in _fields(schema).items():
+    if _fields(annotation):
+      yield from dotted_keys(annotation, f"{prefix}{name}.")
+    else:
+      yield prefix + name
+    if name == "policy":
+      yield from (f"policy.{f.name}" for f in dataclasses.fields(Policy) if f.name not in ("name", "reason"))
+  kinds: Any = getattr(schema, "kinds", None)
+  for kind in kinds.registered().values() if kinds else ():
+    yield from dotted_keys(kind.keys, prefix)
+
+
+def _fields(schema: Any) -> dict[str, Any]:
+  """Returns the annotation of each key of a section or a typed dict; nothing for anything else."""
+  if not isinstance(schema, type):
+    return {}
+  if issubclass(schema, Section):
+    return {name: field.annotation for name, field in schema.model_fields.items()}
+  return schema.__annotations__ if hasattr(schema, "__total__") else {}
+
+
+def _describe(error: pydantic.ValidationError, schema: type, where: str, owner: str) -> str:
   # An unknown key may be a misspelt form of a missing one, so it comes first.
   first = min(error.errors(), key=lambda each: each["type"] == "missing")
   key = ".".join(map(str, ([where] if where else []) + [*first["loc"]]))
@@ -76,10 +104,12 @@ def _describe(error: pydantic.ValidationError, section: type[Section], where: st
     place, _, name = key.rpartition(".")
     if went := instead(name, place):
       return f"unknown key {key!r}{went}"
-    known = _keys(section, first["loc"][:-1])
+    at: Any = schema
+    for part in first["loc"][:-1]:
+      at = _fields(at).get(str(part))
+    known = list(_fields(at))
     expected = f"expected one of {', '.join(known)}" if known else "it has none"
-    others = [other for other in config_keys() if other != key]  # of another kind, it may be one
-    meant = keys_meant(key, [*known, *others])
+    meant = keys_meant(key, [*known, *(other for other in dotted_keys(schema) if other != key)])
     near = f"; did you mean {meant[0]!r}?" if meant else ""
     return f"unknown key {key!r}{' of ' * bool(owner)}{owner}: {expected}{near}"
   if kind in _EXPECTED and fault in ("type", "parsing", "from_float", "number"):
@@ -96,11 +126,3 @@ def _describe(error: pydantic.ValidationError, section: type[Section], where: st
   if kind != "value" or not isinstance(value, Mapping):  # else the message names several keys of it
     key += f"={value!r}"
   return f"{key}: {message}"
-
-
-def _keys(section: type[Section], loc: tuple[int | str, ...]) -> list[str]:
-  """Returns the keys of the section at `loc` in a section."""
-  fields = section.model_fields
-  for name in loc:
-    fields = getattr(fields[str(name)].annotation, "model_fields", {}) if name in fields else {}
-  return [field.alias or name for name, field in fields.items()]

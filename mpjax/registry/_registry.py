@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import types
 import typing
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, TypeVar, Union
 
 import pydantic
 import pydantic_core
+import typing_extensions
 
 from mpjax.dtypes import did_you_mean
 from mpjax.registry._checks import Float, Int, Section, checked
@@ -25,11 +27,13 @@ class Registered:
 
   Attributes:
     fun: the function.
-    keys: checks its keyword-only arguments.
+    keys: a typed dict of its keyword-only arguments.
+    defaults: their defaults, as plain data.
   """
 
   fun: Callable[..., Any]
-  keys: type[Section]
+  keys: type[dict[str, Any]]
+  defaults: dict[str, Any]
 
   @property
   def is_own(self) -> bool:
@@ -68,9 +72,8 @@ class Kinds:
       raise TypeError(f'{title}: expected a name, as in @mpjax.train.register_{self.section}("mine")')
 
     def decorate(fun: _F) -> _F:
-      made = Registered(fun, _keys(fun, title, self.positional, self.common))
-      there = self.registered().get(name)
-      if there is not None and there.is_own and not made.is_own:
+      made = Registered(fun, *_keys(fun, title, self.positional, self.common))
+      if not made.is_own and name in self.registered() and self._kinds[name].is_own:
         raise ValueError(f"{title}: mpjax itself uses this name; choose another")
       self._kinds[name] = made
       return fun
@@ -79,6 +82,7 @@ class Kinds:
 
   def registered(self) -> dict[str, Registered]:
     """Returns all registered kinds by name."""
+    importlib.import_module("mpjax.zoo.registered")  # a plug-in, too: it imports this module
     return dict(self._kinds)
 
   def find(self, name: object) -> Registered:
@@ -103,8 +107,8 @@ class Kinds:
     Raises:
       ConfigError: for an unknown kind, or a wrong key or value; one line that names the key.
     """
-    made = checked(self.find(name).keys, given, self.where, f"{self.section}.{self.key}={name}")
-    return {key.removeprefix(_PREFIX): value for key, value in made}
+    kind = self.find(name)
+    return checked(kind.keys, {**kind.defaults, **given}, self.where, f"{self.section}.{self.key}={name}")
 
 
 MODELS = Kinds("model", "model", ("info",))
@@ -217,24 +221,15 @@ class KindSection(Section):
     return own | cls.kinds.check(value.get("kind"), rest)
 
 
-# Before a field's name: an argument may be named like an attribute of pydantic's models; a field may not.
-_PREFIX = "key_"
-
-
-class _Keys(Section):
-  """The keyword-only arguments of a function."""
-
-  model_config = pydantic.ConfigDict(alias_generator=lambda key: key.removeprefix(_PREFIX))
-
-
 def _keys(
   fun: Callable[..., Any], title: str, positional: tuple[str, ...], common: tuple[str, ...]
-) -> type[Section]:
-  """Returns a section whose keys are the keyword-only arguments of a function."""
+) -> tuple[type[dict[str, Any]], dict[str, Any]]:
+  """Returns a typed dict of the keyword-only arguments of a function, and their defaults."""
   if not inspect.isfunction(inspect.unwrap(fun)):
     raise TypeError(f"{title} of a {type(fun).__name__}: expected a function")
   example = f"def {fun.__name__}({', '.join((*positional, '*', 'width: int = 64'))})"
-  fields: dict[str, Any] = {}
+  kinds: dict[str, Any] = {}
+  defaults: dict[str, Any] = {}
   by_position = []
   for name, parameter in inspect.signature(fun).parameters.items():
     if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -244,32 +239,32 @@ def _keys(
     elif name in common:
       raise TypeError(f"{title}: mpjax itself uses the key {name!r}: choose another name")
     else:
-      fields[_PREFIX + name] = _field(fun, parameter, title)
+      try:
+        kinds[name] = _annotation(fun, parameter)
+        adapter = pydantic.TypeAdapter(kinds[name])
+        if parameter.default is not parameter.empty:
+          # As it will be read from `config.yaml`, which holds every default.
+          defaults[name] = adapter.validate_python(pydantic_core.to_jsonable_python(parameter.default))
+      except Exception as error:  # an undefined name, a type that no config can hold, and others
+        reason = " ".join(str(error).split())
+        raise TypeError(
+          f"{title}: keyword {parameter}: expected plain data (numbers, text, lists, mappings): {reason}"
+        ) from error
   if len(by_position) != len(positional):
     takes = f"takes {', '.join(by_position) or 'nothing'} by position"
     raise TypeError(f"{title}: {fun.__name__} {takes}: the keys of a config come after *: write {example}")
-  return pydantic.create_model(fun.__name__, __base__=_Keys, **fields)
+  keys: Any = typing_extensions.TypedDict(fun.__name__, kinds)  # type: ignore[misc]
+  return pydantic.with_config(pydantic.ConfigDict(extra="forbid"))(keys), defaults
 
 
-def _field(fun: Callable[..., Any], parameter: inspect.Parameter, title: str) -> tuple[Any, Any]:
-  """Returns the annotation of a keyword, or else its default's type, and its default as plain data."""
+def _annotation(fun: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+  """Returns the annotation of a keyword, or else its default's type; numbers are strict, as mpjax's own."""
   name, default, annotation = parameter.name, parameter.default, parameter.annotation
   if annotation is parameter.empty:
     annotation = type(default) if type(default) in (bool, int, float, str) else Any
-  try:
-    holder = types.SimpleNamespace(__annotations__={name: annotation})
-    annotation = typing.get_type_hints(holder, inspect.unwrap(fun).__globals__, include_extras=True)[name]
-    annotation = _strict(annotation if default is not None else Union[annotation, None])  # noqa: UP007
-    adapter = pydantic.TypeAdapter(annotation)
-    if default is parameter.empty:
-      return annotation, ...
-    # As it will be read from `config.yaml`, which holds every default.
-    return annotation, adapter.validate_python(pydantic_core.to_jsonable_python(default))
-  except Exception as error:  # an undefined name, a type that no config can hold, and others
-    reason = " ".join(str(error).split())
-    raise TypeError(
-      f"{title}: keyword {parameter}: expected plain data (numbers, text, lists, mappings): {reason}"
-    ) from error
+  holder = types.SimpleNamespace(__annotations__={name: annotation})
+  annotation = typing.get_type_hints(holder, inspect.unwrap(fun).__globals__, include_extras=True)[name]
+  return _strict(annotation if default is not None else Union[annotation, None])  # noqa: UP007
 
 
 def _strict(annotation: Any) -> Any:

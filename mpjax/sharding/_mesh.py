@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._types import Mesh, PyTree
@@ -15,7 +15,6 @@ from mpjax._types import Mesh, PyTree
 # Axes: copies of the model; parameters divided over devices with different rows; parts of one product.
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
-
 
 # Rows of a batch, by position.
 Rows = slice | np.ndarray
@@ -60,28 +59,24 @@ def make_mesh(asked: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sh
       f"{_shown(asked)}: {processes} processes have {len(devices)} devices, and each has to take part; use "
       "-1 for one axis"
     )
-  slices: dict[int, list[jax.Device]] = collections.defaultdict(list)
-  for device in devices[:count]:
-    slices[getattr(device, "slice_index", 0)].append(device)
-  if len({len(part) for part in slices.values()}) > 1:
-    parts = ", ".join(str(len(slices[i])) for i in sorted(slices))
-    raise ValueError(f"{_shown(asked)}: slices have {parts} devices: expected the same number in each")
-  over_data = math.gcd(sizes["data"], len(slices))
-  over_fsdp = math.gcd(sizes["fsdp"], len(slices) // over_data)
-  if over_data * over_fsdp < len(slices):
+  used, types = devices[:count], (AxisType.Auto,) * len(AXES)
+  slices = len({getattr(device, "slice_index", 0) for device in used})
+  if slices == 1:
+    return jax.make_mesh(tuple(sizes.values()), AXES, devices=used, axis_types=types)
+  over_data = math.gcd(sizes["data"], slices)
+  over_fsdp = math.gcd(sizes["fsdp"], slices // over_data)
+  if over_data * over_fsdp < slices:
     raise ValueError(
-      f"{_shown(asked)}: {len(slices)} slices cannot be divided over data={sizes['data']} and "
-      f"fsdp={sizes['fsdp']}: expected a multiple of {len(slices)} for one of them"
+      f"{_shown(asked)}: {slices} slices cannot be divided over data={sizes['data']} and "
+      f"fsdp={sizes['fsdp']}: expected a multiple of {slices} for one of them"
     )
   outer = (over_data, over_fsdp, 1)
   inner = tuple(size // n for size, n in zip(sizes.values(), outer, strict=True))
-  types = (AxisType.Auto,) * len(AXES)
-  # By slice: `jax.make_mesh` refuses devices of several.
-  of_slices = [
-    jax.make_mesh(inner, AXES, devices=slices[i], axis_types=types).devices for i in sorted(slices)
-  ]
-  grid = np.array(of_slices, object).reshape(*outer, *inner).transpose(0, 3, 1, 4, 2, 5)
-  return jax.sharding.Mesh(grid.reshape(tuple(sizes.values())), AXES, axis_types=types)
+  try:
+    grid = mesh_utils.create_hybrid_device_mesh(inner, outer, used)
+  except ValueError as error:  # slices of unequal size
+    raise ValueError(f"{_shown(asked)}: {slices} slices cannot be divided alike: {error}") from error
+  return jax.sharding.Mesh(grid, AXES, axis_types=types)
 
 
 def _shown(asked: Mapping[str, int]) -> str:

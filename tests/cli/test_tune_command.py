@@ -34,7 +34,7 @@ WRONG = {
   "an output that exists": (["--out", "there.yaml"], "--out there.yaml: exists; it is not overwritten"),
   "a folder that does not": (
     ["--json", "no/where.json"],
-    "--json no/where.json: expected a file in a folder that exists",
+    "--json no/where.json: cannot be written (No such file or directory)",
   ),
   "no batches": (["batches=0"], "batches=0: expected a whole number from 1 on"),
   "a policy of its own": (["policy={base: bf16}"], "tune chooses the policy"),

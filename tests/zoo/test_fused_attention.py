@@ -173,14 +173,6 @@ def test_on_a_mesh_each_device_has_its_rows_and_heads(interpreted, manual):
   assert {e.outvars[-1].aval.shape[-3:] for e in kernels} == {(1, 128, 128)}  # one head of two
 
 
-@pytest.mark.parametrize(("sizes", "manual"), [((2, 2, 2), ("data", "fsdp")), ((4, 2, 1), ())])
-def test_it_is_lowered_for_tpus_on_a_mesh(sizes, manual):
-  mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-  place = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-  args = [jax.ShapeDtypeStruct((8, 128, 2, 128), jnp.float32, sharding=place)] * 3
-  assert kernels_on_tpus(jax.jit(on_mesh(mesh, manual)), *args) >= 3
-
-
 def test_heads_that_a_mesh_does_not_divide_take_the_xla_path(interpreted):
   mesh = jax.make_mesh((1, 1, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -191,15 +183,6 @@ def test_heads_that_a_mesh_does_not_divide_take_the_xla_path(interpreted):
 @functools.cache
 def model(attention):
   return GPT(vocab_size=16, max_len=128, dim=256, layers=2, heads=2, attention=attention, rngs=nnx.Rngs(0))
-
-
-def test_a_model_lowered_for_a_tpu_has_kernels_of_bfloat16():
-  tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
-  loss = lambda model, tokens: jax.nn.logsumexp(model(tokens)).mean()
-  explained = mpjax.explain(jax.grad(loss), model("splash"), tokens, policy="bf16")
-  kernels = [row for row in explained.rows if row.operands]
-  assert len(kernels) == 6
-  assert {row.after for row in kernels} == {"bfloat16"}
 
 
 @pytest.mark.parametrize(

@@ -143,13 +143,6 @@ def test_gpt_logits_depend_on_earlier_tokens_their_order_and_no_later_ones():
     assert np.abs(before[3] - back[3]).max() > 1e-5, name
 
 
-def test_gpt_starts_near_the_uniform_distribution():
-  logits = float32_logits("gpt")
-  probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-  loss = -np.log(probabilities[0, np.arange(7), TOKENS[0, 1:]]).mean()
-  assert abs(loss - np.log(17)) < 0.2
-
-
 def test_gpt_parameters_are_its_whole_state():
   for changes in ({}, OTHER_GPT | {"dropout": 0.1}):
     graphdef, params, rest = nnx.split(make_gpt(**changes), nnx.Param, ...)
@@ -158,15 +151,6 @@ def test_gpt_parameters_are_its_whole_state():
     again = nnx.graphdef(nnx.eval_shape(lambda changes=changes: make_gpt(**changes)))
     assert graphdef == again
     assert hash(graphdef) == hash(again)
-
-
-def test_gpt_has_the_matrices_that_it_should():
-  for changes, matrices in (({}, 13), ({"tie_head": False}, 14), ({"positions": "learned"}, 14)):
-    leaves = jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: make_gpt(layers=3, **changes))))
-    assert sum(leaf.ndim == 2 for leaf in leaves) == matrices, changes
-  # Odd heads cannot be rotated, and need not be.
-  logits = jax.eval_shape(lambda: make_gpt(dim=6, positions="learned")(jnp.zeros((1, 2), int)))
-  assert logits.shape == (1, 2, 17)
 
 
 def test_gpt_dropout_needs_a_key_and_follows_it():
@@ -205,15 +189,10 @@ def test_rotation_turns_pairs_by_the_position_times_their_frequency():
 
 
 def test_gpt_refuses_arguments_and_tokens():
+  assert make_gpt(dim=6, positions="learned").max_len == 8  # odd heads that are not rotated
   for changes, match in [
     ({"dim": 15}, "dim=15 is not divisible by heads=2"),
     ({"dim": 6}, "heads of 3: positions='rope' rotates pairs"),
-    ({"norm": "batch"}, "norm='batch': expected one of rms, layer"),
-    ({"positions": "alibi"}, "positions='alibi': expected one of rope, learned"),
-    ({"attention": "flash"}, "attention='flash': expected one of auto, xla, cudnn, splash"),
-    ({"dropout": 1.0}, r"dropout=1.0: expected a rate"),
-    ({"layers": 0}, "layers=0: expected a positive integer"),
-    ({"vocab_size": -1}, "vocab_size=-1"),
   ]:
     with pytest.raises(ValueError, match=match):
       make_gpt(**changes)

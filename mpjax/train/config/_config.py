@@ -15,7 +15,6 @@ from mpjax.registry._registry import DATASETS, MODELS, TARGETS, KindSection
 from mpjax.sharding import AXES, ShardingRules
 from mpjax.step import require_honoured
 from mpjax.train._errors import ConfigError
-from mpjax.train.config import _plugins  # noqa: F401 (mpjax's own kinds)
 
 
 class ModelConfig(KindSection):

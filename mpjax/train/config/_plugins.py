@@ -22,7 +22,6 @@ from mpjax.registry._registry import (
 )
 from mpjax.registry._task import Task as Task
 from mpjax.train._errors import ConfigError
-from mpjax.zoo import registered as registered
 
 # Names of the modules that are plug-ins.
 _LOADED: set[str] = set()

@@ -7,9 +7,8 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import grain
 import jax
 import numpy as np
 
@@ -19,6 +18,9 @@ from mpjax.registry._registry import DATASETS
 from mpjax.sharding import Rows
 from mpjax.train._errors import DataError
 from mpjax.train.config._config import DataConfig
+
+if TYPE_CHECKING:
+  import grain
 
 Batch = dict[str, np.ndarray]
 
@@ -68,6 +70,8 @@ class Data:
     Args:
       rows: which rows of each batch to read: in a run of several processes, this process's rows.
     """
+    import grain  # with orbax; tools that only look at rows need neither
+
     batches = grain.MapDataset.range(self.info.train_examples).seed(self.seed).shuffle()
     batches = batches.batch(self.batch_size, drop_remainder=True).repeat()
     # The buffer only reads ahead; the order is the same without it.

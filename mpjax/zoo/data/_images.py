@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import pathlib
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pydantic
@@ -18,17 +20,22 @@ from mpjax.zoo.data._text import Loaded, Share
 Classes = Annotated[Positive, pydantic.Field(le=1 << 24)]
 # Without `data.num_classes`, a label above this is an error unless there are as many images.
 _FEW = 1024
+# Images that are read before a run, of those that are read on demand.
+_SAMPLED = 1024
 
 
 @register_data("digits")
 def load_digits() -> Loaded:
   """Loads 1797 images of 8 x 8 in 10 classes; a fixed fifth is held out."""
-  import sklearn.datasets
-
-  digits = sklearn.datasets.load_digits()
-  images, labels = digits.images.astype(np.float32), digits.target.astype(np.int32)
-  train, held_out = split_arrays(images, labels, 0.2)
-  return images_to_rows(train, held_out, train[0], held_out[0], "scikit-learn handwritten digits")
+  package = importlib.util.find_spec("sklearn")
+  if package is None:
+    raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+  # Its file, without the second that an import of its functions takes.
+  [folder] = package.submodule_search_locations or ()
+  table = np.loadtxt(pathlib.Path(folder, "datasets", "data", "digits.csv.gz"), np.float32, delimiter=",")
+  title = "scikit-learn handwritten digits"
+  every = Labelled(table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int32), title)
+  return images_to_rows([every], title, valid_fraction=0.2)
 
 
 @register_data("npz")
@@ -46,155 +53,159 @@ def load_npz(
     # Reading pickled objects could run code: they are refused.
     with pathlib.Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
       arrays = {name: np.asarray(file[name]) for name in file.files}
-  except FileNotFoundError:
-    raise DataError(f"data.path={path!r}: no such file") from None
-  except Exception as error:  # from the archive, its compression or NumPy's headers
+  except Exception as error:  # from the file, the archive, its compression or NumPy's headers
     reason = " ".join(str(error).split()) or type(error).__name__
     if "pickle" in reason:  # NumPy's advice would run code in the file
       reason = "it is not an archive of arrays, or has Python objects, which are not read"
     raise DataError(f"data.path={path!r}: not a readable .npz file ({reason})") from error
-  train = check_pair(arrays, "", path)
-  if "eval_images" in arrays or "eval_labels" in arrays:
-    held_out = check_pair(arrays, "eval_", path)
-    if held_out[0].shape[1:] != train[0].shape[1:]:
-      raise DataError(
-        f"{path}: eval_images are {held_out[0].shape[1:]}, images {train[0].shape[1:]}: expected equal"
-      )
-    if held_out[0].dtype != train[0].dtype:
-      # Most likely 0 to 255 in one and 0 to 1 in the other, with one mean and deviation for both.
-      raise DataError(
-        f"{path}: eval_images are {held_out[0].dtype}, images {train[0].dtype}: expected one dtype"
-      )
-  else:
-    train, held_out = split_arrays(*train, valid_fraction)
-  labelled = {name: arrays[name] for name in ("labels", "eval_labels") if name in arrays}
-  for name, labels in labelled.items():
-    require_classes(labels, name, path, num_classes, sum(map(len, labelled.values())))
-  return images_to_rows(train, held_out, train[0], held_out[0], path, num_classes)
+  has_split = not arrays.keys().isdisjoint(("eval_images", "eval_labels"))
+  splits = []
+  for prefix in ("", "eval_")[: 1 + has_split]:
+    for name in (f"{prefix}images", f"{prefix}labels"):
+      if name not in arrays:
+        raise DataError(f"{path}: no array {name!r}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
+    images = arrays[f"{prefix}images"]
+    if images.dtype.kind == "f":
+      with np.errstate(over="ignore"):  # what float32 cannot hold is reported as infinite
+        images = images.astype(np.float32)
+    splits.append(Labelled(images, arrays[f"{prefix}labels"], path, f"{prefix}labels"))
+  return images_to_rows(splits, path, num_classes, valid_fraction)
 
 
-# Images by position, which may be read on demand, and labels.
-LabelledImages = tuple[Any, np.ndarray]
+class Labelled(NamedTuple):
+  """Images with labels.
+
+  Attributes:
+    images: by position: an array, or a sequence that reads them on demand.
+    labels: their labels [N].
+    title: where they come from, for a person.
+    name: what the labels are called there.
+  """
+
+  images: Any
+  labels: np.ndarray
+  title: str
+  name: str = "labels"
+
+  def sample(self, positions: np.ndarray) -> np.ndarray:
+    """Returns the images at some positions; at most 1024 that are read on demand."""
+    if isinstance(self.images, np.ndarray):
+      return self.images[positions]
+    some = positions[np.unique(np.linspace(0, len(positions) - 1, _SAMPLED).astype(int))]
+    images = [np.asarray(self.images[int(position)]) for position in some]
+    for position, image in zip(some, images, strict=True):
+      if image.shape != images[0].shape:
+        raise DataError(
+          f"{self.title}: image {position} has shape {image.shape}, image {some[0]} {images[0].shape}: "
+          "expected one shape"
+        )
+    return np.stack(images)
+
+
+def images_to_rows(
+  splits: Sequence[Labelled], title: str, num_classes: int | None = None, valid_fraction: float = 0.05
+) -> Loaded:
+  """Makes rows of images that are read one by one.
+
+  Labels are below `num_classes`; without it, below 1024 or the number of images of all splits together, so
+  that a single wrong label does not decide the number of classes.
+
+  Args:
+    splits: the images to train on, and those that are held out. If there is one split alone, a fixed
+      permutation holds out the share `valid_fraction`. All are standardised by the mean and deviation of
+      those to train on, or of 1024 of them if they are read on demand.
+    title: the dataset's name.
+    num_classes: number of classes; `None`: the largest label plus one.
+    valid_fraction: a share.
+
+  Raises:
+    DataError: if a split is empty, or images and labels do not fit together.
+  """
+  bound = num_classes or max(_FEW, sum(len(split.labels) for split in splits))
+  below = f"data.num_classes={num_classes}" if num_classes else f"{bound}, or data.num_classes"
+  for split in splits:
+    _check(split, bound, below)
+  positions = [np.arange(len(split.images)) for split in splits]
+  if len(splits) == 1:
+    order = np.random.default_rng(0).permutation(positions[0])
+    held_out = max(1, round(len(order) * valid_fraction))
+    positions, splits = [np.sort(order[held_out:]), np.sort(order[:held_out])], [splits[0], splits[0]]
+  counts = [len(part) for part in positions]
+  if not all(counts):
+    raise DataError(f"{title}: {counts[0]} training and {counts[1]} evaluation images: expected some")
+  seen, seen_held_out = (split.sample(part) for split, part in zip(splits, positions, strict=True))
+  if (seen.shape[1:], seen.dtype) != (seen_held_out.shape[1:], seen_held_out.dtype):
+    # Most likely 0 to 255 in one and 0 to 1 in the other, with one mean and deviation for both.
+    raise DataError(
+      f"{title}: eval_images are {seen_held_out.dtype}{seen_held_out.shape[1:]}, images "
+      f"{seen.dtype}{seen.shape[1:]}: expected one shape and dtype"
+    )
+  labels = [split.labels[part] for split, part in zip(splits, positions, strict=True)]
+  digest = hashlib.blake2b(digest_size=8)
+  for array in (seen, labels[0], seen_held_out, labels[1]):
+    digest.update(repr((array.shape, array.dtype.str)).encode())
+    digest.update(np.ascontiguousarray(array).tobytes())
+  mean, deviation = seen.mean(dtype=np.float64), max(seen.std(dtype=np.float64), 1e-6)
+  shape = (*seen.shape[1:], 1)[:3]
+  classes = num_classes or int(max(map(np.max, labels))) + 1
+  facts = {
+    "image_shape": shape,
+    "num_classes": classes,
+    "fingerprint": digest.hexdigest(),
+    "description": f"{title}: {counts[0]} images of {'x'.join(map(str, shape))} to train on, "
+    f"{counts[1]} held out, {classes} classes",
+  }
+  rows = [Images(*split, shape, mean, deviation) for split in zip(splits, positions, labels, strict=True)]
+  return rows[0], rows[1], facts
 
 
 class Images:
   """Rows of an image, standardised in float32, and a label."""
 
-  def __init__(self, arrays: LabelledImages, shape: tuple[int, ...], mean: float, deviation: float):
-    self._images, self._labels = arrays
+  def __init__(
+    self,
+    split: Labelled,
+    positions: np.ndarray,
+    labels: np.ndarray,
+    shape: tuple[int, ...],
+    mean: float,
+    deviation: float,
+  ):
+    self._images, self._positions, self._labels = split.images, positions, labels
     self._shape, self._mean, self._deviation = shape, mean, deviation
 
   def __len__(self) -> int:
-    return len(self._images)
+    return len(self._labels)
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    image = (self._images[index].astype(np.float32) - self._mean) / self._deviation
-    label = self._labels[index].astype(np.int32)
-    return {"images": image.astype(np.float32).reshape(self._shape), "labels": label}
+    image = np.asarray(self._images[int(self._positions[index])], np.float32)
+    image = (image - self._mean) / self._deviation
+    return {
+      "images": image.astype(np.float32).reshape(self._shape),
+      "labels": self._labels[index].astype(np.int32),
+    }
 
 
-def images_to_rows(
-  train: LabelledImages,
-  held_out: LabelledImages,
-  seen: np.ndarray,
-  seen_held_out: np.ndarray,
-  title: str,
-  num_classes: int | None = None,
-) -> Loaded:
-  """Makes rows of images that are read one by one.
-
-  Args:
-    train, held_out: images by position, and their labels.
-    seen, seen_held_out: these images, or some of them. All images are standardised by the mean and deviation
-      of `seen`. The fingerprint is from both.
-    title: the dataset's name.
-    num_classes: number of classes; `None`: the largest label plus one.
-
-  Raises:
-    DataError: if a split is empty.
-  """
-  labels = train[1]
-  if not len(train[0]) or not len(held_out[0]):
-    raise DataError(
-      f"{title}: {len(train[0])} training and {len(held_out[0])} evaluation images: expected some"
-    )
-  mean, deviation = seen.mean(dtype=np.float64), max(seen.std(dtype=np.float64), 1e-6)
-  digest = hashlib.blake2b(digest_size=8)
-  for array in (seen, labels, seen_held_out, held_out[1]):
-    digest.update(repr((array.shape, array.dtype.str)).encode())
-    digest.update(np.ascontiguousarray(array).tobytes())
-  shape = (*seen.shape[1:], 1)[:3]
-  classes = num_classes or int(max(labels.max(), held_out[1].max())) + 1
-  facts = {
-    "image_shape": shape,
-    "num_classes": classes,
-    "fingerprint": digest.hexdigest(),
-    "description": f"{title}: {len(train[0])} images of {'x'.join(map(str, shape))} to train on, "
-    f"{len(held_out[0])} held out, {classes} classes",
-  }
-  return Images(train, shape, mean, deviation), Images(held_out, shape, mean, deviation), facts
-
-
-def split_arrays(
-  images: np.ndarray, labels: np.ndarray, fraction: float
-) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-  """Returns (train, held out), split by a fixed permutation."""
-  train, held_out = split_positions(len(images), fraction)
-  return (images[train], labels[train]), (images[held_out], labels[held_out])
-
-
-def split_positions(count: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the positions of training and held-out rows, as `split_arrays` uses them."""
-  order = np.random.default_rng(0).permutation(count)
-  held_out = max(1, round(count * fraction))
-  return np.sort(order[held_out:]), np.sort(order[:held_out])
-
-
-def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[np.ndarray, np.ndarray]:
-  """Returns images and labels, checked to fit together."""
-  for name in (f"{prefix}images", f"{prefix}labels"):
-    if name not in arrays:
-      raise DataError(f"{path}: no array {name!r}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
-  images, labels = arrays[f"{prefix}images"], arrays[f"{prefix}labels"]
+def _check(split: Labelled, bound: int, below: str) -> None:
+  """Raises `DataError` for unfit images or labels, or if they do not fit together."""
+  title, name, labels = split.title, split.name, split.labels
+  if not len(split.images):
+    return  # said of both splits
+  if labels.ndim != 1 or labels.dtype.kind not in "ui":
+    raise DataError(f"{title}: {name} is {labels.dtype}{list(labels.shape)}: expected integers [N]")
+  if (wrong := (labels < 0) | (labels >= bound)).any():
+    at = int(np.argmax(wrong))
+    raise DataError(f"{title}: {name}[{at}]={labels[at]}: expected a class from 0 on, below {below}")
+  images = split.sample(np.arange(len(split.images)))
   if images.ndim not in (3, 4) or images.dtype.kind not in "uif" or 0 in images.shape[1:]:
     raise DataError(
-      f"{path}: {prefix}images is {images.dtype}{list(images.shape)}: expected numbers of shape [N, H, W] "
-      "or [N, H, W, C], none of them empty"
+      f"{title}: images is {images.dtype}{list(images.shape)}: expected numbers of shape [N, H, W] or "
+      "[N, H, W, C], none of them empty"
     )
-  check_labels(labels, f"{prefix}labels", path)
-  if len(images) != len(labels):
-    raise DataError(f"{path}: {len(images)} {prefix}images but {len(labels)} {prefix}labels")
-  if images.dtype.kind == "f":
-    with np.errstate(over="ignore"):  # what float32 cannot hold is reported as infinite
-      images = images.astype(np.float32)
+  if len(split.images) != len(labels):
+    raise DataError(f"{title}: {len(split.images)} images but {len(labels)} {name}")
   if images.dtype.kind == "f" and not (finite := np.isfinite(images)).all():
-    first = np.unravel_index(int(np.argmin(finite)), images.shape)
-    count = int((~finite).sum())
+    first = list(map(int, np.argwhere(~finite)[0]))
     raise DataError(
-      f"{path}: {prefix}images has {count} values that are NaN or infinite, first at {list(map(int, first))}"
+      f"{title}: images has {(~finite).sum()} values that are NaN or infinite, first at {first}"
     )
-  return images, labels
-
-
-def require_classes(labels: np.ndarray, name: str, path: str, num_classes: int | None, images: int) -> None:
-  """Raises `DataError` for a label that is too large.
-
-  Labels are below `num_classes`; without it, below 1024 or the number of `images` of all splits together, so
-  that a single wrong label does not decide the number of classes.
-  """
-  bound = num_classes or max(_FEW, images)
-  if (large := labels >= bound).any():
-    at = int(np.argmax(large))
-    what = f"below data.num_classes={num_classes}" if num_classes else f"below {bound}, or data.num_classes"
-    raise DataError(f"{path}: {name}[{at}]={labels[at]}: expected a class {what}")
-
-
-def check_labels(labels: np.ndarray, name: str, path: str) -> None:
-  """Raises `DataError` for labels that are not integers of 0 or more."""
-  if labels.ndim != 1 or labels.dtype.kind not in "ui":
-    raise DataError(f"{path}: {name} is {labels.dtype}{list(labels.shape)}: expected integers [N]")
-  if labels.dtype.kind == "i" and (labels < 0).any():
-    raise DataError(f"{path}: {name} has negative values, first at {int(np.argmax(labels < 0))}")
-  if (large := labels > np.iinfo(np.int32).max).any():
-    at = int(np.argmax(large))
-    raise DataError(f"{path}: {name}[{at}]={labels[at]}: expected classes that int32 can hold")

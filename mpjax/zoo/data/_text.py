@@ -5,11 +5,10 @@ from __future__ import annotations
 import glob
 import hashlib
 import itertools
-import mmap
 import os
 import pathlib
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -23,13 +22,7 @@ from mpjax.registry._registry import register_data
 Share = Annotated[float, pydantic.Field(gt=0, lt=1)]
 # Training rows, rows held out, and facts about them.
 Loaded = tuple[Any, Any, dict[str, Any]]
-# A document in memory, or mapped from a file.
-Document = bytes | memoryview
 
-_SEPARATOR = b"\0"
-# A single file of at least this many bytes is mapped, and need not fit into memory.
-_MAPPED = 1 << 30
-_TOO_LARGE = "larger than memory: expected a single file, which is mapped, or files for data.kind=tokens"
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -38,9 +31,8 @@ def load_stdlib(*, seq_len: Positive = 128, valid_fraction: Share = 0.05) -> Loa
   """Loads the `*.py` files of this Python's standard library, split by file."""
   root = pathlib.Path(sysconfig.get_path("stdlib"))
   files = _walk(root, lambda name: name in _NOT_OURS)
-  named = {file.relative_to(root).as_posix(): file for file in files if file.suffix == ".py"}
-  documents = {name: _read(named[name]) for name in sorted(named)}
-  return documents_to_rows(documents, "Python standard library source", seq_len, valid_fraction)
+  documents = {name: file.read_bytes() for name, file in files if name.endswith(".py")}
+  return documents_to_rows([documents], "Python standard library source", seq_len, valid_fraction)
 
 
 @register_data("text")
@@ -56,23 +48,21 @@ def load_text(
   paths = [path] if isinstance(path, str) else list(path or [])
   if not paths or not all(paths):  # an empty string would be the working directory
     raise DataError("data.path: missing; expected a text file, a folder, a glob or a list of these")
-  documents: dict[str, Document] = {}
+  documents: dict[str, bytes] = {}
   seen: set[pathlib.Path] = set()
   for position, each in enumerate(paths):
-    found = False
-    only_text = not _is_file(pathlib.Path(each))
-    for name, file in _find(each):
+    found, only_text = _find(each), not pathlib.Path(each).is_file()
+    for name, file in found:
       real = file.resolve()
       if real not in seen and (text := _read(file, only_text)):
         seen.add(real)
         # Named by position in the list: split and fingerprint do not depend on the location.
         documents[name if len(paths) == 1 else f"{position}:{name}"] = text
-      found |= real in seen
-    if not found:
+    if seen.isdisjoint(file.resolve() for _, file in found):
       raise DataError(
         f"data.path={each!r}: no text files there (empty, hidden and binary files are left out)"
       )
-  return documents_to_rows(documents, ", ".join(paths), seq_len, valid_fraction)
+  return documents_to_rows([documents], ", ".join(paths), seq_len, valid_fraction)
 
 
 class TextWindows:
@@ -103,53 +93,51 @@ class PaddedWindows:
 
   def __init__(self, tokens: np.ndarray, lengths: np.ndarray, seq_len: int):
     self._tokens, self._seq_len = tokens, seq_len
-    self._ends = np.cumsum(lengths, dtype=np.int64)
-    self._lengths = np.asarray(lengths, np.int64)
-    self._last_rows = np.cumsum(-(-np.maximum(self._lengths - 1, 0) // seq_len), dtype=np.int64)
+    counts = -(-np.maximum(lengths - 1, 0) // seq_len)
+    ends = np.cumsum(lengths)
+    first = ends - lengths - seq_len * (np.cumsum(counts) - counts)
+    self._starts = np.repeat(first, counts) + seq_len * np.arange(counts.sum())
+    self._stops = np.minimum(self._starts + seq_len + 1, np.repeat(ends, counts))
 
   def __len__(self) -> int:
-    return int(self._last_rows[-1]) if len(self._last_rows) else 0
+    return len(self._starts)
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    at = int(np.searchsorted(self._last_rows, index, side="right"))
-    first_row = self._last_rows[at - 1] if at else 0
-    start = int(self._ends[at] - self._lengths[at] + (index - first_row) * self._seq_len)
-    inside = self._tokens[start : min(start + self._seq_len + 1, int(self._ends[at]))]
+    inside = self._tokens[self._starts[index] : self._stops[index]]
     row = np.zeros(self._seq_len + 1, np.int32)
     row[: len(inside)] = inside
     return {"tokens": row, "mask": np.arange(len(row)) < len(inside)}
 
 
 def documents_to_rows(
-  documents: Mapping[str, Document],
+  documents: Sequence[Mapping[str, bytes]],
   title: str,
   seq_len: int,
   valid_fraction: float,
-  held_out_prefix: str | None = None,
   *,
   packed: bool = True,
 ) -> Loaded:
-  """Splits documents and cuts each split into windows of bytes.
+  """Cuts the documents of each split into windows of bytes.
 
-  Holds out the documents whose name has the prefix; without a prefix, a share of the documents, chosen by
-  name, or the end of a single document. If `packed`, a split is one stream; else each row comes from one
-  document and is padded.
+  Args:
+    documents: by name, those to train on and those that are held out. If there is one split alone, holds out
+      a share of its documents, chosen by name, or the end of a single document.
+    title: where they come from, for a person.
+    seq_len: number of bytes to predict in a row.
+    valid_fraction: the share to hold out.
+    packed: whether a split is one stream; else each row comes from one document and is padded.
 
   Raises:
     DataError: if a split is empty or shorter than a window.
   """
-  if held_out_prefix is not None:
-    held_out = {name: text for name, text in documents.items() if name.startswith(held_out_prefix)}
-    train = {name: text for name, text in documents.items() if name not in held_out}
-  elif len(documents) == 1:
-    ((name, text),) = documents.items()
+  splits = [list(split.values()) for split in documents]
+  if len(splits) == 1 and len(splits[0]) == 1:
+    [[text]] = splits
     cut = len(text) - round(len(text) * valid_fraction)
-    train, held_out = {name: text[:cut]}, {name: text[cut:]}
-  else:
-    train, held_out = split_by_name(documents, valid_fraction)
-  splits = [list(split.values()) for split in (train, held_out)]
-  separator = _SEPARATOR if packed else b""
-  streams = [np.frombuffer(_joined(split, separator, title), np.uint8) for split in splits]
+    splits = [[text[:cut]], [text[cut:]]]
+  elif len(splits) == 1:
+    splits = [list(split.values()) for split in split_by_name(documents[0], valid_fraction)]
+  streams = [np.frombuffer((b"\0" if packed else b"").join(split), np.uint8) for split in splits]
   lengths = None if packed else [np.array([len(text) for text in split], np.int64) for split in splits]
   facts = {"vocab_size": 256, "bytes_per_token": 1}
   return streams_to_rows(streams, title, "bytes", seq_len, facts, lengths)
@@ -200,18 +188,9 @@ def streams_to_rows(
   return TextWindows(streams[0], seq_len), TextWindows(streams[1], seq_len), facts
 
 
-def _joined(documents: list[Document], separator: bytes, title: str) -> Document:
-  if len(documents) == 1:
-    return documents[0]
-  try:
-    return separator.join(documents)
-  except MemoryError as error:
-    raise DataError(f"{title}: {_TOO_LARGE}") from error
-
-
 def split_by_name(
-  documents: Mapping[str, Document], fraction: float
-) -> tuple[dict[str, Document], dict[str, Document]]:
+  documents: Mapping[str, bytes], fraction: float
+) -> tuple[dict[str, bytes], dict[str, bytes]]:
   """Returns (train, held out), at least one document each; a hash of the name chooses about `fraction`."""
   order = sorted(documents, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
   count = min(max(1, round(len(order) * fraction)), len(order) - 1)
@@ -221,59 +200,40 @@ def split_by_name(
 
 
 def _find(path: str) -> list[tuple[str, pathlib.Path]]:
-  """Returns (name, file) of the files at a path, sorted by name."""
+  """Returns (name, file) of the files at a path, sorted by name; raises `DataError` if there is nothing."""
   root = pathlib.Path(path)
-  if _is_file(root):
+  if root.is_file():
     return [(root.name, root)]
   if root.is_dir():
-    files = _walk(root, lambda name: name.startswith("."))
-    base = root
-  else:
-    files = [pathlib.Path(name) for name in glob.glob(path, recursive=True)]
-    if not files:
-      raise DataError(f"data.path={path!r}: no such file, folder or match")
-    # Names are relative to the part of the pattern before its first wildcard, not to the location.
-    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), root.parts)
-    base = pathlib.Path(*fixed)
-  return sorted((file.relative_to(base).as_posix(), file) for file in files if _is_file(file))
+    return _walk(root, lambda name: name.startswith("."))
+  files = [pathlib.Path(name) for name in glob.glob(path, recursive=True)]
+  if not files:
+    raise DataError(f"data.path={path!r}: no such file, folder or match")
+  # Names are relative to the part of the pattern before its first wildcard, not to the location.
+  base = pathlib.Path(*itertools.takewhile(lambda part: not glob.has_magic(part), root.parts))
+  return sorted((file.relative_to(base).as_posix(), file) for file in files if file.is_file())
 
 
-def _walk(root: pathlib.Path, skip: Callable[[str], bool]) -> list[pathlib.Path]:
-  """Returns the files below a folder, without files and whole folders for whose name `skip` is true."""
+def _walk(root: pathlib.Path, skip: Callable[[str], bool]) -> list[tuple[str, pathlib.Path]]:
+  """Returns the files below a folder, without files and whole folders for whose name `skip` is true.
+
+  Raises:
+    OSError: for a folder that cannot be listed; `os.walk` would leave it out.
+  """
   found = []
 
-  def refuse(error: OSError) -> None:  # os.walk would silently leave the folder out
-    raise DataError(f"data.path: cannot list {error.filename}: {error.strerror}") from error
+  def refuse(error: OSError) -> None:
+    raise error
 
   for folder, folders, files in os.walk(root, onerror=refuse):
     folders[:] = [name for name in folders if not skip(name)]
-    found += [pathlib.Path(folder, name) for name in files if not skip(name)]
-  return [file for file in found if _is_file(file)]
+    inside = pathlib.Path(folder).relative_to(root)
+    found += [((inside / name).as_posix(), pathlib.Path(folder, name)) for name in files if not skip(name)]
+  return sorted((name, file) for name, file in found if file.is_file())
 
 
-def _is_file(path: pathlib.Path) -> bool:
-  """Returns whether a path is a file.
-
-  Raises:
-    DataError: if the path cannot be examined, for example in a folder that cannot be entered.
-  """
-  try:
-    return path.is_file()
-  except OSError as error:
-    raise DataError(f"data.path: cannot read {path}: {error.strerror}") from error
-
-
-def _read(file: pathlib.Path, only_text: bool = False) -> Document:
+def _read(file: pathlib.Path, only_text: bool) -> bytes:
   """Returns the content of a file. With `only_text`, returns nothing for a file that is not text."""
-  try:
-    with file.open("rb") as stream:
-      head = stream.read(1024)
-      if only_text and b"\0" in head:
-        return b""
-      if not only_text and os.fstat(stream.fileno()).st_size >= _MAPPED:
-        return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
-      return head + stream.read()
-  except OSError as error:
-    raise DataError(f"data.path: cannot read {file}: {error.strerror}") from error
-  except MemoryError as error:
-    raise DataError(f"data.path: {file}: {_TOO_LARGE}") from error
+  with file.open("rb") as stream:
+    head = stream.read(1024)
+    return b"" if only_text and b"\0" in head else head + stream.read()

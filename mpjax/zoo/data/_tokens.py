@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import glob
 import hashlib
 import pathlib
@@ -50,15 +51,13 @@ def load_tokens(
     raise DataError(f"data.dtype=uint16: data.vocab_size={vocab_size} needs uint32")
   rows = TokenRows(_files(path, "path"), numbers, vocab_size, seq_len, skip_bytes)
   if eval_path is not None:
-    train, held_out = (
-      rows,
-      TokenRows(_files(eval_path, "eval_path"), numbers, vocab_size, seq_len, skip_bytes),
-    )
+    train = rows
+    held_out = TokenRows(_files(eval_path, "eval_path"), numbers, vocab_size, seq_len, skip_bytes)
   else:
-    count = max(1, round(len(rows) * valid_fraction))
+    count = len(rows) - max(1, round(len(rows) * valid_fraction))
     if len(rows) < 2:
       raise DataError(f"data.path={path!r}: {len(rows)} rows of {seq_len} tokens: expected at least two")
-    train, held_out = rows.part(0, len(rows) - count), rows.part(len(rows) - count, len(rows))
+    train, held_out = rows.part(0, count), rows.part(count, len(rows))
   digest = hashlib.blake2b(repr((seq_len, vocab_size)).encode(), digest_size=8)
   for split in (train, held_out):
     digest.update(split.sample())
@@ -87,19 +86,19 @@ class TokenRows:
       raise DataError(
         f"data.seq_len={seq_len}: longer than the {longest} tokens of {_named(list(map(str, files)))}"
       )
-    self._first, self._last = 0, int(self._ends[-1])
+    self._rows = range(int(self._ends[-1]))
 
   def part(self, first: int, last: int) -> TokenRows:
     """Returns the rows from `first` up to, not including, `last`, from the same maps."""
-    some = object.__new__(TokenRows)
-    some.__dict__.update(self.__dict__ | {"_first": self._first + first, "_last": self._first + last})
+    some = copy.copy(self)
+    some._rows = self._rows[first:last]
     return some
 
   def __len__(self) -> int:
-    return self._last - self._first
+    return len(self._rows)
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    row = self._first + range(len(self))[index]
+    row = self._rows[index]
     file = int(np.searchsorted(self._ends, row, side="right"))
     start = (row - (int(self._ends[file - 1]) if file else 0)) * self._seq_len
     tokens = np.asarray(self._tokens[file][start : start + self._seq_len + 1])
@@ -120,21 +119,18 @@ class TokenRows:
 
 
 def _map(file: pathlib.Path, dtype: np.dtype, skip_bytes: int) -> np.ndarray:
-  try:
-    with file.open("rb") as stream:
-      head = stream.read(len(_NUMPY_FILE))
-    size = file.stat().st_size - skip_bytes
-    if head == _NUMPY_FILE:
-      raise DataError(f"{file} is an array of NumPy: expected raw numbers, as array.tofile(path) writes them")
-    if size <= 0:
-      raise DataError(f"{file} has no tokens: {size + skip_bytes} bytes, data.skip_bytes={skip_bytes}")
-    if size % dtype.itemsize:
-      raise DataError(
-        f"{file}: {size} bytes are not a whole number of {dtype.name}: it is cut off, or data.dtype is wrong"
-      )
-    return np.memmap(file, dtype, mode="r", offset=skip_bytes)
-  except OSError as error:
-    raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+  with file.open("rb") as stream:
+    head = stream.read(len(_NUMPY_FILE))
+  size = file.stat().st_size - skip_bytes
+  if head == _NUMPY_FILE:
+    raise DataError(f"{file} is an array of NumPy: expected raw numbers, as array.tofile(path) writes them")
+  if size <= 0:
+    raise DataError(f"{file} has no tokens: {size + skip_bytes} bytes, data.skip_bytes={skip_bytes}")
+  if size % dtype.itemsize:
+    raise DataError(
+      f"{file}: {size} bytes are not a whole number of {dtype.name}: it is cut off, or data.dtype is wrong"
+    )
+  return np.memmap(file, dtype, mode="r", offset=skip_bytes)
 
 
 def _files(path: str | list[str], key: str) -> list[pathlib.Path]:

@@ -47,7 +47,8 @@ def attention(
   Raises:
     ValueError: for another implementation, or shapes or dtypes that do not fit together.
   """
-  require_implementation(implementation)
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(f"attention={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
   if q.ndim != 4 or k.shape != v.shape or q.shape != (q.shape[0], q.shape[1], *k.shape[2:]):
     raise ValueError(
       f"attention of q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)}: expected [B, T, N, H] for q and "
@@ -60,12 +61,6 @@ def attention(
   if implementation in ("cudnn", "splash") and takes(implementation, q, k):
     return _in_its_dtype(q, k, v, causal, implementation)
   return _attention(q, k, v, causal)
-
-
-def require_implementation(implementation: str) -> None:
-  """Raises ValueError if `attention` does not take `implementation`."""
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(f"attention={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
 
 
 @half_precision

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal
 
-import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float, Key, PRNGKeyArray
 
@@ -19,8 +18,6 @@ from mpjax.zoo.models._fused_attention import chosen_attention
 from mpjax.zoo.models._language_model import Fraction
 from mpjax.zoo.models._losses import accuracy, cross_entropy
 from mpjax.zoo.models._model_sharding import resnet_sharding, vit_sharding
-from mpjax.zoo.models._resnet import ResNet
-from mpjax.zoo.models._vit import ViT
 
 _Batch = dict[str, Array]
 _Outputs = tuple[Float[Array, ""], Metrics, PyTree]
@@ -39,6 +36,8 @@ def vit(
   attention: Literal["auto", "xla", "cudnn", "splash"] = "auto",
 ) -> Task:
   """Makes a vision transformer for rows of `images` and `labels`."""
+  from mpjax.zoo.models._vit import ViT
+
   classes, (height, width) = info.num_classes, info.image_shape[:2]
   length = height // patch * (width // patch)
   chosen = chosen_attention(attention, info, heads=heads, head_dim=dim // heads, length=length)
@@ -64,6 +63,8 @@ def vit(
 @register_model("resnet")
 def resnet(info: ModelInfo, *, stages: tuple[Positive, ...] = (2, 2, 2), width: Positive = 32) -> Task:
   """Makes a residual network with BatchNorm for rows of `images` and `labels`."""
+  from mpjax.zoo.models._resnet import ResNet
+
   remat = info.recompute == "blocks"
   module = ResNet(num_classes=info.num_classes, stages=stages, width=width, remat=remat)
 
@@ -74,7 +75,7 @@ def resnet(info: ModelInfo, *, stages: tuple[Positive, ...] = (2, 2, 2), width: 
 
 
 def _training_loss(
-  module: nn.Module, params: PyTree, batch: _Batch, model_state: PyTree, **keywords: Any
+  module: Any, params: PyTree, batch: _Batch, model_state: PyTree, **keywords: Any
 ) -> _Outputs:
   """Computes the mean cross entropy, with the accuracy of the batch."""
   variables = {"params": params, **model_state}
@@ -85,7 +86,7 @@ def _training_loss(
 
 
 def _classifier(
-  module: nn.Module,
+  module: Any,
   info: ModelInfo,
   loss_fn: Any,
   sharding: ShardingRule,

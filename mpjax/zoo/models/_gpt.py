@@ -10,11 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.zoo.models._attention import attention, require_implementation, split_heads
+from mpjax.zoo.models._attention import attention, split_heads
 from mpjax.zoo.models._dropout import dropout, split
-
-_NORMS = ("rms", "layer")
-_POSITIONS = ("rope", "learned")
 
 
 class GPT(nnx.Module):
@@ -38,7 +35,7 @@ class GPT(nnx.Module):
     rngs: keys for the parameters; not kept.
 
   Raises:
-    ValueError: for an argument out of range, or sizes that do not fit together.
+    ValueError: for sizes that do not fit together.
   """
 
   def __init__(
@@ -58,10 +55,6 @@ class GPT(nnx.Module):
     remat: bool = False,
     rngs: nnx.Rngs,
   ):
-    sizes = {"vocab_size": vocab_size, "max_len": max_len, "dim": dim, "layers": layers, "heads": heads}
-    for name, size in {**sizes, "mlp_ratio": mlp_ratio}.items():
-      if size < 1:
-        raise ValueError(f"{name}={size}: expected a positive integer")
     if dim % heads:
       raise ValueError(f"dim={dim} is not divisible by heads={heads}")
     if positions == "rope" and dim // heads % 2:
@@ -69,12 +62,6 @@ class GPT(nnx.Module):
         f"dim={dim} with heads={heads} makes heads of {dim // heads}: positions='rope' rotates pairs, "
         "choose an even head size or positions='learned'"
       )
-    for name, value, choices in (("norm", norm, _NORMS), ("positions", positions, _POSITIONS)):
-      if value not in choices:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}")
-    if not 0 <= dropout < 1:
-      raise ValueError(f"dropout={dropout}: expected a rate from 0 up to, not including, 1")
-    require_implementation(attention)
 
     table = _normal()
     self.embed = nnx.Param(table(rngs.params(), (vocab_size, dim)))

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 import pydantic
-from flax import nnx
 from jaxtyping import Float, Key, PRNGKeyArray
 
 from mpjax._average import Average
@@ -19,7 +18,6 @@ from mpjax.registry._info import ModelInfo
 from mpjax.registry._registry import register_model
 from mpjax.registry._task import Task
 from mpjax.zoo.models._fused_attention import chosen_attention
-from mpjax.zoo.models._gpt import GPT
 from mpjax.zoo.models._losses import cross_entropy, masked_cross_entropy
 from mpjax.zoo.models._model_sharding import gpt_sharding
 
@@ -51,6 +49,10 @@ def gpt(
   `loss_rows` tokens at a time go through the output matrix and the loss; all of them for 0. The default is
   1024 if the vocabulary is above 16,384, else 0.
   """
+  from flax import nnx
+
+  from mpjax.zoo.models._gpt import GPT
+
   vocab_size, seq_len = info.vocab_size, info.seq_len
   masked = _is_masked(info)
   if loss_rows is None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 
 from mpjax.patterns import component_regex
-from mpjax.sharding import RuleDims, ShardingRule
+from mpjax.sharding import RuleDims
 
 # The mesh axis of each kind of dimension.
 AXIS_OF_KIND = {"embed": "fsdp", "vocab": "tensor", "heads": "tensor", "mlp": "tensor", "features": "tensor"}
@@ -42,14 +42,6 @@ def _axes(
   return None
 
 
-def gpt_sharding(path: str, shape: tuple[int, ...], heads: int | None = None) -> RuleDims | None:
-  """Returns the mesh axes of a parameter of a `GPT`; if `heads` is given, no head is split."""
-  return _axes(GPT, path, shape, heads)
-
-
-def vit_sharding(path: str, shape: tuple[int, ...], heads: int | None = None) -> RuleDims | None:
-  """Returns the mesh axes of a parameter of a `ViT`; if `heads` is given, no head is split."""
-  return _axes(VIT, path, shape, heads)
-
-
-resnet_sharding: ShardingRule = functools.partial(_axes, RESNET)
+gpt_sharding = functools.partial(_axes, GPT)
+vit_sharding = functools.partial(_axes, VIT)
+resnet_sharding = functools.partial(_axes, RESNET)

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mpjax.zoo.models._attention import attention, require_implementation, split_heads
+from mpjax.zoo.models._attention import attention, split_heads
 from mpjax.zoo.models._dropout import dropout, split
 
 
@@ -52,7 +52,6 @@ class ViT(nn.Module):
     """
     if self.dim % self.heads:
       raise ValueError(f"dim={self.dim} is not divisible by heads={self.heads}")
-    require_implementation(self.attention)
     x = nn.Dense(self.dim, name="embed")(patches(images, self.patch))  # [B, T, D]
     positions = self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
     # Added in float32 because the gradient of the positions is a sum over the batch.
