@@ -52,20 +52,13 @@ def test_mx_has_the_codes_and_scales_by_hand():
     x[0, 0, 32:64] = 0
     for name, got in quantise_mx(x).items():
       assert_same(got, by_hand.mx(x, getattr(ml_dtypes, name)))
+  x = np.full((5, 32), 1e-3, np.float32)
+  x[:, 7] = [448, np.nextafter(np.float32(448), np.float32(449)), -896, 57344, 6]
+  for name, got in quantise_mx(x).items():  # a largest number times a power of two keeps its scale
+    assert_same(got, by_hand.mx(x, getattr(ml_dtypes, name)))
   for shape in [(0, 32), (2, 0), (0, 0)]:
     q, scales = jax.eval_shape(lambda x: _blocks.quantise_mx(x, jnp.float8_e5m2), jnp.zeros(shape))
     assert (q.shape, scales.shape) == (shape, (shape[0], shape[1] // 32))
-
-
-def test_an_mx_block_at_a_power_of_two_of_the_largest_number_keeps_its_scale():
-  for name, largest in LARGEST.items():
-    above = np.nextafter(np.float32(largest), np.float32(np.inf))
-    amax = np.array([largest, above, largest * 2, largest / 2, -above], np.float32)
-    x = np.full((5, 32), 1e-3, np.float32)
-    x[:, 7] = amax
-    q, scales = quantise_mx(x)[name]
-    np.testing.assert_array_equal(wide(scales)[:, 0], [1, 2, 2, 0.5, 2])
-    np.testing.assert_allclose(wide(q)[:, 7], amax / wide(scales)[:, 0], rtol=2.0 ** -(FRACTION[name] + 1))
 
 
 def test_no_mx_block_saturates_anywhere_in_the_range():
@@ -113,14 +106,6 @@ def test_nvfp4_has_the_codes_and_scales_by_hand(in_squares):
     assert (wide(got[1]) > 0).all()
     assert wide(got[1]).max() <= 448
   assert nearest(np.zeros((16, 32), np.float32))[2] == 1
-
-
-def test_a_weight_in_squares_and_its_transpose_are_quantised_alike():
-  w = spread(48, 64, low=-3, high=1)
-  (q, scales, tensor), (q_t, scales_t, tensor_t) = squares(w), squares(w.T)
-  assert tensor == tensor_t
-  np.testing.assert_array_equal(bits(q), bits(q_t.T))
-  np.testing.assert_array_equal(wide(scales)[::16], wide(scales_t)[::16].T)
 
 
 def test_stochastic_rounding_is_right_on_average_and_otherwise_to_a_neighbour():
