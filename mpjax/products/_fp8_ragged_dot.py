@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.lax import RaggedDotDimensionNumbers
 
@@ -32,14 +31,14 @@ from mpjax.fp8 import Recipe
 from mpjax.fp8._hardware import on_device
 from mpjax.fp8._recipe import FP4, RecipeLike, parse_recipe
 from mpjax.fp8._scaling import quantise, scale_of
-from mpjax.jaxpr import PrimitiveFacts, Trait, register, shape_of
+from mpjax.jaxpr import shape_of
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
 from mpjax.products._dimensions import free_dims, sum_of_tangents
 from mpjax.products._eligibility import Sizes, sizes_of
-from mpjax.products._half_products import FLOAT32, half_ragged_dot_p
+from mpjax.products._half_products import half_ragged_dot_p
 from mpjax.products._lowering import compute_by_platform
-from mpjax.products._member_scales import amax_within
-from mpjax.products._spec import GRADIENT, UNKNOWN, Spec, require_wide, spec_of
+from mpjax.products._scales import amax_by_entry
+from mpjax.products._spec import FLOAT32, Spec, fp8_primitive, spec_of, wide_operands
 
 _Scaled: TypeAlias = tuple[Array, Array]  # codes, and the units of the result that they give it
 
@@ -72,17 +71,15 @@ def fp8_ragged_dot(
   Raises:
     ValueError: for an invalid recipe, or operands that are not floating.
   """
-  lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
-  require_wide("fp8_ragged_dot", lhs=lhs.dtype, rhs=rhs.dtype)
-  out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
+  lhs, rhs, out = wide_operands("fp8_ragged_dot", lhs, rhs, out_dtype=out_dtype)
+  group_sizes = jnp.asarray(group_sizes)
+  own = recipe_of_experts(on_device(parse_recipe(recipe) or Recipe()))
   closed = jax.make_jaxpr(jax.lax.ragged_dot)(lhs.astype(out), rhs.astype(out), group_sizes)
   operands = [lhs, rhs, group_sizes]
   return multiply_ragged(
     closed.jaxpr.eqns[-1],
     _compat.vary_like(operands, operands),
-    recipe_of_experts(on_device(parse_recipe(recipe) or Recipe())),
-    out_dtype=out,
-    native=native,
+    dataclasses.replace(spec_of(own, native=native), out_dtype=out),
   )
 
 
@@ -107,27 +104,14 @@ def recipe_of_experts(recipe: Recipe) -> Recipe:
   )
 
 
-def multiply_ragged(
-  equation: JaxprEqn,
-  operands: Sequence[Array],
-  recipe: Recipe,
-  *,
-  out_dtype: np.dtype,
-  gradient_operand: tuple[bool, bool] = (False, False),
-  native: bool | None = None,
-) -> Array:
+def multiply_ragged(equation: JaxprEqn, operands: Sequence[Array], spec: Spec) -> Array:
   """Computes a `ragged_dot_general` with FP8 operands.
 
   Args:
     equation: the product, of a form that `why_not_fp8` has no reason against.
     operands: lhs and rhs, floating, and the sizes of the groups.
-    recipe: its formats; of `recipe_of_experts`.
-    out_dtype: dtype of the result.
-    gradient_operand: which operands are gradients themselves.
-    native: see `fp8_ragged_dot`.
+    spec: by a recipe of `recipe_of_experts`.
   """
-  roles = [GRADIENT if is_gradient else UNKNOWN for is_gradient in gradient_operand]
-  spec = spec_of(recipe, (roles[0], roles[1]), (False,) * 3, out_dtype, native)
   parameters = {name: value for name, value in equation.params.items() if name != "originals"}
   return _bind([[x] for x in operands[:3]], spec=spec, **{**parameters, "precision": None})
 
@@ -155,16 +139,7 @@ def ragged_sizes(equation: JaxprEqn) -> Sizes:
   return sizes_of(lhs, rhs, (contract, (lhs_batch, (*rhs_batch, *dims.rhs_group_dimensions))))
 
 
-fp8_ragged_dot_p = Primitive("fp8_ragged_dot")
-register(
-  fp8_ragged_dot_p,
-  PrimitiveFacts(
-    "opaque",
-    "an FP8 product, whose operands are quantised already",
-    recompute=False,
-    traits=Trait.PRODUCT | Trait.READS_STORED,
-  ),
-)
+fp8_ragged_dot_p = fp8_primitive("fp8_ragged_dot")
 
 
 def _bind(operands: Sequence[Sequence[Array]], *, spec: Spec, **parameters: Any) -> Array:
@@ -183,17 +158,13 @@ def _compute(
   lhs: Array, rhs: Array, group_sizes: Array, *, spec: Spec, units: DTypeLike | None, **parameters: Any
 ) -> Array:
   """Computes the product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
-  if spec.native is not None:
-    units = None if spec.native else units or jnp.bfloat16
+  units = spec.multiplied_in(units)
   dims = cast(RaggedDotDimensionNumbers, parameters["ragged_dot_dimension_numbers"])
-  of_rows = bool(dims.rhs_group_dimensions)
-  scaled = _by_channel if of_rows else _by_expert
+  scaled = _by_channel if dims.rhs_group_dimensions else _by_expert
   (lhs, lhs_unit), (rhs, rhs_unit), dims = scaled(lhs, rhs, group_sizes, dims, spec)
   if units is not None:  # bfloat16 holds every FP8 number
     lhs, rhs = lhs.astype(units), rhs.astype(units)
-  # What is not scaled back yet overflows in float16.
-  wide = FLOAT32 if spec.out_dtype == np.float16 else spec.out_dtype
-  out = jax.lax.ragged_dot_general(lhs, rhs, group_sizes, dims, preferred_element_type=wide)
+  out = jax.lax.ragged_dot_general(lhs, rhs, group_sizes, dims, preferred_element_type=spec.wide)
   # One after the other: their product may leave float32's range.
   return (out.astype(jnp.float32) * lhs_unit * rhs_unit).astype(spec.out_dtype)
 
@@ -209,8 +180,8 @@ def _by_channel(
   contract, batch = dims.dot_dimension_numbers
   (ragged,), (group,) = dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
   free = [i for i in free_dims(rhs.ndim, dims.dot_dimension_numbers, 1) if i != group]
-  lhs_scale = _scale(amax_within(lhs, (*batch[0], ragged)), spec.lhs_dtype, spec)
-  rhs_scale = _scale(amax_within(rhs, (*batch[1], group, *free)), spec.rhs_dtype, spec)
+  lhs_scale = scale_of(amax_by_entry(lhs, (*batch[0], ragged)), spec.lhs_dtype, pow2=False)
+  rhs_scale = scale_of(amax_by_entry(rhs, (*batch[1], group, *free)), spec.rhs_dtype, pow2=False)
   lead, rows = [lhs.shape[i] for i in batch[0]], lhs.shape[ragged]
   of_row = (1 / lhs_scale).transpose(*batch[0], ragged, *contract[0])
   of_row = of_row.reshape(*lead, rows, *(1,) * len(free))
@@ -239,7 +210,7 @@ def _by_expert(
   for side, (x, dtype) in enumerate(((lhs, spec.lhs_dtype), (rhs, spec.rhs_dtype))):
     x = x.transpose(*batch[side], *contract[side], *frees[side])
     columns = x.reshape(math.prod(lead), experts.shape[1], -1)
-    scale = _scale(_amax_by_expert(columns, experts, group_sizes.shape[-1]), dtype, spec)
+    scale = scale_of(_amax_by_expert(columns, experts, group_sizes.shape[-1]), dtype, pow2=False)
     codes = quantise(columns, _at_rows(scale, experts), dtype).reshape(x.shape)
     ones = [(1,) * len(free) for free in frees]
     ones[side] = x.shape[len(lead) + 1 :]
@@ -247,10 +218,6 @@ def _by_expert(
   n = len(lead)
   numbers = (((n,), (n,)), (tuple(range(n)), tuple(range(n))))
   return found[0], found[1], RaggedDotDimensionNumbers(numbers, (n,), ())
-
-
-def _scale(amax: Array, dtype: np.dtype, spec: Spec) -> Array:
-  return scale_of(amax, dtype, spec.margin, spec.pow2)
 
 
 def _experts_of_rows(group_sizes: Array, lead: Sequence[int], rows: int) -> Array:

@@ -36,8 +36,7 @@ from mpjax.jaxpr import register_as
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
 from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
 from mpjax.products._lowering import compute_by_platform
-
-FLOAT32 = np.dtype(np.float32)
+from mpjax.products._spec import FLOAT32
 
 # Operands: those of JAX's product, and an original for each side (0, 1) in the parameter `originals`. A
 # lhs or rhs in float32 is a tangent of an original: it is rounded to the dtype of the other, its cotangent
@@ -56,6 +55,21 @@ PLAIN = {
 _OWN = {plain: own for own, plain in PLAIN.items()}
 for _own, _plain in PLAIN.items():
   register_as(_own, _plain)
+
+
+def half_product(
+  lhs: Array, rhs: Array, dims: Dims, dtype: np.dtype, out_sharding: NamedSharding | None = None
+) -> Array:
+  """Returns a `dot_general` of half-precision operands in `dtype`; a float32 tangent is rounded to theirs."""
+  return half_dot_general_p.bind(
+    lhs,
+    rhs,
+    originals=(),
+    dimension_numbers=dims,
+    precision=None,
+    preferred_element_type=np.dtype(dtype),
+    out_sharding=out_sharding,
+  )
 
 
 def has_own_gradients(equation: JaxprEqn) -> bool:

@@ -1,102 +1,81 @@
-"""Scales of the members of an ensemble: under `vmap` each member has its scale, as without `vmap`.
+"""Scales of a product's operands: of a whole tensor, or by entry along some of its dimensions.
 
-A scale has the dimensions of its operand, each of size 1 unless members differ along it.
+A scale by entry has the dimensions of its operand, each of size 1 unless entries along it have scales of
+their own: the members of an ensemble under `vmap`, or channels. A scale of a tensor is f32[].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax._types import Array
 from mpjax.fp8._scaling import amax_of
 from mpjax.products._dimensions import Dims, free_dims
 
-Members = tuple[tuple[int, ...], tuple[int, ...]]  # the mapped dimensions of lhs and rhs
 
-
-def amax_within(x: Array, members: Sequence[int]) -> Array:
-  """Returns the largest magnitude of each member, float32 of `x`'s dimensions; f32[] without members."""
-  if not members:
+def amax_by_entry(x: Array, dims: Sequence[int]) -> Array:
+  """Returns the largest magnitude at each entry along some dimensions, by entry; f32[] without dimensions."""
+  if not dims:
     return amax_of(x)
-  within = tuple(i for i in range(x.ndim) if i not in members)
+  within = tuple(i for i in range(x.ndim) if i not in dims)
   return jnp.max(jnp.abs(x), axis=within, keepdims=True, initial=0).astype(jnp.float32)
 
 
-def with_dimension(members: Sequence[int], axis: int | None) -> tuple[int, ...]:
-  """Returns the mapped dimensions of an operand to which `vmap` added one more, `None` for none."""
-  if axis is None:
-    return tuple(members)
-  return (*(i + (i >= axis) for i in members), axis)
+def own_dims(shape: Sequence[int]) -> list[int]:
+  """Returns the dimensions along which a scale of this shape is by entry."""
+  return [i for i, size in enumerate(shape) if size != 1]
 
 
-def members_of_result(members: Members, dims: Dims, ndims: Sequence[int]) -> tuple[int, ...]:
-  """Returns the dimensions of a product that are mapped in one operand or the other."""
-  found: list[int] = []
-  first = len(dims[1][0])
-  for side in (0, 1):
-    free = free_dims(ndims[side], dims, side)
-    found += [dims[1][side].index(i) for i in members[side] if i in dims[1][side]]
-    found += [first + free.index(i) for i in members[side] if i in free]
-    first += len(free)
-  return tuple(sorted(set(found)))
+def vary_in_sums(shapes: Sequence[Sequence[int]], dims: Dims) -> bool:
+  """Returns whether scales of these shapes differ among the terms of a sum."""
+  return any(i in own_dims(shapes[side]) for side in (0, 1) for i in dims[0][side])
 
 
-class Scales:
-  """The scales of lhs and rhs in the layout of their product: [batch, lhs free, rhs free, contracted].
+def shape_in_result(shapes: Sequence[Sequence[int]], dims: Dims, ndims: Sequence[int]) -> tuple[int, ...]:
+  """Returns the shape of a scale of [batch, lhs free, rhs free], by entry where that of an operand is."""
+  lhs, rhs = (shape or (1,) * ndim for shape, ndim in zip(shapes, ndims, strict=True))
+  batch = [lhs[i] if rhs[j] == 1 else rhs[j] for i, j in zip(*dims[1], strict=True)]
+  free = [shape[i] for side, shape in enumerate((lhs, rhs)) for i in free_dims(len(shape), dims, side)]
+  return (*batch, *free) if own_dims((*batch, *free)) else ()
 
-  Attributes:
-    values: the values of lhs and rhs; dimensions that an operand does not have are of size 1.
+
+def product_of_scales(scales: Sequence[Array], dims: Dims, ndims: Sequence[int]) -> Array:
+  """Returns the product of scales, [batch, lhs free, rhs free]; of `levelled` ones if they vary in sums."""
+  free = [free_dims(ndims[side], dims, side) for side in (0, 1)]
+  aligned = []
+  for side, scale in enumerate(scales):
+    batch, contracted = dims[1][side], dims[0][side]
+    scale = scale.reshape(scale.shape or (1,) * ndims[side]).transpose(*batch, *free[side], *contracted)
+    scale = scale[(..., *(0,) * len(contracted))]
+    at = len(batch) if side else scale.ndim
+    aligned.append(jnp.expand_dims(scale, range(at, at + len(free[1 - side]))))
+  return aligned[0] * aligned[1]
+
+
+def levelled(scales: Sequence[Array], dims: Dims, ndims: Sequence[int], sides: Sequence[int]) -> list[Array]:
+  """Lowers scales by entry so that the products of scales are equal in each sum, to the lowest.
+
+  An entry loses only values that are small compared with the sum. If neither scale can absorb the difference
+  alone, both are lowered.
+
+  Args:
+    scales: of lhs and rhs.
+    dims: the dimensions of the product.
+    ndims: the numbers of dimensions of lhs and rhs.
+    sides: the operands whose scales may be lowered, in the order of preference.
   """
-
-  def __init__(self, scales: Sequence[Array], dims: Dims, ndims: Sequence[int]):
-    contract, batch = dims
-    self._orders = [(*batch[s], *free_dims(ndims[s], dims, s), *contract[s]) for s in (0, 1)]
-    n, k = len(batch[0]), len(contract[0])
-    self._free = [len(order) - n - k for order in self._orders]
-    self._starts = (n, n + self._free[0])
-    self._contracted = tuple(range(n + sum(self._free), n + sum(self._free) + k))
-    self.values = [self._aligned(scale, side) for side, scale in enumerate(scales)]
-
-  def _aligned(self, scale: Array, side: int) -> Array:
-    order = self._orders[side]
-    scale = scale.reshape(*scale.shape, *(1,) * (len(order) - scale.ndim)).transpose(order)
-    at = self._starts[0] + (0 if side else self._free[0])
-    return jnp.expand_dims(scale, tuple(range(at, at + self._free[1 - side])))
-
-  def of_operand(self, side: int) -> Array:
-    """Returns the scale of an operand, in the operand's layout."""
-    other = range(self._starts[1 - side], self._starts[1 - side] + self._free[1 - side])
-    scale = jax.lax.squeeze(self.values[side], tuple(other))
-    return scale.transpose(np.argsort(self._orders[side]))
-
-  def of_result(self) -> Array:
-    """Returns the products of scales, equal where they are summed, as [batch, lhs free, rhs free]."""
-    product = self.values[0] * self.values[1]
-    return jax.lax.squeeze(product, self._contracted) if self.are_equal else product.min(self._contracted)
-
-  @property
-  def are_equal(self) -> bool:
-    """Whether the members of a sum have equal scales, as far as shapes show."""
-    return all(value.shape[i] == 1 for value in self.values for i in self._contracted)
-
-  def level(self, sides: Sequence[int]) -> None:
-    """Lowers scales so that the products of scales are equal in each sum, to the lowest.
-
-    A member loses only values that are small compared with the sum. If neither scale can absorb the
-    difference alone, both are lowered.
-
-    Args:
-      sides: the operands whose scales may be lowered, in the order of preference.
-    """
-    lowest = (self.values[0] * self.values[1]).min(self._contracted, keepdims=True)
-    for side in sides:
-      own, other = self.values[side], self.values[1 - side]
-      start = self._starts[1 - side]
-      if all(size == 1 for size in other.shape[start : start + self._free[1 - side]]):
-        self.values[side] = jnp.minimum(lowest / other, own)
-        return
-    self.values = [value.min(self._contracted, keepdims=True) for value in self.values]
+  both = [scale.reshape(scale.shape or (1,) * ndim) for scale, ndim in zip(scales, ndims, strict=True)]
+  for side in sides:
+    own, other = both[side], both[1 - side]
+    free = free_dims(other.ndim, dims, 1 - side)
+    if any(other.shape[i] != 1 for i in free):
+      continue
+    partner = {i: j for pair in dims for i, j in zip(pair[side], pair[1 - side], strict=True)}
+    shape = [other.shape[partner[i]] if i in partner else 1 for i in range(own.ndim)]
+    other = other.transpose(*(partner[i] for i in sorted(partner)), *free).reshape(shape)
+    lowest = (own * other).min(dims[0][side], keepdims=True)
+    both[side] = jnp.minimum(lowest / other, own)
+    return both
+  return [scale.min(dims[0][side], keepdims=True) for side, scale in enumerate(both)]
