@@ -11,7 +11,6 @@ from mpjax.products._codes import InFp8, multiply_codes, takes_codes
 from mpjax.products._eligibility import Sizes, sizes_of, unfit
 from mpjax.products._fp8_dot_general import fp8_dot_general, multiply_dot
 from mpjax.products._fp8_ragged_dot import (
-  fp8_ragged_dot,
   multiply_ragged,
   ragged_sizes,
   recipe_of_experts,

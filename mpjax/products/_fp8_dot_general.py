@@ -29,7 +29,6 @@ from mpjax.products._amax_probe import batch_size, to_front
 from mpjax.products._block_products import multiply_blocks, require_whole_blocks
 from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
 from mpjax.products._half_products import half_product
-from mpjax.products._lowering import compute_by_platform
 from mpjax.products._scales import (
   amax_by_entry,
   levelled,
@@ -38,7 +37,7 @@ from mpjax.products._scales import (
   shape_in_result,
   vary_in_sums,
 )
-from mpjax.products._spec import FLOAT32, Spec, fp8_primitive, spec_of, wide_operands
+from mpjax.products._spec import FLOAT32, Spec, compute_in_units, fp8_primitive, spec_of, wide_operands
 
 _LARGEST = 2.0**127  # also of bfloat16
 
@@ -84,7 +83,7 @@ def fp8_dot_general(
     ValueError: for an invalid recipe, a delayed one without scales, scales for blocks or of another shape,
       operands that are not floating, or a contracted dimension that is not a multiple of its blocks.
   """
-  lhs, rhs, out = wide_operands("fp8_dot_general", lhs, rhs, out_dtype=out_dtype)
+  lhs, rhs, out = wide_operands("fp8_dot_general", lhs, rhs, "out_dtype", out_dtype)
   parsed = on_device(parse_recipe(recipe) or Recipe())
   if parsed.recipe == "delayed" and scales is None:
     raise ValueError("recipe 'delayed' takes its scales from earlier steps: pass scales=, or use 'current'")
@@ -153,10 +152,9 @@ def _compute(
   *scales: Array,
   dimension_numbers: Dims,
   spec: Spec,
-  units: tuple[DTypeLike | None, DTypeLike | None],
+  platform: str | None,
 ) -> Array:
-  """Computes the product; `units` as in `_UNITS`."""
-  multiplied_in = spec.multiplied_in(units[spec.in_blocks])
+  multiplied_in = spec.multiplied_in(platform)
   if spec.in_blocks:
     kinds = map(jax.typeof, (lhs, rhs, *scales))
     kind = _abstract(*kinds, dimension_numbers=dimension_numbers, spec=spec)
@@ -302,12 +300,11 @@ def _batch(
     (lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers, spec.out_sharding, axis_data
   )
   ndim = lhs.ndim + rhs.ndim - len(dims[1][0]) - 2 * len(dims[0][0])
-  of_members = spec.scheme in ("tensor", "nvfp4")  # a channel or a block of `mx` belongs to one member
   by_entry = []
-  for (scale, scale_axis, given), at, n in zip(
-    each, (lhs_axis, rhs_axis, axis), (lhs.ndim, rhs.ndim, ndim), strict=True
-  ):
-    own = scale.ndim or scale_axis is not None if given else of_members
+  for i, (at, n) in enumerate(((lhs_axis, lhs.ndim), (rhs_axis, rhs.ndim), (axis, ndim))):
+    scale, scale_axis, given = each[i]
+    # A channel or a block of `mx` belongs to one member; a gradient's scale is read only if it is given.
+    own = scale.ndim or scale_axis is not None if given else spec.scheme in ("tensor", "nvfp4") and i < 2
     if own and at is not None:
       scale = to_front(scale, scale_axis, 1 if given else size)
       scale = jnp.moveaxis(scale.reshape(scale.shape[0], *(scale.shape[1:] or (1,) * (n - 1))), 0, at)
@@ -316,19 +313,7 @@ def _batch(
   return fp8_dot_general_p.bind(lhs, rhs, *by_entry, dimension_numbers=dims, spec=spec), axis
 
 
-# The dtypes in which a platform multiplies FP8 numbers, and what blocks stand for; `None`: in the format.
-# XLA for CPU does not have a bfloat16 kernel for some layouts. XLA for TPU widens a format that the TPU
-# does not have, and blocks in passes of their own.
-_UNITS = {
-  None: (jnp.bfloat16, jnp.bfloat16),
-  "cpu": (jnp.float32, jnp.float32),
-  "cuda": (None, None),
-  "rocm": (None, jnp.bfloat16),
-  "tpu": (None, jnp.bfloat16),
-}
-compute_by_platform(
-  fp8_dot_general_p, {name: functools.partial(_compute, units=u) for name, u in _UNITS.items()}
-)
+compute_in_units(fp8_dot_general_p, _compute)
 fp8_dot_general_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[fp8_dot_general_p] = jvp
 ad.primitive_transposes[fp8_dot_general_p] = _transpose

@@ -1,4 +1,4 @@
-"""`fp8_ragged_dot`: products of experts with FP8 operands, in the forward and both backward products.
+"""Products of experts with FP8 operands, in the forward and both backward products.
 
 A scale belongs to the values that are summed together: a row of activations, a channel of one expert's
 weight, and in the gradient of the weights a column of one expert's rows. So experts with small values
@@ -26,61 +26,19 @@ from jax.interpreters import ad, batching
 from jax.lax import RaggedDotDimensionNumbers
 
 from mpjax import _compat
-from mpjax._types import DTypeLike, JaxprEqn
+from mpjax._types import JaxprEqn
 from mpjax.fp8 import Recipe
-from mpjax.fp8._hardware import on_device
-from mpjax.fp8._recipe import FP4, RecipeLike, parse_recipe
+from mpjax.fp8._recipe import FP4
 from mpjax.fp8._scaling import quantise, scale_of
 from mpjax.jaxpr import shape_of
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
 from mpjax.products._dimensions import free_dims, sum_of_tangents
 from mpjax.products._eligibility import Sizes, sizes_of
 from mpjax.products._half_products import half_ragged_dot_p
-from mpjax.products._lowering import compute_by_platform
 from mpjax.products._scales import amax_by_entry
-from mpjax.products._spec import FLOAT32, Spec, fp8_primitive, spec_of, wide_operands
+from mpjax.products._spec import FLOAT32, Spec, compute_in_units, fp8_primitive
 
 _Scaled: TypeAlias = tuple[Array, Array]  # codes, and the units of the result that they give it
-
-
-def fp8_ragged_dot(
-  lhs: Array,
-  rhs: Array,
-  group_sizes: Array,
-  recipe: RecipeLike = "per_channel",
-  *,
-  out_dtype: DTypeLike | None = None,
-  native: bool | None = None,
-) -> Array:
-  """Computes `jax.lax.ragged_dot` with FP8 operands and float32 accumulation, forward and backward.
-
-  Operands are scaled, saturated and rounded to the recipe's formats (E4M3FN under `nvfp4`), with scales by
-  row, and by expert and channel, under every recipe.
-
-  Args:
-    lhs: floating[m, k], the rows of one expert after another's.
-    rhs: floating[experts, k, n].
-    group_sizes: int[experts], the rows of each.
-    recipe: a `Recipe`, its mapping or its name; `auto` is that of this device.
-    out_dtype: dtype of the result; `None`: that of lhs.
-    native: whether FP8 units multiply; `None`: if the platform has them.
-
-  Returns:
-    [m, n] in `out_dtype`. The gradient of a float32 operand is float32.
-
-  Raises:
-    ValueError: for an invalid recipe, or operands that are not floating.
-  """
-  lhs, rhs, out = wide_operands("fp8_ragged_dot", lhs, rhs, out_dtype=out_dtype)
-  group_sizes = jnp.asarray(group_sizes)
-  own = recipe_of_experts(on_device(parse_recipe(recipe) or Recipe()))
-  closed = jax.make_jaxpr(jax.lax.ragged_dot)(lhs.astype(out), rhs.astype(out), group_sizes)
-  operands = [lhs, rhs, group_sizes]
-  return multiply_ragged(
-    closed.jaxpr.eqns[-1],
-    _compat.vary_like(operands, operands),
-    dataclasses.replace(spec_of(own, native=native), out_dtype=out),
-  )
 
 
 def recipe_of_experts(recipe: Recipe) -> Recipe:
@@ -155,10 +113,9 @@ def _abstract(
 
 
 def _compute(
-  lhs: Array, rhs: Array, group_sizes: Array, *, spec: Spec, units: DTypeLike | None, **parameters: Any
+  lhs: Array, rhs: Array, group_sizes: Array, *, spec: Spec, platform: str | None, **parameters: Any
 ) -> Array:
-  """Computes the product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
-  units = spec.multiplied_in(units)
+  units = spec.multiplied_in(platform)
   dims = cast(RaggedDotDimensionNumbers, parameters["ragged_dot_dimension_numbers"])
   scaled = _by_channel if dims.rhs_group_dimensions else _by_expert
   (lhs, lhs_unit), (rhs, rhs_unit), dims = scaled(lhs, rhs, group_sizes, dims, spec)
@@ -296,11 +253,7 @@ def _batch(
   return mapped, 0
 
 
-# XLA for CPU does not have a bfloat16 kernel for some layouts; for a GPU or a TPU it widens what it must.
-_UNITS = {None: jnp.bfloat16, "cpu": jnp.float32, "cuda": None, "rocm": None, "tpu": None}
-compute_by_platform(
-  fp8_ragged_dot_p, {name: functools.partial(_compute, units=u) for name, u in _UNITS.items()}
-)
+compute_in_units(fp8_ragged_dot_p, _compute)
 fp8_ragged_dot_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[fp8_ragged_dot_p] = _jvp
 ad.primitive_transposes[fp8_ragged_dot_p] = _transpose

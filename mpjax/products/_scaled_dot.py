@@ -66,7 +66,7 @@ def scaled_dot(
   if format not in _FORMATS:
     hint = did_you_mean(str(format), _FORMATS)
     raise ValueError(f"scaled_dot: format={format!r}: expected one of {', '.join(_FORMATS)}{hint}")
-  lhs, rhs, out = wide_operands("scaled_dot", lhs, rhs, preferred_element_type=preferred_element_type)
+  lhs, rhs, out = wide_operands("scaled_dot", lhs, rhs, "preferred_element_type", preferred_element_type)
   if dimension_numbers is None:
     if lhs.ndim != rhs.ndim or lhs.ndim not in (2, 3):
       raise ValueError(

@@ -1,4 +1,4 @@
-"""Scales of a product's operands: of a whole tensor, or by entry along some of its dimensions.
+"""Scales of a product's operands: one for a tensor, or one for each entry along some of its dimensions.
 
 A scale by entry has the dimensions of its operand, each of size 1 unless entries along it have scales of
 their own: the members of an ensemble under `vmap`, or channels. A scale of a tensor is f32[].
@@ -61,7 +61,7 @@ def levelled(scales: Sequence[Array], dims: Dims, ndims: Sequence[int], sides: S
   alone, both are lowered.
 
   Args:
-    scales: of lhs and rhs.
+    scales: the scales of lhs and rhs.
     dims: the dimensions of the product.
     ndims: the numbers of dimensions of lhs and rhs.
     sides: the operands whose scales may be lowered, in the order of preference.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,23 @@ from jax.extend.core import Primitive
 from mpjax._types import Array, DTypeLike
 from mpjax.fp8 import Recipe
 from mpjax.jaxpr import PrimitiveFacts, Trait, register
+from mpjax.products._lowering import compute_by_platform
 
 SCHEMES = {"current": "tensor", "delayed": "tensor", "per_channel": "channel", "mx": "mx", "nvfp4": "nvfp4"}
 FLOAT32 = np.dtype(np.float32)
 ACTIVATION, WEIGHT, GRADIENT, UNKNOWN = "activation", "weight", "gradient", ""
+
+
+# The dtypes in which a platform multiplies FP8 numbers, and what blocks stand for; `None`: in the format.
+# XLA for CPU does not have a bfloat16 kernel for some layouts. XLA for TPU widens a format that the TPU
+# does not have, and blocks in passes of their own.
+_UNITS: dict[str | None, tuple[DTypeLike | None, DTypeLike | None]] = {
+  None: (jnp.bfloat16, jnp.bfloat16),
+  "cpu": (jnp.float32, jnp.float32),
+  "cuda": (None, None),
+  "rocm": (None, jnp.bfloat16),
+  "tpu": (None, jnp.bfloat16),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +80,9 @@ class Spec:
     """The dtype of a result that is not scaled back yet, which overflows in float16."""
     return FLOAT32 if self.out_dtype == np.float16 else self.out_dtype
 
-  def multiplied_in(self, units: DTypeLike | None) -> DTypeLike | None:
-    """Returns the dtype to multiply in, `None` for the format, where a platform multiplies in `units`."""
+  def multiplied_in(self, platform: str | None) -> DTypeLike | None:
+    """Returns the dtype to multiply in on a platform, `None` for the format."""
+    units = _UNITS[platform][self.in_blocks]
     if self.native is None:
       return units
     return None if self.native else units or jnp.bfloat16
@@ -82,27 +98,17 @@ class Spec:
 
 
 def wide_operands(
-  function: str, lhs: Array, rhs: Array, **result: DTypeLike | None
+  function: str, lhs: Array, rhs: Array, key: str, out_dtype: DTypeLike | None
 ) -> tuple[Array, Array, np.dtype]:
-  """Returns lhs and rhs as arrays, and the dtype of their product.
-
-  Args:
-    function: whose operands they are.
-    lhs: floating.
-    rhs: floating.
-    **result: the argument of the function that is the dtype; `None`: that of lhs.
+  """Returns lhs and rhs as arrays, and the dtype of their product: that asked for by a key, or that of lhs.
 
   Raises:
     ValueError: for an operand or a result that is not floating of 16 bits or more.
   """
   lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-  ((key, asked),) = result.items()
-  out = np.dtype(lhs.dtype if asked is None else asked)
-  for said, dtype in (
-    (f"lhs is {lhs.dtype}", lhs.dtype),
-    (f"rhs is {rhs.dtype}", rhs.dtype),
-    (f"{key}={out}", out),
-  ):
+  out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
+  found = {f"lhs is {lhs.dtype}": lhs.dtype, f"rhs is {rhs.dtype}": rhs.dtype, f"{key}={out}": out}
+  for said, dtype in found.items():
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
       raise ValueError(
         f"{function}: {said}, expected float16, bfloat16, float32 or float64; for codes with scales call "
@@ -122,6 +128,11 @@ def fp8_primitive(name: str) -> Primitive:
   primitive = Primitive(name)
   register(primitive, facts)
   return primitive
+
+
+def compute_in_units(primitive: Primitive, compute: Callable[..., Array]) -> None:
+  """Computes a product by a function that takes the platform, too, which its `Spec` asks for the units."""
+  compute_by_platform(primitive, {name: functools.partial(compute, platform=name) for name in _UNITS})
 
 
 def spec_of(

@@ -6,10 +6,9 @@ import numpy as np
 from jax import lax
 
 import mpjax
-from mpjax.products import fp8_ragged_dot
 from tests.casting._jaxprs import jit, named
 from tests.fp8._programs import D, fp8
-from tests.fp8._reference import normal, relative
+from tests.fp8._reference import normal, ragged_dot, relative
 
 TOKENS, EXPERTS, HIDDEN = 64, 4, 48
 P = {
@@ -126,7 +125,7 @@ def test_gradients_with_e4m3b11fnuz_are_products_of_one_format():
   """The units of TPU v5 and v6 multiply a format by itself."""
   recipe = {"recipe": "per_channel", "forward_dtype": "e4m3b11fnuz", "gradient_dtype": "e5m2"}
   x, w, sizes = jnp.ones([32, 32]), jnp.ones([2, 32, 16]), jnp.array([20, 12])
-  loss = lambda x, w: fp8_ragged_dot(x, w, sizes, recipe).sum()
+  loss = lambda x, w: ragged_dot(x, w, sizes, recipe).sum()
   products = [e for e in jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w).eqns if "spec" in e.params]
   formats = [{e.params["spec"].lhs_dtype.name, e.params["spec"].rhs_dtype.name} for e in products]
   assert formats == [{"float8_e4m3b11fnuz"}, {"float8_e5m2"}, {"float8_e5m2"}]
