@@ -29,6 +29,7 @@ from mpjax.products._amax_probe import batch_size, to_front
 from mpjax.products._block_products import multiply_blocks, require_whole_blocks
 from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
 from mpjax.products._half_products import half_product
+from mpjax.products._lowering import compute_by_platform
 from mpjax.products._scales import (
   amax_by_entry,
   levelled,
@@ -37,7 +38,7 @@ from mpjax.products._scales import (
   shape_in_result,
   vary_in_sums,
 )
-from mpjax.products._spec import FLOAT32, Spec, compute_in_units, fp8_primitive, spec_of, wide_operands
+from mpjax.products._spec import FLOAT32, Spec, fp8_primitive, spec_of, wide_operands
 
 _LARGEST = 2.0**127  # also of bfloat16
 
@@ -313,7 +314,7 @@ def _batch(
   return fp8_dot_general_p.bind(lhs, rhs, *by_entry, dimension_numbers=dims, spec=spec), axis
 
 
-compute_in_units(fp8_dot_general_p, _compute)
+compute_by_platform(fp8_dot_general_p, _compute)
 fp8_dot_general_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[fp8_dot_general_p] = jvp
 ad.primitive_transposes[fp8_dot_general_p] = _transpose

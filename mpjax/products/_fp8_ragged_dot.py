@@ -35,8 +35,9 @@ from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
 from mpjax.products._dimensions import free_dims, sum_of_tangents
 from mpjax.products._eligibility import Sizes, sizes_of
 from mpjax.products._half_products import half_ragged_dot_p
+from mpjax.products._lowering import compute_by_platform
 from mpjax.products._scales import amax_by_entry
-from mpjax.products._spec import FLOAT32, Spec, compute_in_units, fp8_primitive
+from mpjax.products._spec import FLOAT32, Spec, fp8_primitive
 
 _Scaled: TypeAlias = tuple[Array, Array]  # codes, and the units of the result that they give it
 
@@ -253,7 +254,7 @@ def _batch(
   return mapped, 0
 
 
-compute_in_units(fp8_ragged_dot_p, _compute)
+compute_by_platform(fp8_ragged_dot_p, _compute)
 fp8_ragged_dot_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[fp8_ragged_dot_p] = _jvp
 ad.primitive_transposes[fp8_ragged_dot_p] = _transpose

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,6 @@ from jax.extend.core import Primitive
 from mpjax._types import Array, DTypeLike
 from mpjax.fp8 import Recipe
 from mpjax.jaxpr import PrimitiveFacts, Trait, register
-from mpjax.products._lowering import compute_by_platform
 
 SCHEMES = {"current": "tensor", "delayed": "tensor", "per_channel": "channel", "mx": "mx", "nvfp4": "nvfp4"}
 FLOAT32 = np.dtype(np.float32)
@@ -128,11 +125,6 @@ def fp8_primitive(name: str) -> Primitive:
   primitive = Primitive(name)
   register(primitive, facts)
   return primitive
-
-
-def compute_in_units(primitive: Primitive, compute: Callable[..., Array]) -> None:
-  """Computes a product by a function that takes the platform, too, which its `Spec` asks for the units."""
-  compute_by_platform(primitive, {name: functools.partial(compute, platform=name) for name in _UNITS})
 
 
 def spec_of(
