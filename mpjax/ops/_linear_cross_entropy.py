@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def linear_cross_entropy(
   label_smoothing: float = 0.0,
   z_loss: float = 0.0,
   as_average: bool = False,
-) -> Array | Average:
+) -> Any:  # Array, or Average with `as_average`
   """Computes the mean cross entropy of `x @ kernel + bias`, a chunk of rows at a time, without whole logits.
 
   ```python

@@ -96,9 +96,9 @@ def _batch(
   return observe_p.bind(*operands, slot=slot, lead=lead + 1), 0
 
 
-def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int | None:
-  """Returns the size of the axis that `vmap` maps operands over; `None` if it maps none."""
-  return next((x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None), None)
+def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
+  """Returns the size of the axis that `vmap` maps operands over."""
+  return next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
 
 
 def to_front(x: jax.Array, axis: int | None, size: int) -> jax.Array:

@@ -217,9 +217,9 @@ def jvp(
   def term(side: int, lhs: Array, rhs: Array) -> Array:
     if not spec.backward:
       pair = zip((lhs, rhs), scales, strict=False)
-      operands = [x if i == side else _widened(x, s, spec.out_dtype) for i, (x, s) in enumerate(pair)]
-      return half_product(*operands, dimension_numbers, spec.out_dtype, spec.out_sharding)
-    given = tuple(known and i != side for i, known in enumerate(spec.given))
+      lhs, rhs = (x if i == side else _widened(x, s, spec.out_dtype) for i, (x, s) in enumerate(pair))
+      return half_product(lhs, rhs, dimension_numbers, spec.out_dtype, spec.out_sharding)
+    given: Any = tuple(known and i != side for i, known in enumerate(spec.given))
     return bind(
       lhs, rhs, *scales, spec=dataclasses.replace(spec.with_gradient(side), given=given, saved=False)
     )
@@ -267,9 +267,10 @@ def _transpose(
     shape = shape_in_result([scale.shape for scale in scales[:2]], dimension_numbers, ndims)
     of_gradient = of_gradient if of_gradient.shape == shape else np.ones(shape, np.float32)
   put = lambda values, value: tuple(value if i == side else x for i, x in enumerate(values))
+  given: Any = (*put(spec.given[:2], known), False)  # a gradient of a gradient differs from the history's
   backward = dataclasses.replace(
     spec.with_gradient(side),
-    given=(*put(spec.given[:2], known), False),  # a gradient of a gradient differs from those in the history
+    given=given,
     out_dtype=like.dtype if like.dtype.itemsize > 1 else spec.out_dtype,  # float32 for a master weight
     out_sharding=product.out_sharding,
   )
@@ -289,9 +290,10 @@ def _batch(
 ) -> tuple[Array, int | None]:
   lhs, rhs, *scales = operands
   lhs_axis, rhs_axis, *scale_axes = axes
-  size = batch_size(operands, axes)
   each = list(zip(scales, scale_axes, spec.given, strict=True))
-  if size is not None and any(given and (scale.ndim or axis is not None) for scale, axis, given in each):
+  mapped = any(axis is not None for axis in axes)
+  size = batch_size(operands, axes) if mapped else 1
+  if mapped and any(given and (scale.ndim or axis is not None) for scale, axis, given in each):
     lhs, rhs = to_front(lhs, lhs_axis, size), to_front(rhs, rhs_axis, size)
     lhs_axis = rhs_axis = 0
   if spec.scheme == "nvfp4":  # the rows of a square are those of one member
