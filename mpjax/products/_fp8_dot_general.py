@@ -161,8 +161,10 @@ def _compute(
     kind = _abstract(*kinds, dimension_numbers=dimension_numbers, spec=spec)
     spec = dataclasses.replace(spec, out_sharding=None)
     members = [own_dims(scale.shape) for scale in scales[:2]]
-    rest = {"members": members, "dims": dimension_numbers, "spec": spec, "units": multiplied_in}
-    return _compat.with_auto_axes(functools.partial(multiply_blocks, **rest), kind)(lhs, rhs)
+    fun = functools.partial(
+      multiply_blocks, members=members, dims=dimension_numbers, spec=spec, units=multiplied_in
+    )
+    return _compat.with_auto_axes(fun, kind)(lhs, rhs)
   operands, formats, ndims = (lhs, rhs), (spec.lhs_dtype, spec.rhs_dtype), (lhs.ndim, rhs.ndim)
   own = [_scale(x, scales, side, spec, dimension_numbers) for side, x in enumerate(operands)]
   if vary_in_sums([scale.shape for scale in own], dimension_numbers):
