@@ -240,11 +240,13 @@ def _saved(
   lhs: Array, rhs: Array, scales: Sequence[Array], spec: Spec, dims: Dims
 ) -> tuple[Array, Array, list[Array], Spec]:
   """Quantises the operands before they are differentiated, so that the backward pass keeps them in FP8."""
-  lhs, rhs = not_differentiable(lhs), not_differentiable(rhs)
-  own = [_scale(x, scales, side, spec, dims) for side, x in enumerate((lhs, rhs))]
-  lhs, rhs = _in_fp8(lhs, own[0], spec.lhs_dtype), _in_fp8(rhs, own[1], spec.rhs_dtype)
+  pair, own = [], []
+  for side, (x, dtype) in enumerate(((lhs, spec.lhs_dtype), (rhs, spec.rhs_dtype))):
+    x = not_differentiable(x)
+    own.append(_scale(x, scales, side, spec, dims))
+    pair.append(_in_fp8(x, own[side], dtype))
   spec = dataclasses.replace(spec, given=(True, True, spec.given[2]), saved=False)
-  return lhs, rhs, [*own, scales[2]], spec
+  return pair[0], pair[1], [*own, scales[2]], spec
 
 
 def _transpose(
