@@ -240,7 +240,8 @@ def _saved(
   lhs: Array, rhs: Array, scales: Sequence[Array], spec: Spec, dims: Dims
 ) -> tuple[Array, Array, list[Array], Spec]:
   """Quantises the operands before they are differentiated, so that the backward pass keeps them in FP8."""
-  pair, own = [], []
+  pair: list[Array] = []
+  own: list[Array] = []
   for side, (x, dtype) in enumerate(((lhs, spec.lhs_dtype), (rhs, spec.rhs_dtype))):
     x = not_differentiable(x)
     own.append(_scale(x, scales, side, spec, dims))
@@ -269,7 +270,7 @@ def _transpose(
   if not known:  # by entry where that of an operand is
     ndims = (like.ndim, other_ndim)[:: 1 if side == 0 else -1]
     shape = shape_in_result([scale.shape for scale in scales[:2]], dimension_numbers, ndims)
-    of_gradient = of_gradient if of_gradient.shape == shape else np.ones(shape, np.float32)
+    of_gradient = of_gradient if of_gradient.shape == shape else jnp.ones(shape, jnp.float32)
   put = lambda values, value: tuple(value if i == side else x for i, x in enumerate(values))
   given: Any = (*put(spec.given[:2], known), False)  # a gradient of a gradient differs from the history's
   backward = dataclasses.replace(
