@@ -227,6 +227,20 @@ def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> NamedSha
   return sharding.update(spec=jax.sharding.PartitionSpec(*(spec[i] for i in range(len(permutation)))))
 
 
+def batched_dims(ndims: Sequence[int], axes: Sequence[int | None], dims: Any) -> tuple[Any, int]:
+  """Returns the dimensions of a `dot_general` that `vmap` maps over, and the mapped dimension of its result.
+
+  Waits for a public function of this; the batching rule of `dot_general` multiplies, too.
+
+  Args:
+    ndims: the numbers of dimensions of lhs and rhs, including the mapped one.
+    axes: the mapped dimension of each, `None` for none; one of them is mapped.
+    dims: the dimensions of the product of one member.
+  """
+  mapped, axis = lax._dot_general_batch_dim_nums(ndims, axes, dims)
+  return jax.tree.map(int, mapped), int(axis)
+
+
 def batched_sharding(sharding: NamedSharding | None, axis_data: Any, axis: int) -> NamedSharding | None:
   """Returns the sharding of a result after `vmap` has added an axis; `None` without explicit axes.
 

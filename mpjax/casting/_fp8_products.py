@@ -28,14 +28,16 @@ from mpjax.products import (
   LHS,
   NOTHING,
   RHS,
-  fp8_dot_general,
+  Spec,
   half_dot_general_p,
   half_ragged_dot_p,
+  multiply_dot,
   multiply_ragged,
   observe,
   ragged_sizes,
   recipe_of_experts,
   sizes_of,
+  spec_of,
   spread,
   unfit,
   why_not_fp8,
@@ -64,18 +66,14 @@ class Fp8Product:
 
   Attributes:
     recipe: the formats and the scaling.
-    gradients: which of its operands are gradients.
-    weights: which of its operands are weights.
-    native: see `fp8_dot_general`.
+    spec: the same for the product, without the dtype of its result.
     roots: the identities of its operands in the program.
     site: under delayed scaling, the name of its history.
     number: under delayed scaling, its number among the products of a program.
   """
 
   recipe: Recipe
-  gradients: tuple[bool, bool]
-  weights: tuple[bool, bool]
-  native: bool | None
+  spec: Spec
   roots: tuple[Root | None, Root | None]
   site: str | None = None
   number: int = 0
@@ -190,7 +188,8 @@ def decide(
   lhs, rhs = map(shape_of, equation.invars[:2])
   if lack := unfit(sizes_of(lhs, rhs, equation.params["dimension_numbers"]), recipe):
     return Fp8Decision(recipe, Code.UNFIT, lack, site=site)
-  fp8 = Fp8Product(recipe, role.gradients, role.weights, support(recipe).native, role.roots, site, number)
+  spec = spec_of(recipe, role.gradients, role.weights, support(recipe).native)
+  fp8 = Fp8Product(recipe, spec, role.roots, site, number)
   return Fp8Decision(recipe, Code.FP8, str(recipe), fp8, site)
 
 
@@ -199,8 +198,8 @@ def _of_experts(equation: JaxprEqn, recipe: Recipe, role: ProductRole, sites: Si
   own = recipe_of_experts(recipe)
   if lack := unfit(ragged_sizes(equation), own):
     return Fp8Decision(recipe, Code.UNFIT, lack)
-  native, number = support(own).native, sites.next_number()
-  fp8 = Fp8Product(own, role.gradients, role.weights, native, role.roots, None, number)
+  spec = spec_of(own, role.gradients, native=support(own).native)
+  fp8 = Fp8Product(own, spec, role.roots, None, sites.next_number())
   return Fp8Decision(recipe, Code.FP8_EXPERTS, str(own), fp8)
 
 
@@ -241,37 +240,17 @@ def emit(
     side: under delayed scaling, its scales and its probe.
     out_dtype: dtype of the result.
   """
+  spec = dataclasses.replace(fp8.spec, out_dtype=out_dtype)
   if equation.primitive in _RAGGED:
-    return multiply_ragged(
-      equation,
-      operands,
-      fp8.recipe,
-      out_dtype=out_dtype,
-      gradient_operand=fp8.gradients,
-      native=fp8.native,
-    )
+    return multiply_ragged(equation, operands, spec)
   lhs, rhs = operands[:2]  # originals may follow, in a product of an inner autocast
-  scales = probe = None
-  recipe = fp8.recipe
-  if recipe.recipe == "delayed" and fp8.site not in side.scales:
-    recipe = recipe.without_histories()
-  elif fp8.site is not None:
-    of_lhs, of_rhs, of_gradient = side.scales[fp8.site]
-    scales = (of_lhs, of_rhs, of_gradient)
-    probe = side.amax_probes[fp8.number]
-    lhs, rhs = observe(lhs, probe, LHS), observe(rhs, probe, RHS)
-  out = fp8_dot_general(
-    lhs,
-    rhs,
-    equation.params["dimension_numbers"],
-    recipe,
-    scales=scales,
-    out_dtype=out_dtype,
-    gradient_operand=fp8.gradients,
-    weight_operand=fp8.weights,
-    native=fp8.native,
-  )
-  return out if probe is None else observe(out, probe, GRADIENT)
+  dims = equation.params["dimension_numbers"]
+  if fp8.site is None or fp8.site not in side.scales:
+    return multiply_dot(lhs, rhs, dims, spec)
+  of_lhs, of_rhs, of_gradient = side.scales[fp8.site]
+  probe = side.amax_probes[fp8.number]
+  lhs, rhs = observe(lhs, probe, LHS), observe(rhs, probe, RHS)
+  return observe(multiply_dot(lhs, rhs, dims, spec, (of_lhs, of_rhs, of_gradient)), probe, GRADIENT)
 
 
 def tie_to_state(tie: Array | None, results: list[Array]) -> list[Array]:

@@ -60,16 +60,16 @@ def check_arguments(arrays: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 def _check_range(labels: Any, where: Any, classes: int) -> None:
-  known = lambda a: not isinstance(a, jax.core.Tracer) and getattr(a, "is_fully_addressable", True)
-  if not (known(labels) and known(where)):
+  if any(
+    isinstance(a, jax.core.Tracer) or not getattr(a, "is_fully_addressable", True) for a in (labels, where)
+  ):
     return
-  wrong = (np.asarray(labels) < 0) | (np.asarray(labels) >= classes)
-  wrong = wrong if where is None else wrong & np.asarray(where)
+  labels = np.asarray(labels)
+  wrong = ((labels < 0) | (labels >= classes)) & (True if where is None else np.asarray(where))
   if wrong.any():
-    value, place = np.asarray(labels)[wrong][0], np.argwhere(wrong)[0].tolist()
     raise ValueError(
-      f"labels{place}={value}: expected 0 to {classes - 1}, one of the {classes} classes of the kernel; "
-      "exclude rows with where="
+      f"labels{np.argwhere(wrong)[0].tolist()}={labels[wrong][0]}: expected 0 to {classes - 1}, one of the "
+      f"{classes} classes of the kernel; exclude rows with where="
     )
 
 

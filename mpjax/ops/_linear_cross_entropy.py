@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from mpjax._average import Average
 from mpjax.casting import half_precision
 from mpjax.dtypes import at_least_float32
 from mpjax.ops._check_arguments import check_arguments
-from mpjax.products import half_dot_general_p
+from mpjax.products import half_product
 
 # The gradient's scale until the loss scale is known: float16 holds softmax less one-hot down to
 # 2^-24 times this. A z-loss may make the gradient 63 times as large.
@@ -31,36 +31,6 @@ _FLOAT16_SCALE = 1024.0
 # this.
 _FLOAT16_SCALE_OF_X = 16.0
 _TILE = 16  # rows of a TPU's tile in half precision
-
-
-@overload
-def linear_cross_entropy(
-  x: Array,
-  kernel: Array,
-  labels: Array,
-  *,
-  bias: Array | None = None,
-  where: Array | None = None,
-  rows: int = 1024,
-  label_smoothing: float = 0.0,
-  z_loss: float = 0.0,
-  as_average: Literal[False] = False,
-) -> Array: ...
-
-
-@overload
-def linear_cross_entropy(
-  x: Array,
-  kernel: Array,
-  labels: Array,
-  *,
-  bias: Array | None = None,
-  where: Array | None = None,
-  rows: int = 1024,
-  label_smoothing: float = 0.0,
-  z_loss: float = 0.0,
-  as_average: Literal[True],
-) -> Average: ...
 
 
 def linear_cross_entropy(
@@ -74,7 +44,7 @@ def linear_cross_entropy(
   label_smoothing: float = 0.0,
   z_loss: float = 0.0,
   as_average: bool = False,
-) -> Array | Average:
+) -> Any:  # Array, or Average with `as_average`
   """Computes the mean cross entropy of `x @ kernel + bias`, a chunk of rows at a time, without whole logits.
 
   ```python
@@ -310,12 +280,4 @@ def _product(
   dims = (((contracted[0],), (contracted[1],)), ((), ()))
   if lhs.dtype.itemsize > 2:
     return jax.lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
-  return half_dot_general_p.bind(
-    lhs,
-    rhs,
-    originals=(),
-    dimension_numbers=dims,
-    precision=None,
-    preferred_element_type=np.dtype(dtype),
-    out_sharding=None,
-  )
+  return half_product(lhs, rhs, dims, dtype)

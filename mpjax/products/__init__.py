@@ -9,9 +9,8 @@ products is in `mpjax/fp8/`; `mpjax/casting/` chooses the products.
 from mpjax.products._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe, spread
 from mpjax.products._codes import InFp8, multiply_codes, takes_codes
 from mpjax.products._eligibility import Sizes, sizes_of, unfit
-from mpjax.products._fp8_dot_general import fp8_dot_general
+from mpjax.products._fp8_dot_general import fp8_dot_general, multiply_dot
 from mpjax.products._fp8_ragged_dot import (
-  fp8_ragged_dot,
   multiply_ragged,
   ragged_sizes,
   recipe_of_experts,
@@ -20,9 +19,11 @@ from mpjax.products._fp8_ragged_dot import (
 from mpjax.products._half_products import (
   bind_product,
   half_dot_general_p,
+  half_product,
   half_ragged_dot_p,
   has_own_gradients,
 )
 from mpjax.products._lowering import lower_as
 from mpjax.products._scaled_dot import scaled_dot
+from mpjax.products._spec import Spec, spec_of
 from mpjax.products._stand_ins import as_product, is_fp8, plain_primitive

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,41 +37,34 @@ def observe(x: jax.Array, probe: jax.Array, slot: int) -> jax.Array:
   return observe_p.bind(x, probe, slot=slot, lead=0)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def spread(probe: jax.Array, n: int) -> jax.Array:
   """Returns a probe for each of n uses, [n, *probe.shape]; their largest cotangent is the probe's."""
-  return spread_p.bind(probe, n=n)
+  return jnp.broadcast_to(probe, (n, *probe.shape))
 
 
+spread.defvjp(lambda probe, n: (spread(probe, n), None), lambda n, _, ct: (ct.max(0),))
+
+# Returns x. Operands: x, a probe and, in a derivative, the amax of the value whose tangent x is. All of them
+# have `lead` leading dimensions, with a probe for each entry.
 observe_p = Primitive("fp8_observe")
-observe_linear_p = Primitive("fp8_observe_linear")
-spread_p = Primitive("fp8_spread")
 
 
-def _observe_jvp(
+def _jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, slot: int, lead: int
 ) -> tuple[Array, Array | ad.Zero]:
-  (x, probe), (dx, d_probe) = primals, tangents
-  out = observe_p.bind(x, probe, slot=slot, lead=lead)
+  x, _, *amax = primals
+  dx, d_probe = tangents[:2]
+  bind = functools.partial(observe_p.bind, slot=slot, lead=lead)
+  out = bind(*primals)
   if isinstance(d_probe, ad.Zero):
     return out, dx
-  amax = amax_of(x, lead) if slot in (LHS, RHS) else jnp.zeros(x.shape[:lead], jnp.float32)
-  dx = ad.instantiate_zeros(dx)
-  return out, observe_linear_p.bind(dx, d_probe, amax, slot=slot, lead=lead)
+  if not amax:
+    amax = [amax_of(x, lead) if slot in (LHS, RHS) else jnp.zeros(x.shape[:lead], jnp.float32)]
+  return out, bind(ad.instantiate_zeros(dx), d_probe, *amax)
 
 
-def _linear_jvp(
-  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, slot: int, lead: int
-) -> tuple[Array, Array | ad.Zero]:
-  dx, d_probe, amax = primals
-  ddx, dd_probe = tangents[:2]
-  bind = functools.partial(observe_linear_p.bind, slot=slot, lead=lead)
-  out = bind(dx, d_probe, amax)
-  if isinstance(dd_probe, ad.Zero):
-    return out, ddx
-  return out, bind(ad.instantiate_zeros(ddx), dd_probe, amax)
-
-
-def _linear_transpose(
+def _transpose(
   ct: Array | ad.Zero,
   dx: Array | ad.UndefinedPrimal,
   d_probe: Array | ad.UndefinedPrimal,
@@ -91,15 +85,15 @@ def _linear_transpose(
 
 
 def _batch(
-  primitive: Primitive, operands: Sequence[Array], axes: Sequence[int | None], *, slot: int, lead: int
+  operands: Sequence[Array], axes: Sequence[int | None], *, slot: int, lead: int
 ) -> tuple[Array, int | None]:
   if axes[1] is None and not lead:  # one probe for all
     x, probe, *amaxes = operands
     amaxes = [amax if axis is None else amax.max(axis) for amax, axis in zip(amaxes, axes[2:], strict=True)]
-    return primitive.bind(x, probe, *amaxes, slot=slot, lead=0), axes[0]
+    return observe_p.bind(x, probe, *amaxes, slot=slot, lead=0), axes[0]
   size = batch_size(operands, axes)
   operands = [to_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
-  return primitive.bind(*operands, slot=slot, lead=lead + 1), 0
+  return observe_p.bind(*operands, slot=slot, lead=lead + 1), 0
 
 
 def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
@@ -112,29 +106,14 @@ def to_front(x: jax.Array, axis: int | None, size: int) -> jax.Array:
   return jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
 
 
-def _spread_batch(operands: Sequence[Array], axes: Sequence[int], *, n: int) -> tuple[Array, int]:
-  return spread_p.bind(operands[0], n=n), axes[0] + 1
+def _first(x: Any, *_: Any, **__: int) -> Any:
+  return x
 
 
-def _register() -> None:
-  for primitive in (observe_p, observe_linear_p, spread_p):
-    register(primitive, PrimitiveFacts("opaque", "mpjax's own: it passes its operand on", recompute=False))
-  first = lambda x, *_, **__: x
-  for primitive in (observe_p, observe_linear_p):
-    primitive.def_impl(first)
-    primitive.def_abstract_eval(first)
-    lower_as(primitive, first)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
-  ad.primitive_jvps[observe_p] = _observe_jvp
-  ad.primitive_jvps[observe_linear_p] = _linear_jvp
-  ad.primitive_transposes[observe_linear_p] = _linear_transpose
-
-  copies = lambda x, n: jnp.broadcast_to(x, (n, *x.shape))
-  spread_p.def_impl(copies)
-  spread_p.def_abstract_eval(lambda x, n: jax.core.ShapedArray((n, *x.shape), x.dtype))
-  lower_as(spread_p, copies)
-  ad.deflinear2(spread_p, lambda ct, _, n: [None if isinstance(ct, ad.Zero) else ct.max(0)])
-  batching.primitive_batchers[spread_p] = _spread_batch
-
-
-_register()
+register(observe_p, PrimitiveFacts("opaque", "mpjax's own: it passes its operand on", recompute=False))
+observe_p.def_impl(_first)
+observe_p.def_abstract_eval(_first)
+lower_as(observe_p, _first)
+batching.primitive_batchers[observe_p] = _batch
+ad.primitive_jvps[observe_p] = _jvp
+ad.primitive_transposes[observe_p] = _transpose

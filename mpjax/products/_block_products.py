@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -15,13 +16,15 @@ from mpjax._types import Array, DTypeLike
 from mpjax.fp8._blocks import quantise_mx, quantise_nvfp4, rotate
 from mpjax.fp8._recipe import BLOCKS
 from mpjax.products._dimensions import Dims, free_dims
-from mpjax.products._spec import ACTIVATION, GRADIENT, WEIGHT, Spec
+from mpjax.products._scales import own_dims
+from mpjax.products._spec import ACTIVATION, FLOAT32, GRADIENT, WEIGHT, Spec
 
-_FLOAT32 = np.dtype(np.float32)
 _LARGEST = 2.0**127  # also of bfloat16
 
 
-def require_whole_blocks(lhs: ShapedArray, rhs: ShapedArray, dims: Dims, spec: Spec) -> None:
+def require_whole_blocks(
+  lhs: ShapedArray, rhs: ShapedArray, scales: Sequence[ShapedArray], dims: Dims, spec: Spec
+) -> None:
   """Raises `ValueError` if a dimension that is divided into blocks is not a multiple of their size."""
   size = BLOCKS[spec.scheme]
   contracted = math.prod(lhs.shape[i] for i in dims[0][0])
@@ -31,7 +34,8 @@ def require_whole_blocks(lhs: ShapedArray, rhs: ShapedArray, dims: Dims, spec: S
       f"elements, expected a multiple of {size}; pad them, or use fp8_dot_general with recipe 'current'"
     )
   for side, x in enumerate((lhs, rhs)):
-    rows = math.prod(x.shape[i] for i in free_dims(x.ndim, dims, side) if i not in spec.members[side])
+    members = own_dims(scales[side].shape)
+    rows = math.prod(x.shape[i] for i in free_dims(x.ndim, dims, side) if i not in members)
     if _in_squares(spec, side) and rows % size:
       raise ValueError(
         f"{spec.scheme} product of {lhs.shape} and {rhs.shape}: the weight has {rows} rows, expected a "
@@ -64,12 +68,20 @@ class _Operand(NamedTuple):
   unit: Array | None
 
 
-def multiply_blocks(lhs: Array, rhs: Array, dims: Dims, spec: Spec, units: DTypeLike | None) -> Array:
+def multiply_blocks(
+  lhs: Array,
+  rhs: Array,
+  members: Sequence[Sequence[int]],
+  dims: Dims,
+  spec: Spec,
+  units: DTypeLike | None,
+) -> Array:
   """Computes a product of operands that are quantised in blocks along the contracted dimension.
 
   Args:
     lhs: floating.
     rhs: floating.
+    members: the dimensions of lhs and rhs whose entries have a scale of the tensor of their own.
     dims: the dimensions of the product.
     spec: `scheme` is `mx` or `nvfp4`.
     units: the dtype in which the platform multiplies what blocks stand for; `None`: it multiplies blocks.
@@ -80,9 +92,10 @@ def multiply_blocks(lhs: Array, rhs: Array, dims: Dims, spec: Spec, units: DType
   batch = len(dims[1][0])
   shape = [lhs.shape[i] for i in dims[1][0]]
   shape += [x.shape[i] for side, x in enumerate((lhs, rhs)) for i in free_dims(x.ndim, dims, side)]
-  left, right = (_quantised(x, dims, spec, side, native=units is None) for side, x in enumerate((lhs, rhs)))
-  # Float16 holds the result only after it is scaled back.
-  wide = _FLOAT32 if spec.out_dtype == np.float16 else spec.out_dtype
+  left, right = (
+    _quantised(x, members[side], dims, spec, side, native=units is None) for side, x in enumerate((lhs, rhs))
+  )
+  wide = spec.wide
   multiply = _multiply_blocks if units is None else _multiply_values
   out = multiply(left, right, batch, spec, units or wide)
   out = (out if out.shape == tuple(shape) else out.reshape(shape)).astype(wide)
@@ -130,20 +143,20 @@ def _multiply_values(left: _Operand, right: _Operand, batch: int, spec: Spec, dt
   def value(x: _Operand) -> Array:
     size = BLOCKS[spec.scheme]
     blocks = (*x.scales.shape[: x.axis + 1], size, *x.codes.shape[x.axis + 1 :])
-    scales = jnp.expand_dims(x.scales.astype(_FLOAT32), x.axis + 1)
-    return (x.codes.astype(_FLOAT32).reshape(blocks) * scales).reshape(x.codes.shape).astype(dtype)
+    scales = jnp.expand_dims(x.scales.astype(FLOAT32), x.axis + 1)
+    return (x.codes.astype(FLOAT32).reshape(blocks) * scales).reshape(x.codes.shape).astype(dtype)
 
   batches = tuple(range(batch))
   return jax.lax.dot_general(
     value(left),
     value(right),
     (((left.axis,), (right.axis,)), (batches, batches)),
-    preferred_element_type=_FLOAT32,
+    preferred_element_type=FLOAT32,
     out_sharding=spec.out_sharding,
   )
 
 
-def _quantised(x: Array, dims: Dims, spec: Spec, side: int, native: bool) -> _Operand:
+def _quantised(x: Array, members: Sequence[int], dims: Dims, spec: Spec, side: int, native: bool) -> _Operand:
   """Quantises an operand with the contracted dimension last; an FP8 one also as it lies if that is first."""
   batch, contracted, free = dims[1][side], dims[0][side], free_dims(x.ndim, dims, side)
   kept, length, rows = (tuple(x.shape[i] for i in some) for some in (batch, contracted, free))
@@ -161,10 +174,10 @@ def _quantised(x: Array, dims: Dims, spec: Spec, side: int, native: bool) -> _Op
   stored = jax.lax.optimization_barrier if native and x.dtype.itemsize == 2 else lambda x: x
   x = stored(x)
   if rotated:
-    x, axis = stored(rotate(x, axis, x.dtype if native else _FLOAT32)), x.ndim - 1
+    x, axis = stored(rotate(x, axis, x.dtype if native else FLOAT32)), x.ndim - 1
   if spec.scheme == "mx":
     return _Operand(*quantise_mx(x, dtype, axis), axis, None)
-  members = [i for i, dim in enumerate((*batch, *free)) if dim in spec.members[side]]
+  members = [i for i, dim in enumerate((*batch, *free)) if dim in members]
   codes, scales, scale = quantise_nvfp4(
     x, squares=_in_squares(spec, side), stochastic=spec.roles[side] == GRADIENT, members=members
   )

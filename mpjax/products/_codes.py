@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from mpjax._types import JaxprEqn
+from mpjax.jaxpr import shape_of
 from mpjax.products._fp8_dot_general import fp8_dot_general_p, jvp
 from mpjax.products._spec import Spec
 
@@ -27,7 +28,7 @@ def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
     return False
   spec: Spec = equation.params["spec"]
   # The scale of a parameter that crosses devices has no margin.
-  if spec.scheme != "tensor" or spec.margin or spec.members[operand]:
+  if spec.scheme != "tensor" or spec.margin or shape_of(equation.invars[2 + operand]):
     return False
   return not spec.given[operand] and (spec.lhs_dtype, spec.rhs_dtype)[operand] == dtype
 

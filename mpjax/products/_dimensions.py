@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -24,56 +24,26 @@ def free_dims(ndim: int, dims: jax.lax.DotDimensionNumbers, side: int) -> list[i
   return [i for i in range(ndim) if i not in used]
 
 
-class BatchedProduct(NamedTuple):
-  """A product whose operands `vmap` maps over.
-
-  Attributes:
-    dims: its dimensions.
-    axis: the mapped dimension of its result; `None` if no operand is mapped.
-    out_sharding: the sharding of its result; `None` without explicit axes.
-  """
-
-  dims: Dims
-  axis: int | None
-  out_sharding: NamedSharding | None
-
-
 def batched_product(
   ndims: Sequence[int],
   axes: Sequence[int | None],
   dims: Dims,
   out_sharding: NamedSharding | None,
   axis_data: Any,
-) -> BatchedProduct:
-  """Returns the product whose operands `vmap` maps over.
+) -> tuple[Dims, int | None, NamedSharding | None]:
+  """Returns a product under `vmap`: its dimensions, the mapped one of its result, and the result's sharding.
 
   Args:
     ndims: the numbers of dimensions of the operands, including the mapped one.
     axes: the mapped dimension of each; `None` for an operand that is not mapped.
     dims: the dimensions of the product of one member.
-    out_sharding: the sharding of the result of one member.
+    out_sharding: the sharding of the result of one member; `None` without explicit axes.
     axis_data: the argument of that name of a batching rule, which is also called if nothing is mapped.
   """
-
-  def moved(dims: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
-    return dims if axis is None else tuple(i + (i >= axis) for i in dims)
-
-  (lhs_axis, rhs_axis), (lhs_ndim, rhs_ndim) = axes, ndims
-  if lhs_axis is None and rhs_axis is None:
-    return BatchedProduct(dims, None, out_sharding)
-  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-  lhs_contract, lhs_batch = moved(lhs_contract, lhs_axis), moved(lhs_batch, lhs_axis)
-  rhs_contract, rhs_batch = moved(rhs_contract, rhs_axis), moved(rhs_batch, rhs_axis)
-  if lhs_axis is not None and rhs_axis is not None:
-    lhs_batch, rhs_batch, axis = (lhs_axis, *lhs_batch), (rhs_axis, *rhs_batch), 0
-  elif lhs_axis is not None:
-    free = free_dims(lhs_ndim, ((lhs_contract, ()), (lhs_batch, ())), 0)
-    axis = len(lhs_batch) + free.index(lhs_axis)
-  else:
-    free = free_dims(rhs_ndim, ((rhs_contract, ()), (rhs_batch, ())), 0)
-    axis = lhs_ndim - len(lhs_contract) + free.index(cast(int, rhs_axis))
-  sharding = _compat.batched_sharding(out_sharding, axis_data, axis)
-  return BatchedProduct(((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), axis, sharding)
+  if all(axis is None for axis in axes):
+    return dims, None, out_sharding
+  mapped, axis = _compat.batched_dims(ndims, axes, dims)
+  return mapped, axis, _compat.batched_sharding(out_sharding, axis_data, axis)
 
 
 class GradientProduct(NamedTuple):

@@ -1,4 +1,4 @@
-"""`fp8_ragged_dot`: products of experts with FP8 operands, in the forward and both backward products.
+"""Products of experts with FP8 operands, in the forward and both backward products.
 
 A scale belongs to the values that are summed together: a row of activations, a channel of one expert's
 weight, and in the gradient of the weights a column of one expert's rows. So experts with small values
@@ -22,68 +22,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.lax import RaggedDotDimensionNumbers
 
 from mpjax import _compat
-from mpjax._types import DTypeLike, JaxprEqn
+from mpjax._types import JaxprEqn
 from mpjax.fp8 import Recipe
-from mpjax.fp8._hardware import on_device
-from mpjax.fp8._recipe import FP4, RecipeLike, parse_recipe
+from mpjax.fp8._recipe import FP4
 from mpjax.fp8._scaling import quantise, scale_of
-from mpjax.jaxpr import PrimitiveFacts, Trait, register, shape_of
+from mpjax.jaxpr import shape_of
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
 from mpjax.products._dimensions import free_dims, sum_of_tangents
 from mpjax.products._eligibility import Sizes, sizes_of
-from mpjax.products._half_products import FLOAT32, half_ragged_dot_p
+from mpjax.products._half_products import half_ragged_dot_p
 from mpjax.products._lowering import compute_by_platform
-from mpjax.products._member_scales import amax_within
-from mpjax.products._spec import GRADIENT, UNKNOWN, Spec, require_wide, spec_of
+from mpjax.products._scales import amax_by_entry
+from mpjax.products._spec import FLOAT32, Spec, fp8_primitive
 
 _Scaled: TypeAlias = tuple[Array, Array]  # codes, and the units of the result that they give it
-
-
-def fp8_ragged_dot(
-  lhs: Array,
-  rhs: Array,
-  group_sizes: Array,
-  recipe: RecipeLike = "per_channel",
-  *,
-  out_dtype: DTypeLike | None = None,
-  native: bool | None = None,
-) -> Array:
-  """Computes `jax.lax.ragged_dot` with FP8 operands and float32 accumulation, forward and backward.
-
-  Operands are scaled, saturated and rounded to the recipe's formats (E4M3FN under `nvfp4`), with scales by
-  row, and by expert and channel, under every recipe.
-
-  Args:
-    lhs: floating[m, k], the rows of one expert after another's.
-    rhs: floating[experts, k, n].
-    group_sizes: int[experts], the rows of each.
-    recipe: a `Recipe`, its mapping or its name; `auto` is that of this device.
-    out_dtype: dtype of the result; `None`: that of lhs.
-    native: whether FP8 units multiply; `None`: if the platform has them.
-
-  Returns:
-    [m, n] in `out_dtype`. The gradient of a float32 operand is float32.
-
-  Raises:
-    ValueError: for an invalid recipe, or operands that are not floating.
-  """
-  lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
-  require_wide("fp8_ragged_dot", lhs=lhs.dtype, rhs=rhs.dtype)
-  out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
-  closed = jax.make_jaxpr(jax.lax.ragged_dot)(lhs.astype(out), rhs.astype(out), group_sizes)
-  operands = [lhs, rhs, group_sizes]
-  return multiply_ragged(
-    closed.jaxpr.eqns[-1],
-    _compat.vary_like(operands, operands),
-    recipe_of_experts(on_device(parse_recipe(recipe) or Recipe())),
-    out_dtype=out,
-    native=native,
-  )
 
 
 def recipe_of_experts(recipe: Recipe) -> Recipe:
@@ -107,27 +63,14 @@ def recipe_of_experts(recipe: Recipe) -> Recipe:
   )
 
 
-def multiply_ragged(
-  equation: JaxprEqn,
-  operands: Sequence[Array],
-  recipe: Recipe,
-  *,
-  out_dtype: np.dtype,
-  gradient_operand: tuple[bool, bool] = (False, False),
-  native: bool | None = None,
-) -> Array:
+def multiply_ragged(equation: JaxprEqn, operands: Sequence[Array], spec: Spec) -> Array:
   """Computes a `ragged_dot_general` with FP8 operands.
 
   Args:
     equation: the product, of a form that `why_not_fp8` has no reason against.
     operands: lhs and rhs, floating, and the sizes of the groups.
-    recipe: its formats; of `recipe_of_experts`.
-    out_dtype: dtype of the result.
-    gradient_operand: which operands are gradients themselves.
-    native: see `fp8_ragged_dot`.
+    spec: by a recipe of `recipe_of_experts`.
   """
-  roles = [GRADIENT if is_gradient else UNKNOWN for is_gradient in gradient_operand]
-  spec = spec_of(recipe, (roles[0], roles[1]), (False,) * 3, out_dtype, native)
   parameters = {name: value for name, value in equation.params.items() if name != "originals"}
   return _bind([[x] for x in operands[:3]], spec=spec, **{**parameters, "precision": None})
 
@@ -155,16 +98,7 @@ def ragged_sizes(equation: JaxprEqn) -> Sizes:
   return sizes_of(lhs, rhs, (contract, (lhs_batch, (*rhs_batch, *dims.rhs_group_dimensions))))
 
 
-fp8_ragged_dot_p = Primitive("fp8_ragged_dot")
-register(
-  fp8_ragged_dot_p,
-  PrimitiveFacts(
-    "opaque",
-    "an FP8 product, whose operands are quantised already",
-    recompute=False,
-    traits=Trait.PRODUCT | Trait.READS_STORED,
-  ),
-)
+fp8_ragged_dot_p = fp8_primitive("fp8_ragged_dot")
 
 
 def _bind(operands: Sequence[Sequence[Array]], *, spec: Spec, **parameters: Any) -> Array:
@@ -180,20 +114,15 @@ def _abstract(
 
 
 def _compute(
-  lhs: Array, rhs: Array, group_sizes: Array, *, spec: Spec, units: DTypeLike | None, **parameters: Any
+  lhs: Array, rhs: Array, group_sizes: Array, *, spec: Spec, platform: str | None, **parameters: Any
 ) -> Array:
-  """Computes the product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
-  if spec.native is not None:
-    units = None if spec.native else units or jnp.bfloat16
+  units = spec.multiplied_in(platform)
   dims = cast(RaggedDotDimensionNumbers, parameters["ragged_dot_dimension_numbers"])
-  of_rows = bool(dims.rhs_group_dimensions)
-  scaled = _by_channel if of_rows else _by_expert
+  scaled = _by_channel if dims.rhs_group_dimensions else _by_expert
   (lhs, lhs_unit), (rhs, rhs_unit), dims = scaled(lhs, rhs, group_sizes, dims, spec)
   if units is not None:  # bfloat16 holds every FP8 number
     lhs, rhs = lhs.astype(units), rhs.astype(units)
-  # What is not scaled back yet overflows in float16.
-  wide = FLOAT32 if spec.out_dtype == np.float16 else spec.out_dtype
-  out = jax.lax.ragged_dot_general(lhs, rhs, group_sizes, dims, preferred_element_type=wide)
+  out = jax.lax.ragged_dot_general(lhs, rhs, group_sizes, dims, preferred_element_type=spec.wide)
   # One after the other: their product may leave float32's range.
   return (out.astype(jnp.float32) * lhs_unit * rhs_unit).astype(spec.out_dtype)
 
@@ -209,8 +138,8 @@ def _by_channel(
   contract, batch = dims.dot_dimension_numbers
   (ragged,), (group,) = dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
   free = [i for i in free_dims(rhs.ndim, dims.dot_dimension_numbers, 1) if i != group]
-  lhs_scale = _scale(amax_within(lhs, (*batch[0], ragged)), spec.lhs_dtype, spec)
-  rhs_scale = _scale(amax_within(rhs, (*batch[1], group, *free)), spec.rhs_dtype, spec)
+  lhs_scale = scale_of(amax_by_entry(lhs, (*batch[0], ragged)), spec.lhs_dtype, pow2=False)
+  rhs_scale = scale_of(amax_by_entry(rhs, (*batch[1], group, *free)), spec.rhs_dtype, pow2=False)
   lead, rows = [lhs.shape[i] for i in batch[0]], lhs.shape[ragged]
   of_row = (1 / lhs_scale).transpose(*batch[0], ragged, *contract[0])
   of_row = of_row.reshape(*lead, rows, *(1,) * len(free))
@@ -239,7 +168,7 @@ def _by_expert(
   for side, (x, dtype) in enumerate(((lhs, spec.lhs_dtype), (rhs, spec.rhs_dtype))):
     x = x.transpose(*batch[side], *contract[side], *frees[side])
     columns = x.reshape(math.prod(lead), experts.shape[1], -1)
-    scale = _scale(_amax_by_expert(columns, experts, group_sizes.shape[-1]), dtype, spec)
+    scale = scale_of(_amax_by_expert(columns, experts, group_sizes.shape[-1]), dtype, pow2=False)
     codes = quantise(columns, _at_rows(scale, experts), dtype).reshape(x.shape)
     ones = [(1,) * len(free) for free in frees]
     ones[side] = x.shape[len(lead) + 1 :]
@@ -247,10 +176,6 @@ def _by_expert(
   n = len(lead)
   numbers = (((n,), (n,)), (tuple(range(n)), tuple(range(n))))
   return found[0], found[1], RaggedDotDimensionNumbers(numbers, (n,), ())
-
-
-def _scale(amax: Array, dtype: np.dtype, spec: Spec) -> Array:
-  return scale_of(amax, dtype, spec.margin, spec.pow2)
 
 
 def _experts_of_rows(group_sizes: Array, lead: Sequence[int], rows: int) -> Array:
@@ -329,11 +254,7 @@ def _batch(
   return mapped, 0
 
 
-# XLA for CPU does not have a bfloat16 kernel for some layouts; for a GPU or a TPU it widens what it must.
-_UNITS = {None: jnp.bfloat16, "cpu": jnp.float32, "cuda": None, "rocm": None, "tpu": None}
-compute_by_platform(
-  fp8_ragged_dot_p, {name: functools.partial(_compute, units=u) for name, u in _UNITS.items()}
-)
+compute_by_platform(fp8_ragged_dot_p, _compute)
 fp8_ragged_dot_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[fp8_ragged_dot_p] = _jvp
 ad.primitive_transposes[fp8_ragged_dot_p] = _transpose

@@ -36,8 +36,7 @@ from mpjax.jaxpr import register_as
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
 from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
 from mpjax.products._lowering import compute_by_platform
-
-FLOAT32 = np.dtype(np.float32)
+from mpjax.products._spec import FLOAT32
 
 # Operands: those of JAX's product, and an original for each side (0, 1) in the parameter `originals`. A
 # lhs or rhs in float32 is a tangent of an original: it is rounded to the dtype of the other, its cotangent
@@ -56,6 +55,21 @@ PLAIN = {
 _OWN = {plain: own for own, plain in PLAIN.items()}
 for _own, _plain in PLAIN.items():
   register_as(_own, _plain)
+
+
+def half_product(
+  lhs: Array, rhs: Array, dims: Dims, dtype: np.dtype, out_sharding: NamedSharding | None = None
+) -> Array:
+  """Returns a `dot_general` of half-precision operands in `dtype`; a float32 tangent is rounded to theirs."""
+  return half_dot_general_p.bind(
+    lhs,
+    rhs,
+    originals=(),
+    dimension_numbers=dims,
+    precision=None,
+    preferred_element_type=np.dtype(dtype),
+    out_sharding=out_sharding,
+  )
 
 
 def has_own_gradients(equation: JaxprEqn) -> bool:
@@ -112,30 +126,22 @@ def _rounded(operands: Sequence[Array], originals: tuple[int, ...] = ()) -> list
   return [*(x.astype(half) for x in operands[:2]), *operands[2 : len(operands) - len(originals)]]
 
 
-def _bind_plain(
-  own: Primitive, *operands: Array, originals: tuple[int, ...] = (), **parameters: Any
+def _compute(
+  own: Primitive,
+  *operands: Array,
+  originals: tuple[int, ...] = (),
+  platform: str | None,
+  **parameters: Any,
 ) -> Array:
-  return PLAIN[own].bind(*_rounded(operands, originals), **parameters)
-
-
-def _bind_on_cpu(
-  own: Primitive, *operands: Array, originals: tuple[int, ...] = (), **parameters: Any
-) -> Array:
-  lhs, rhs, *_ = plain = _rounded(operands, originals)
-  if passes_of(parameters["precision"]):
-    return PLAIN[own].bind(*plain, **{**parameters, "precision": None})
-  out_dtype = parameters["preferred_element_type"] or lhs.dtype
-  if own is not half_dot_general_p or (lhs.dtype != jnp.bfloat16 and out_dtype != FLOAT32):
-    return PLAIN[own].bind(*plain, **parameters)
-  parameters = {**parameters, "preferred_element_type": FLOAT32}
-  return PLAIN[own].bind(lhs.astype(FLOAT32), rhs.astype(FLOAT32), **parameters).astype(out_dtype)
-
-
-def _bind_on_gpu(own: Primitive, *operands: Array, **parameters: Any) -> Array:
-  """Binds a convolution with a half-precision result: for a float32 one cuDNN needs float32 operands."""
-  if own is not half_conv_p or parameters["preferred_element_type"] != FLOAT32:
-    return _bind_plain(own, *operands, **parameters)
-  return _bind_plain(own, *operands, **{**parameters, "preferred_element_type": None}).astype(FLOAT32)
+  lhs, rhs, *others = _rounded(operands, originals)
+  dtype = parameters["preferred_element_type"] or lhs.dtype
+  if platform == "cpu" and passes_of(parameters["precision"]):
+    parameters["precision"] = None
+  elif platform == "cpu" and own is half_dot_general_p and (lhs.dtype == jnp.bfloat16 or dtype == FLOAT32):
+    lhs, rhs, parameters["preferred_element_type"] = lhs.astype(FLOAT32), rhs.astype(FLOAT32), FLOAT32
+  elif platform in ("cuda", "rocm") and own is half_conv_p and dtype == FLOAT32:
+    parameters["preferred_element_type"] = None  # for a float32 result cuDNN needs float32 operands
+  return PLAIN[own].bind(lhs, rhs, *others, **parameters).astype(dtype)
 
 
 def _abstract(
@@ -260,9 +266,8 @@ def _with_axes_alike(
   return values, found
 
 
-_BY_PLATFORM = {None: _bind_plain, "cpu": _bind_on_cpu, "cuda": _bind_on_gpu, "rocm": _bind_on_gpu}
 for _own in PLAIN:
-  compute_by_platform(_own, {name: functools.partial(bind, _own) for name, bind in _BY_PLATFORM.items()})
+  compute_by_platform(_own, functools.partial(_compute, _own))
   _own.def_abstract_eval(functools.partial(_abstract, _own))
   ad.primitive_jvps[_own] = functools.partial(_jvp, _own)
   ad.primitive_transposes[_own] = functools.partial(_transpose, _own)

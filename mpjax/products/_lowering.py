@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,10 +18,10 @@ def lower_as(primitive: Primitive, compute: Callable[..., Any], platform: str | 
   mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False), platform=platform)
 
 
-def compute_by_platform(primitive: Primitive, by_platform: Mapping[str | None, Callable[..., Array]]) -> None:
-  """Computes a primitive by a function for each platform, `None` for all others; eagerly, too."""
-  for platform, compute in by_platform.items():
-    lower_as(primitive, compute, platform)
+def compute_by_platform(primitive: Primitive, compute: Callable[..., Array]) -> None:
+  """Computes a primitive, also eagerly, by a function that is told the platform: `None` for any other."""
+  for platform in (None, "cpu", "cuda", "rocm", "tpu"):
+    lower_as(primitive, functools.partial(compute, platform=platform), platform)
   primitive.def_impl(functools.partial(_eager, primitive))
 
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import Array, DTypeLike
 from mpjax.dtypes import did_you_mean
-from mpjax.products._fp8_dot_general import bind
-from mpjax.products._spec import Spec
+from mpjax.products._fp8_dot_general import multiply_dot
+from mpjax.products._spec import Spec, wide_operands
 
-
-class _Format(NamedTuple):
-  scheme: str
-  dtype: np.dtype
-
-
-_FORMATS = {
-  "mxfp8": _Format("mx", np.dtype(jnp.float8_e4m3fn)),
-  "mxfp4": _Format("mx", np.dtype(jnp.float4_e2m1fn)),
-  "nvfp4": _Format("nvfp4", np.dtype(jnp.float4_e2m1fn)),
+_FORMATS = {  # the scheme and the elements
+  "mxfp8": ("mx", np.dtype(jnp.float8_e4m3fn)),
+  "mxfp4": ("mx", np.dtype(jnp.float4_e2m1fn)),
+  "nvfp4": ("nvfp4", np.dtype(jnp.float4_e2m1fn)),
 }
 
 
@@ -71,16 +63,10 @@ def scaled_dot(
     ValueError: for an unknown format, operands or a result that are not floating, or a contracted dimension,
       forward or backward, that is not a multiple of the block.
   """
-  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
   if format not in _FORMATS:
     hint = did_you_mean(str(format), _FORMATS)
     raise ValueError(f"scaled_dot: format={format!r}: expected one of {', '.join(_FORMATS)}{hint}")
-  for name, x in (("lhs", lhs), ("rhs", rhs)):
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
-      raise ValueError(
-        f"scaled_dot: {name} is {x.dtype}, expected float16, bfloat16, float32 or float64, which it "
-        "quantises; for codes with scales call jax.lax.scaled_dot"
-      )
+  lhs, rhs, out = wide_operands("scaled_dot", lhs, rhs, "preferred_element_type", preferred_element_type)
   if dimension_numbers is None:
     if lhs.ndim != rhs.ndim or lhs.ndim not in (2, 3):
       raise ValueError(
@@ -90,11 +76,5 @@ def scaled_dot(
     batch = (0,) if lhs.ndim == 3 else ()
     dimension_numbers = (((lhs.ndim - 1,), (rhs.ndim - 2,)), (batch, batch))
   scheme, dtype = _FORMATS[format]
-  out = np.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
-  if not jnp.issubdtype(out, jnp.floating) or out.itemsize < 2:
-    raise ValueError(
-      f"scaled_dot: preferred_element_type={out.name}, expected float16, bfloat16, float32 or float64"
-    )
   spec = Spec(dtype, dtype, dtype, out, scheme=scheme, native=native)
-  one = jnp.ones([], jnp.float32)
-  return bind(lhs, rhs, (one, one, one), dimension_numbers, spec)
+  return multiply_dot(lhs, rhs, dimension_numbers, spec)

@@ -7,12 +7,27 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 
+from mpjax._types import Array, DTypeLike
 from mpjax.fp8 import Recipe
-from mpjax.products._member_scales import Members
+from mpjax.jaxpr import PrimitiveFacts, Trait, register
 
 SCHEMES = {"current": "tensor", "delayed": "tensor", "per_channel": "channel", "mx": "mx", "nvfp4": "nvfp4"}
+FLOAT32 = np.dtype(np.float32)
 ACTIVATION, WEIGHT, GRADIENT, UNKNOWN = "activation", "weight", "gradient", ""
+
+
+# The dtypes in which a platform multiplies FP8 numbers, and what blocks stand for; `None`: in the format.
+# XLA for CPU does not have a bfloat16 kernel for some layouts. XLA for TPU widens a format that the TPU
+# does not have, and blocks in passes of their own.
+_UNITS: dict[str | None, tuple[DTypeLike | None, DTypeLike | None]] = {
+  None: (jnp.bfloat16, jnp.bfloat16),
+  "cpu": (jnp.float32, jnp.float32),
+  "cuda": (None, None),
+  "rocm": (None, jnp.bfloat16),
+  "tpu": (None, jnp.bfloat16),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +47,8 @@ class Spec:
     pow2: whether scales are powers of two, which a GPU applies inside the product without a rounding.
     backward: whether the products of the backward pass are quantised, too.
     saved: whether operands are saved in FP8 for the backward pass.
-    given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor.
-    members: dimensions of lhs and rhs that `vmap` maps over; each member has its own scale from the tensor.
+    given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor, by
+      entry along the dimensions in which the operand has several.
     native: multiply in the format; `None`: if the platform has units.
     out_sharding: sharding of the result, on a mesh with explicit axes; `None`: from the operands.
   """
@@ -41,7 +56,7 @@ class Spec:
   lhs_dtype: np.dtype
   rhs_dtype: np.dtype
   gradient_dtype: np.dtype
-  out_dtype: np.dtype
+  out_dtype: np.dtype = FLOAT32
   scheme: str = "tensor"
   roles: tuple[str, str] = (UNKNOWN, UNKNOWN)
   margin: int = 0
@@ -49,7 +64,6 @@ class Spec:
   backward: bool = True
   saved: bool = False
   given: tuple[bool, bool, bool] = (False, False, False)
-  members: Members = ((), ())
   native: bool | None = None
   out_sharding: jax.sharding.NamedSharding | None = None
 
@@ -58,45 +72,90 @@ class Spec:
     """Whether blocks of the contracted dimension have a scale each."""
     return self.scheme in ("mx", "nvfp4")
 
+  @property
+  def wide(self) -> np.dtype:
+    """The dtype of a result that is not scaled back yet, which overflows in float16."""
+    return FLOAT32 if self.out_dtype == np.float16 else self.out_dtype
+
+  def multiplied_in(self, platform: str | None) -> DTypeLike | None:
+    """Returns the dtype to multiply in on a platform, `None` for the format."""
+    units = _UNITS[platform][self.in_blocks]
+    if self.native is None:
+      return units
+    return None if self.native else units or jnp.bfloat16
+
   def with_gradient(self, side: int) -> Spec:
-    """Returns the spec with the formats of a product whose lhs (0) or rhs (1) is a gradient."""
+    """Returns the spec of a product whose lhs (0) or rhs (1) is a gradient."""
     formats = [self.lhs_dtype, self.rhs_dtype]
     formats[side] = self.gradient_dtype
     if jnp.float8_e4m3b11fnuz in formats:  # TPU v5 and v6 multiply two numbers of one format
       formats = [self.gradient_dtype, self.gradient_dtype]
-    return dataclasses.replace(self, lhs_dtype=formats[0], rhs_dtype=formats[1])
+    lhs, rhs = (GRADIENT if i == side and role != UNKNOWN else role for i, role in enumerate(self.roles))
+    return dataclasses.replace(self, lhs_dtype=formats[0], rhs_dtype=formats[1], roles=(lhs, rhs))
 
 
-def require_wide(function: str, **dtypes: np.dtype) -> None:
-  """Raises `ValueError` for an operand, or a result, that is not floating of 16 bits or more."""
-  for name, dtype in dtypes.items():
+def wide_operands(
+  function: str, lhs: Array, rhs: Array, key: str, out_dtype: DTypeLike | None
+) -> tuple[Array, Array, np.dtype]:
+  """Returns lhs and rhs as arrays, and the dtype of their product: that asked for by a key, or that of lhs.
+
+  Raises:
+    ValueError: for an operand or a result that is not floating of 16 bits or more.
+  """
+  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+  out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
+  found = {f"lhs is {lhs.dtype}": lhs.dtype, f"rhs is {rhs.dtype}": rhs.dtype, f"{key}={out}": out}
+  for said, dtype in found.items():
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-      raise ValueError(f"{function}: {name} is {dtype}, expected float16, bfloat16, float32 or float64")
+      raise ValueError(
+        f"{function}: {said}, expected float16, bfloat16, float32 or float64; for codes with scales call "
+        "jax.lax.scaled_dot"
+      )
+  return lhs, rhs, out
+
+
+def fp8_primitive(name: str) -> Primitive:
+  """Returns a primitive for a product that quantises its operands itself."""
+  facts = PrimitiveFacts(
+    "opaque",
+    "an FP8 product, whose operands are quantised already",
+    recompute=False,
+    traits=Trait.PRODUCT | Trait.READS_STORED,
+  )
+  primitive = Primitive(name)
+  register(primitive, facts)
+  return primitive
 
 
 def spec_of(
   recipe: Recipe,
-  roles: tuple[str, str],
-  given: tuple[bool, bool, bool],
-  out_dtype: np.dtype,
-  native: bool | None,
+  gradients: tuple[bool, bool] = (False, False),
+  weights: tuple[bool, bool] | None = None,
+  native: bool | None = None,
 ) -> Spec:
-  """Returns the `Spec` of one product by a recipe that is not `auto`; `Spec` explains the arguments."""
+  """Returns the `Spec` of a product by a recipe that is not `auto`, with a float32 result.
+
+  Args:
+    recipe: the recipe.
+    gradients: which operands are gradients.
+    weights: which are weights; `None`: not known, and no matter.
+    native: as in `Spec`.
+  """
   scheme = SCHEMES[recipe.recipe]
+  others = [UNKNOWN if weights is None else WEIGHT if weights[side] else ACTIVATION for side in (0, 1)]
+  lhs_role, rhs_role = (GRADIENT if gradients[side] else others[side] for side in (0, 1))
   spec = Spec(
     lhs_dtype=recipe.forward,
     rhs_dtype=recipe.forward,
     gradient_dtype=recipe.gradient,
-    out_dtype=out_dtype,
     scheme=scheme,
-    roles=roles,
+    roles=(lhs_role, rhs_role),
     margin=recipe.margin,
     pow2=scheme == "tensor",
     backward=recipe.backward == "policy",
     saved=recipe.saved_activations == "fp8",
-    given=given,
     native=native,
   )
-  for side, role in enumerate(roles):
-    spec = spec.with_gradient(side) if role == GRADIENT else spec
+  for side in (0, 1):
+    spec = spec.with_gradient(side) if gradients[side] else spec
   return spec

@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 
 E4M3, FP4, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu
-# Format of `scaled_dot`: elements of a block, and how they are quantised.
+# Format of `scaled_dot`: elements of a block.
 SIZES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+ELEMENTS = {"mxfp8": E4M3, "mxfp4": FP4}  # of MX; others go by their own name
 
 
 def in_blocks(x, size):
@@ -44,9 +45,9 @@ def nvfp4(x, squares=False):
 
 
 def held(x, format, squares=False):
-  """Returns what [..., k] is once it is quantised, in float64."""
+  """Returns what [..., k] is once it is quantised, in float64; MX elements may go by the name of a dtype."""
   codes, scales, *tensor = (
-    nvfp4(x, squares) if format == "nvfp4" else mx(x, FP4 if format == "mxfp4" else E4M3)
+    nvfp4(x, squares) if format == "nvfp4" else mx(x, ELEMENTS.get(format) or getattr(ml_dtypes, format))
   )
   blocks = codes.astype(np.float64).reshape(*scales.shape, -1) * scales.astype(np.float64)[..., None]
   return blocks.reshape(x.shape) / (tensor[0] if tensor else 1)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings, strategies as st
 
-from mpjax.products import fp8_dot_general
+from mpjax import _compat
+from mpjax.fp8._recipe import parse_recipe
+from mpjax.products import fp8_dot_general, multiply_ragged, recipe_of_experts, spec_of
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 E4M3_AMD, E5M2_AMD = "float8_e4m3fnuz", "float8_e5m2fnuz"
@@ -25,7 +27,6 @@ FORMATS = {
 }
 TINY = 2.0**-126  # the smallest normal float32
 HUGE = float(np.finfo(np.float32).max)
-BLOCK = 32
 # A third of the time to compile.
 OPTIONS = {"xla_backend_optimization_level": 0}
 
@@ -60,15 +61,6 @@ def held(x: np.ndarray, scale: float, dtype: str) -> np.ndarray:
   """What `x` is after quantisation: float64."""
   scaled = np.asarray(x, np.float32) * np.float32(scale)
   return rounded(scaled.astype(np.float64), dtype) / scale
-
-
-def held_in_blocks(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-  """[..., K] after MXFP8 quantisation of each 32 of K, and the scales [..., K / 32]: float64."""
-  blocks = np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, BLOCK)
-  amax = np.max(np.abs(blocks), axis=-1, keepdims=True)
-  exponent = [math.ceil(math.log2(a / FORMATS[dtype][2])) if a else 0 for a in amax.ravel()]
-  unit = 2.0 ** np.clip(exponent, -126, 127).reshape(amax.shape)
-  return (rounded(blocks / unit, dtype) * unit).reshape(x.shape), unit[..., 0]
 
 
 def rounding(x: np.ndarray, scale: float, dtype: str) -> np.ndarray:
@@ -201,16 +193,22 @@ def matmul(x, w, recipe="current", **options):
   return fp8_dot_general(x, w, MATMUL, recipe, **options)
 
 
+def ragged_dot(x, w, sizes, recipe="per_channel", *, out_dtype=None, native=None):
+  """`jax.lax.ragged_dot` as autocast multiplies it, with the result in a dtype, by default that of x."""
+  out = np.dtype(out_dtype or x.dtype)
+  operands = _compat.vary_like(*[list(map(jnp.asarray, (x, w, sizes)))] * 2)
+  closed = jax.make_jaxpr(jax.lax.ragged_dot)(operands[0].astype(out), operands[1].astype(out), operands[2])
+  spec = spec_of(recipe_of_experts(parse_recipe(recipe)), native=native)
+  return multiply_ragged(closed.jaxpr.eqns[-1], operands, dataclasses.replace(spec, out_dtype=out))
+
+
 @st.composite
-def products(draw, multiple=1):
+def products(draw):
   """Any dot_general: 0 to 2 dimensions of each kind, in any order; contracted ones and what backward contracts."""
   kinds = {kind: draw(st.integers(0, 2)) for kind in ("batch", "lhs", "rhs", "contracted")}
   letters = iter("abcdefgh")
   names = {kind: "".join(next(letters) for _ in range(n)) for kind, n in kinds.items()}
-  sizes = {}
-  for kind, part in names.items():
-    for i, letter in enumerate(part):
-      sizes[letter] = draw(st.integers(1, 6)) * (multiple if i == 0 and kind != "batch" else 1)
+  sizes = {letter: draw(st.integers(1, 6)) for part in names.values() for letter in part}
   shuffled = lambda text: "".join(draw(st.permutations(text)))
   return Product(
     lhs=shuffled(names["batch"] + names["lhs"] + names["contracted"]),

@@ -6,7 +6,6 @@ import functools
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -24,12 +23,9 @@ from tests.fp8._delayed_programs import (
   delayed,
   first_state,
   loss,
-  mesh_of,
   newest,
   same,
 )
-
-P = jax.sharding.PartitionSpec
 
 
 class Layer(nn.Module):
@@ -54,32 +50,6 @@ def test_names_of_linen_modules():
   variables = jax.eval_shape(model.init, jax.random.key(0), X)
   fun = lambda variables, x: (model.apply(variables, x) ** 2).mean()
   assert set(first_state(fun, variables, X)["amax"]) == {"Net/shared", "Net/layers/dense"}
-
-
-class Nnx(nnx.Module):
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.layers = nnx.List([nnx.Linear(D, D, rngs=rngs) for _ in range(4)])
-    self.norm = nnx.BatchNorm(D, rngs=rngs)
-
-  def __call__(self, x):
-    for layer in self.layers:
-      x = nnx.relu(self.norm(layer(x)))
-    return x
-
-
-@pytest.mark.slow
-def test_nnx():
-  model, x, c = Nnx(), X, C
-  fun = lambda model, x, c: jnp.sum(model(x) * c)
-  state = mpjax.init_fp8_state(fun, delayed())(model, x, c)
-  assert set(state["amax"]) == {"Nnx/layers/1", "Nnx/layers/2"}
-  of = lambda model, state: mpjax.autocast(fun, delayed(), fp8_state=state)(model, x, c)
-  grads, new = nnx.jit(nnx.grad(of, argnums=(0, 1)))(model, state)
-  assert all(all(row) for row in newest(new).values())
-  assert newest(new)["Nnx/layers/1"][1] == np.abs(model.layers[1].kernel[...]).max()
-  assert grads["layers"][1]["kernel"][...].shape == (D, D)
-  assert float(new["uses"]) == 1
 
 
 def test_plain_trees_through_a_loss_scale():
@@ -122,7 +92,7 @@ def loss_fn(params, batch):
 BATCH = {"x": X, "c": C}
 
 
-OPTIMIZERS = {"none": optax.sgd(0.0), "sgd": optax.sgd(1e-4), "adam": optax.adam(1e-3)}
+OPTIMIZERS = {"none": optax.sgd(0.0), "adam": optax.adam(1e-3)}
 
 
 @functools.cache
@@ -151,21 +121,6 @@ def test_a_step_keeps_the_state(accumulate):
     history = np.asarray(state.fp8_state["amax"][":1"]["lhs"])
     assert np.count_nonzero(history) == i + 1
   assert float(state.fp8_state["uses"]) == 1
-
-
-def test_a_step_whose_batch_has_no_fp8_products_leaves_the_state_alone():
-  step, state = started()
-  state, _ = step(state, BATCH)
-  after, _ = step(state, {"x": X[:17], "c": C[:17]})
-  same(after.fp8_state, state.fp8_state)
-
-
-def test_a_loss_scale_is_not_taken_from_the_state():
-  step, state = started(with_loss_scale(), "adam")
-  state, metrics = step(state, BATCH)
-  assert bool(metrics["grads_finite"])
-  by_hand = amaxes(W, X, C) * [1, 1, 2.0**10]
-  assert newest(state.fp8_state) == by_site(by_hand)
 
 
 @pytest.mark.parametrize(("accumulate", "dtype"), [(1, "float16"), (2, "bfloat16")])
@@ -197,39 +152,14 @@ def test_a_step_without_a_loss_scale_forgets_what_is_not_finite():
 
 
 @pytest.mark.slow
-def test_a_step_over_devices_is_the_step_of_one():
-  mesh = mesh_of(4)
-  step, state = started(optimizer="sgd")
-  alone, _ = step(state, BATCH)
-  placed = jax.device_put(state, jax.NamedSharding(mesh, P()))
-  spread, _ = step(placed, jax.device_put(BATCH, jax.NamedSharding(mesh, P("d"))))
-  same(spread.fp8_state, alone.fp8_state)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), spread.params, alone.params)
-
-
-@pytest.mark.slow
-def test_a_step_resumed_from_a_copy_is_the_same():
-  step, state = started(with_loss_scale(), "adam")
-  for _ in range(2):
-    state, _ = step(state, BATCH)
-  leaves, structure = jax.tree.flatten(state)
-  copy = jax.tree.unflatten(structure, [jnp.asarray(np.asarray(leaf).copy()) for leaf in leaves])
-  for _ in range(2):
-    state, copy = step(state, BATCH)[0], step(copy, BATCH)[0]
-  same(copy, state)
-
-
-@pytest.mark.slow
 def test_a_step_of_modules_keeps_the_state():
   fun = lambda model, batch: ((model(batch["x"]) - batch["c"]) ** 2).mean()
   step = mpjax.make_train_step(fun, optax.adam(1e-3), delayed())
-  state = step.init(Nnx(), batch=BATCH)
-  assert set(state.fp8_state["amax"]) == {"Nnx/layers/1", "Nnx/layers/2"}
+  state = step.init(nnx.Sequential(*[nnx.Linear(D, D, rngs=nnx.Rngs(i)) for i in range(4)]), batch=BATCH)
   for _ in range(2):
     state, _ = step(state, BATCH)
-  assert np.count_nonzero(state.fp8_state["amax"]["Nnx/layers/1"]["gradient"]) == 2
-  assert jax.eval_shape(step.gradients, state, BATCH)[0].shape == ()
-  assert "float8_e4m3fn" in step.explain(state, BATCH).matrix_flops()
+  found = {site: np.count_nonzero(of["gradient"]) for site, of in state.fp8_state["amax"].items()}
+  assert found == {"Sequential/layers/1": 2, "Sequential/layers/2": 2}
 
 
 def test_a_step_says_what_it_lacks():
@@ -238,18 +168,16 @@ def test_a_step_says_what_it_lacks():
     step.init(as_dict(W))
   with pytest.raises(ValueError, match="fp8_state"):
     step(mpjax.make_train_step(loss_fn, optax.sgd(0.1), "bf16").init(as_dict(W)), BATCH)
-  model = Nnx()
+  model = nnx.Linear(D, D, rngs=nnx.Rngs(0))
   step = mpjax.make_train_step(lambda m, b: (m(b["x"]) ** 2).mean(), optax.sgd(0.1), delayed())
   with pytest.raises(ValueError, match=r"histories in a TrainState.*step\.init"):
     step(model, nnx.Optimizer(model, step.tx, wrt=nnx.Param), BATCH)
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
-  same(step.init(model, batch=shapes).fp8_state, step.init(model, batch=BATCH).fp8_state)
 
 
-def test_the_history_of_gradients_grows_with_the_loss_scale():
-  newest_gradient = {}
-  for interval in (1, 1000):
+def test_the_history_of_gradients_grows_with_the_loss_scale_which_is_not_taken_from_it():
+  for interval, growth in ((1, 2), (1000, 1)):
     scaling = {"init_scale": 2.0**4, "growth_interval": interval}
     step, state = started({**with_loss_scale(), "loss_scaling": scaling})
-    newest_gradient[interval] = newest(step(state, BATCH)[0].fp8_state)[":1"][2]
-  assert newest_gradient[1] == 2 * newest_gradient[1000]
+    state, metrics = step(state, BATCH)
+    assert bool(metrics["grads_finite"])
+    assert newest(state.fp8_state) == by_site(amaxes(W, X, C) * [1, 1, growth * 2.0**4])

@@ -6,7 +6,6 @@ import re
 import types
 
 import jax
-import numpy as np
 import optax
 import pytest
 
@@ -33,30 +32,19 @@ MX = "mx scaling, E4M3FN forward, E4M3FN backward"
 # Device, the recipes that it has units for, and what `auto` is there.
 DEVICES = {
   "cpu": (device("cpu", "cpu"), "", OCP),
-  "V100": (device("gpu", "Tesla V100-SXM2-16GB", "7.0"), "", OCP),
   "A100": (device("gpu", "NVIDIA A100-SXM4-40GB", "8.0"), "", OCP),
-  "RTX 3090": (device("gpu", "NVIDIA GeForce RTX 3090", "8.6"), "", OCP),
   "Orin": (device("gpu", "Orin", "8.7"), "", OCP),
   "L4": (device("gpu", "NVIDIA L4", "8.9"), "OCP", OCP),
-  "RTX 4090": (device("cuda", "NVIDIA GeForce RTX 4090", "8.9"), "OCP", OCP),
-  "H100": (device("gpu", "NVIDIA H100 80GB HBM3", "9.0"), "OCP", OCP),
   "H200": (device("gpu", "NVIDIA H200", "9.0"), "OCP", OCP),
   "B200": (device("gpu", "NVIDIA B200", "10.0"), "OCP mx nvfp4", MX),
-  "B300": (device("gpu", "NVIDIA B300", "10.3"), "OCP mx nvfp4", MX),
   "RTX 5090": (device("gpu", "NVIDIA GeForce RTX 5090", "12.0"), "OCP mx nvfp4", MX),
-  "MI250": (device("gpu", "AMD Instinct MI250X", "gfx90a"), "", OCP),
-  "MI300": (device("gpu", "AMD Instinct MI300X", "gfx942"), "FNUZ", AMD),
-  "MI300 with features": (device("rocm", "AMD Instinct MI300X", "gfx942:sramecc+:xnack-"), "FNUZ", AMD),
+  "MI300": (device("rocm", "AMD Instinct MI300X", "gfx942:sramecc+:xnack-"), "FNUZ", AMD),
   "MI350": (device("gpu", "AMD Instinct MI355X", "gfx950"), "OCP", OCP),
-  "RX 7900": (device("gpu", "AMD Radeon RX 7900 XTX", "gfx1100"), "", OCP),
   "RX 9070": (device("gpu", "AMD Radeon RX 9070", "gfx1201"), "OCP", OCP),
-  "TPU v2": (device("tpu", "TPU v2"), "", OCP),
   "TPU v4": (device("tpu", "TPU v4"), "", OCP),
   "TPU v5e": (device("tpu", "TPU v5 lite"), "B11", B11),
-  "TPU v5p": (device("tpu", "TPU v5p"), "B11", B11),
   "TPU v6e": (device("tpu", "TPU v6 lite"), "B11", B11),
   "TPU v7": (device("tpu", "TPU7x"), "OCP", OCP),
-  "Metal": (device("METAL", "Apple M3"), "", OCP),
   "unknown": (device("neuron", "trn2"), "", OCP),
 }
 RECIPES = {
@@ -73,21 +61,13 @@ RECIPES = {
 LACKS = [
   ("cpu", "OCP", "cpu has no FP8 units"),
   ("A100", "OCP", "8.0.*no FP8 units: they start with 8.9"),
-  ("H100", "mx", r"blocks of 32.*MXFP8.*starts with NVIDIA's compute capability 10\.0"),
-  ("H100", "nvfp4", r"blocks of 16.*NVFP4.*starts with NVIDIA's compute capability 10\.0"),
-  ("H100", "FNUZ", "no units for float8_e4m3fnuz and float8_e5m2fnuz: use float8_e4m3fn and float8_e5m2"),
+  ("H200", "mx", r"blocks of 32.*MXFP8.*starts with NVIDIA's compute capability 10\.0"),
+  ("H200", "nvfp4", r"blocks of 16.*NVFP4.*starts with NVIDIA's compute capability 10\.0"),
+  ("H200", "FNUZ", "no units for float8_e4m3fnuz and float8_e5m2fnuz: use float8_e4m3fn and float8_e5m2"),
   ("B200", "mx FNUZ", "no units for float8_e4m3fnuz: use float8_e4m3fn and float8_e4m3fn"),
   ("MI300", "OCP", "MI300X.*use float8_e4m3fnuz and float8_e5m2fnuz, or recipe: auto"),
-  ("MI350", "FNUZ", "MI355X.*use float8_e4m3fn and float8_e5m2"),
-  ("MI250", "OCP", "gfx90a.*no FP8 units"),
   ("TPU v4", "OCP", "TPU v4 has no FP8 units: they start with TPU v5"),
-  (
-    "TPU v6e",
-    "OCP",
-    "TPU v6 lite has no units for float8_e4m3fn: use float8_e4m3b11fnuz and float8_e4m3b11fnuz",
-  ),
-  ("TPU v7", "FNUZ", "TPU7x has no units for float8_e4m3fnuz"),
-  ("TPU v7", "mx", "TPU7x.*MXFP8"),
+  ("TPU v6e", "OCP", "TPU v6 lite has no units for float8_e4m3fn: use float8_e4m3b11fnuz"),
   ("unknown", "OCP", "trn2.*unknown"),
 ]
 
@@ -134,29 +114,6 @@ def test_auto_keeps_the_fields_that_are_given(fields, on_b200, on_v5e):
     assert str(found) == want
     given = parse_recipe(fields)
     assert all(getattr(found, key) == getattr(given, key) for key in fields)
-
-
-@pytest.mark.parametrize("name", ["TPU v5e", "TPU v5p", "TPU v6e"])
-def test_gradients_on_tpus_with_e4m3b11fnuz_have_three_bits(name):
-  """With E5M2, both operands of a backward product would have two: twice the error."""
-  x, params, ct = normal(128, 128), weights(128, 128, 128), normal(128, 128, seed=3)
-  loss = lambda params, ct: jax.numpy.vdot(x @ params[0] @ params[1], ct)
-  fields = {"recipe": "auto", "emulate": True, "first_layer": True, "last_layer": True}
-  exact, errors = jax.grad(loss)(params, ct), []
-  for gradient in ({}, {"gradient_dtype": "e5m2"}):
-    recipe = on_device(parse_recipe({**fields, **gradient}), DEVICES[name][0])
-    grads = jax.jit(jax.grad(mpjax.autocast(loss, {"base": "fp8", "fp8": recipe})))
-    for size in np.float32(2.0) ** np.float32([-60, 0, 60]):
-      each = zip(grads(params, ct * size), exact, strict=True)
-      errors.append([np.linalg.norm(g / size - want) / np.linalg.norm(want) for g, want in each])
-  ours, theirs = np.split(np.asarray(errors), 2)
-  assert (ours < 0.06).all()
-  assert (ours < 0.7 * theirs).all()
-
-
-def test_the_first_device_is_asked_of_if_none_is_named():
-  for name in ("current", "auto"):
-    assert fp8_units(parse_recipe(name)) == fp8_units(parse_recipe(name), jax.devices()[0])
 
 
 @pytest.mark.parametrize("name", ["cpu", "H200", "B200", "MI300", "TPU v6e", "TPU v7"])

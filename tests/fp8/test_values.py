@@ -13,7 +13,7 @@ import pytest
 import mpjax
 from tests.casting._jaxprs import jit, named
 from tests.fp8._programs import D, W, X, fp8, loss, mlp, weights
-from tests.fp8._reference import normal, relative
+from tests.fp8._reference import normal
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="needs skip_file_prefixes of warnings")
@@ -46,15 +46,6 @@ def test_no_warning_where_nothing_is_amiss():
       jax.eval_shape(mpjax.autocast(fun, policy), W, X)
 
 
-def test_a_step_warns_too():
-  step = mpjax.make_train_step(lambda w, b: loss(w, b), optax.sgd(0.1), "fp8")
-  with pytest.warns(UserWarning, match="no FP8 units"):
-    jax.eval_shape(step.jitted, step.init(W), X)
-
-
-# Values
-
-
 @pytest.mark.parametrize("recipe", ["current", "mx", "delayed"])
 def test_what_is_not_finite_reaches_the_loss_scale(recipe):
   policy = {**fp8(recipe=recipe), "compute_dtype": "float16", "loss_scaling": {"init_scale": 2.0**10}}
@@ -69,43 +60,20 @@ def test_what_is_not_finite_reaches_the_loss_scale(recipe):
     given = state.replace(params={**state.params, "inner": inner})
     after, metrics = step(given, x)
     assert not bool(metrics["grads_finite"]), (where, bad)
-    same = lambda a, b: np.testing.assert_array_equal(a, b)
-    jax.tree.map(same, (after.params, after.fp8_state), (given.params, given.fp8_state))
+    jax.tree.map(
+      np.testing.assert_array_equal, (after.params, after.fp8_state), (given.params, given.fp8_state)
+    )
     assert float(after.opt_state.scale) == float(state.opt_state.scale) / 2
-
-
-def test_a_product_of_zeros_is_zero():
-  w = [np.zeros_like(x) for x in W]
-  out, grads = jit(jax.value_and_grad(mpjax.autocast(loss, fp8())))(w, X)
-  assert float(out) == 0
-  assert not any(np.asarray(g).any() for g in grads)
-
-
-def test_scales_follow_the_magnitude():
-  fun = lambda w: X @ w[0] @ w[1]
-  both = lambda fun, w: (fun(w), jax.grad(lambda w: fun(w).sum())(w))
-  run = jit(lambda w: (both(mpjax.autocast(fun, fp8(last_layer=True)), w), both(fun, w)))
-  for magnitude in np.float32([1e-30, 1e-6, 1e6, 1e18]):
-    (out, grads), (expected, exact) = run([W[0], W[1] * magnitude])
-    assert relative(out, expected) < 0.05, magnitude
-    assert relative(grads[0], exact[0]) < 0.1, magnitude
-    assert relative(grads[1], exact[1]) < 0.1, magnitude
 
 
 def test_output_and_gradient_dtypes():
   out, grads = jax.eval_shape(jax.value_and_grad(mpjax.autocast(loss, fp8())), W, X)
   assert {a.dtype.name for a in jax.tree.leaves((out, grads))} == {"float32"}
-  specs = [
-    e.params["spec"].out_dtype.name for e in named("fp8_dot_general", mpjax.autocast(mlp, fp8()), W, X)
-  ]
-  assert set(specs) == {"bfloat16"}
-  grad = jax.grad(
-    mpjax.autocast(loss, fp8())
-  )  # gradients of float32 weights are float32, those of activations not
-  dtypes = sorted(e.params["spec"].out_dtype.name for e in named("fp8_dot_general", grad, W, X))
-  assert dtypes == ["bfloat16"] * 6 + ["float32"] * 3
-  wide = named("fp8_dot_general", mpjax.autocast(mlp, {**fp8(), "accum_dtype": "float32"}), W, X)
-  assert {e.params["spec"].out_dtype.name for e in wide} == {"float32"}
+  made = lambda fun: sorted(e.params["spec"].out_dtype.name for e in named("fp8_dot_general", fun, W, X))
+  assert made(mpjax.autocast(mlp, fp8())) == ["bfloat16"] * 3
+  grad = jax.grad(mpjax.autocast(loss, fp8()))  # of float32 weights it is float32, of activations not
+  assert made(grad) == ["bfloat16"] * 6 + ["float32"] * 3
+  assert made(mpjax.autocast(mlp, {**fp8(), "accum_dtype": "float32"})) == ["float32"] * 3
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from tests.casting._jaxprs import equations
 
 TABLE = dict(rows())
 # mpjax's own primitives.
-OWN = {"fp8_dot_general", "fp8_observe", "fp8_observe_linear", "fp8_ragged_dot", "fp8_spread"}
+OWN = {"fp8_dot_general", "fp8_observe", "fp8_ragged_dot"}
 
 # Those in the table that only some supported releases of JAX have.
 OF_SOME_RELEASES = """

@@ -1,4 +1,4 @@
-"""Products by recipe: `per_channel` and `nvfp4` by hand, `backward: compute`, and the errors of a weight's gradient."""
+"""Products by recipe: `per_channel` and `nvfp4` by hand, and `backward: compute`."""
 
 import functools
 
@@ -28,7 +28,6 @@ from tests.fp8._reference import (
 # Tests of rounding.
 pytestmark = pytest.mark.optimised
 
-P = jax.sharding.PartitionSpec
 run_of = functools.cache(lambda name: with_gradients(lambda x, w: matmul(x, w, name)))
 
 
@@ -48,19 +47,20 @@ def by_channel(x, axis, dtype):
   return np.moveaxis(np.reshape(own, lines.shape), -1, axis)
 
 
-@pytest.mark.parametrize(("forward", "gradient"), [(E4M3, E4M3), (E4M3, E5M2)])
-def test_what_is_summed_together_has_a_scale(forward, gradient):
-  recipe = {"recipe": "per_channel", "forward_dtype": forward, "gradient_dtype": gradient}
-  x, w, ct = normal(24, 48), normal(48, 16, seed=1), normal(24, 16, seed=2)
-  x *= 10.0 ** np.arange(-12, 12)[:, None].astype(np.float32)  # rows of all magnitudes
-  ct /= 10.0 ** np.arange(-12, 12)[:, None].astype(np.float32)
+@pytest.mark.parametrize("gradient", [E4M3, E5M2])
+@pytest.mark.parametrize(("recipe", "held_along"), [("per_channel", by_channel), ("mx", by_hand.held_along)])
+def test_what_is_summed_together_has_scales(recipe, held_along, gradient):
+  spec = {"recipe": recipe, "gradient_dtype": gradient}
+  x, w, ct = normal(32, 64), normal(64, 32, seed=1), normal(32, 32, seed=2)
+  x *= 10.0 ** np.arange(-16, 16)[:, None].astype(np.float32)  # rows of all magnitudes
+  ct /= 10.0 ** np.arange(-16, 16)[:, None].astype(np.float32)
   w[:, 3] = 0
   factors = (
-    (by_channel(x, 1, forward), by_channel(w, 0, forward)),
-    (by_channel(ct, 1, gradient), by_channel(w, 1, forward).T),
-    (by_channel(x, 0, forward).T, by_channel(ct, 0, gradient)),
+    (held_along(x, 1, E4M3), held_along(w, 0, E4M3)),
+    (held_along(ct, 1, gradient), held_along(w, 1, E4M3).T),
+    (held_along(x, 0, E4M3).T, held_along(ct, 0, gradient)),
   )
-  check(with_gradients(lambda x, w: matmul(x, w, recipe))(x, w, ct), factors)
+  check(with_gradients(lambda x, w: matmul(x, w, spec))(x, w, ct), factors)
 
 
 @pytest.mark.parametrize("saved", ["compute", "fp8"])
@@ -124,19 +124,11 @@ def test_gradients_of_nvfp4_are_right_on_average():
   assert (d_x.std(0) > 0).all()
 
 
-def test_nvfp4_is_deterministic_and_the_same_on_any_mesh():
+def test_nvfp4_is_deterministic():
   x, w, ct = normal(128, 64), normal(64, 128, seed=1), normal(128, 128, seed=2)
-  want = run_of("nvfp4")(x, w, ct)
   again = with_gradients(lambda x, w: matmul(x, w, "nvfp4"))(x, w, ct)
-  for first, second in zip(want, again, strict=True):
+  for first, second in zip(run_of("nvfp4")(x, w, ct), again, strict=True):
     np.testing.assert_array_equal(bits(first), bits(second))
-  for kind in ("Auto", "Explicit"):
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
-    with jax.set_mesh(mesh):
-      put = lambda a, *spec: jax.device_put(a, jax.NamedSharding(mesh, P(*spec)))
-      divided = run_of("nvfp4")(put(x, "d"), put(w), put(ct, "d"))
-    for got, one in zip(divided, want, strict=True):
-      np.testing.assert_allclose(got, one, rtol=1e-5, atol=1e-5 * np.abs(one).max())
 
 
 def test_members_of_an_nvfp4_ensemble_have_scales_of_their_own():
@@ -146,32 +138,6 @@ def test_members_of_an_nvfp4_ensemble_have_scales_of_their_own():
     out = compiled(jax.vmap(lambda w: matmul(x, w, "nvfp4"), axis))(np.moveaxis(w, 0, axis))
     for i in range(3):
       np.testing.assert_allclose(out[i], compiled(lambda w: matmul(x, w, "nvfp4"))(w[i]), rtol=1e-5)
-
-
-def test_a_weight_that_is_no_whole_number_of_squares_is_refused():
-  with pytest.raises(ValueError, match="40 rows, expected a multiple of 16"):
-    matmul(np.ones((16, 32)), np.ones((32, 40)), "nvfp4")
-
-
-# The errors of a weight's gradient
-
-# Recipe, and the largest error of a weight's gradient with outliers and heavy tails.
-ERRORS = {"current": 0.06, "per_channel": 0.04, "mx": 0.045, "nvfp4": 0.20}
-
-
-@pytest.mark.parametrize("recipe", ERRORS)
-def test_the_error_of_a_weights_gradient_with_outlier_channels_and_heavy_tails(recipe):
-  errors, gains = [], []
-  for seed in range(8):  # heavy tails: one draw says little of the gain
-    rng = np.random.default_rng(seed)
-    x = (rng.normal(size=(2048, 256)) * np.where(rng.uniform(size=256) < 0.02, 20, 1)).astype(np.float32)
-    w, ct = normal(256, 256, scale=1 / 16), (rng.standard_t(3, (2048, 256)) * 1e-4).astype(np.float32)
-    want = x.T.astype(np.float64) @ ct
-    got = np.asarray(run_of(recipe)(x, w, ct)[2], np.float64)
-    errors.append(relative(got, want))
-    gains.append(np.vdot(got, want) / np.vdot(want, want))
-  assert np.mean(errors) <= ERRORS[recipe]
-  assert abs(np.mean(gains) - 1) < 0.01
 
 
 # backward: compute
