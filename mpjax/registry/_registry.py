@@ -254,7 +254,8 @@ def _keys(
     takes = f"takes {', '.join(by_position) or 'nothing'} by position"
     raise TypeError(f"{title}: {fun.__name__} {takes}: the keys of a config come after *: write {example}")
   keys: Any = typing_extensions.TypedDict(fun.__name__, kinds)  # type: ignore[misc]
-  return pydantic.with_config(pydantic.ConfigDict(extra="forbid"))(keys), defaults
+  forbidding: Any = pydantic.with_config(pydantic.ConfigDict(extra="forbid"))(keys)
+  return forbidding, defaults
 
 
 def _annotation(fun: Callable[..., Any], parameter: inspect.Parameter) -> Any:
