@@ -25,7 +25,7 @@ PACKAGES = ("flax", "optax", "libtpu", "jax-cuda13-plugin")
 TARGETS = ("h200",)  # v5e: its compiler takes hours
 FIGURES = ("temporaries", "accessed")
 
-_finished = _islands._Grouping._finished
+_finished = _islands.Segments._finished
 
 
 def _unfenced(*arguments: Any) -> Any:
@@ -36,12 +36,12 @@ def _unfenced(*arguments: Any) -> Any:
 MECHANISMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
   "pull-in": (_decide, "pull_in", lambda nodes, *_: list(nodes)),
   "products at ends": (_islands, "_is_product", lambda _: False),
-  "barriers": (_islands._Grouping, "_finished", _unfenced),
+  "barriers": (_islands.Segments, "_finished", _unfenced),
   "saved statistics": (_emit, "is_statistic", lambda *_: False),
-  "what pays": (_islands._Grouping, "_pays", lambda *_: True),
+  "what pays": (_islands.Segments, "_pays", lambda *_: True),
   "copies": (_copies.Copies, "instead_of", lambda *_: ()),
-  "operands again": (_islands._Grouping, "_alone", lambda *_: None),
-  "losses by element": (_decide, "stores_gradient", lambda *_: False),
+  "operands again": (_islands.Segments, "_alone", lambda *_: None),
+  "losses by element": (_islands, "is_by_element", lambda *_: False),
 }
 
 

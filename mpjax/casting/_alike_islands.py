@@ -1,131 +1,75 @@
-"""One function for equal islands, as in the layers of a deep model, so that JAX traces it once.
+"""Keys of islands, and of the bodies of jitted functions, that are equal if one function computes both.
 
-The bodies of a jitted function that is called several times also share one, if the decisions are the same.
-JAX's caches belong to the function: its program, its derivative, and what that saves.
+So JAX traces the layers of a deep model once. Its caches belong to the function: its program, its derivative,
+and what that saves.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 
-from mpjax._types import Array, Atom, Jaxpr, Var
+from mpjax._types import Atom, Var
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Node
 from mpjax.casting._kinds import Held
 from mpjax.jaxpr import call_kind, is_variable, scopes_inside, source_line
 
-Function = Callable[..., list[Array]]
 
+def island_key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashable:
+  """Returns the key of an island that reads no side inputs.
 
-class AlikeIslands:
-  """The functions of the islands of one program, and of the bodies of its calls."""
-
-  def __init__(self) -> None:
-    self._functions: dict[Hashable, Function] = {}
-    self._bodies: dict[Jaxpr, list[tuple[CastPlan, Sequence[Array], Function]]] = {}
-
-  def function(self, island: Island, held: Mapping[Var, Held], depth: int, own: Function) -> Function:
-    """Returns the function of an equal earlier island; `own` if this is the first.
-
-    Args:
-      island: the island; nothing in it reads side inputs.
-      held: how each variable is held.
-      depth: how many scopes the equations have in common, which the function leaves out.
-      own: the function of the island itself.
-    """
-    try:
-      return self._functions.setdefault(_key(island, held, depth), own)
-    except TypeError:  # a parameter that cannot be compared
-      return own
-
-  def body(self, plan: CastPlan, constants: Sequence[Array], own: Function) -> Function:
-    """Returns the function of an equal earlier body; `own` if this is the first.
-
-    Args:
-      plan: the plan of the body; nothing in it reads side inputs.
-      constants: the constants that the body is closed over.
-      own: the function of the body itself, which holds its constants.
-    """
-    others = self._bodies.setdefault(plan.jaxpr, [])
-    key = _plan_key(plan) if others else None  # most bodies have one plan
-    for other, of_constants, function in others:
-      if list(map(id, constants)) == list(map(id, of_constants)) and _plan_key(other) == key:
-        return function
-    others.append((plan, constants, own))
-    return own
-
-
-def _key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashable:
-  """Returns a key that is equal for two islands if their functions are the same."""
+  Args:
+    island: the island.
+    held: how each variable is held.
+    depth: how many scopes the equations have in common, which the function leaves out.
+  """
   numbers: dict[Var, int] = {}
 
   def of(atom: Atom) -> Hashable:
-    if not is_variable(atom):
-      value = np.asarray(atom.val)
-      return value.tobytes(), atom.aval
-    if atom in numbers:
-      return numbers[atom]
-    numbers[atom] = len(numbers)
-    return atom.aval, held.get(atom)
+    if is_variable(atom):
+      return numbers.setdefault(atom, len(numbers)), atom.aval, held.get(atom)
+    return np.asarray(atom.val).tobytes(), atom.aval
 
-  inputs = tuple((of(v), dtype) for v, dtype in island.inputs)
-  nodes = tuple(_node_key(n, of, depth) for n in itertools.chain(island.copies, island.nodes))
-  outputs = tuple((of(v), dtype) for v, dtype in island.outputs)
+  def of_node(node: Node) -> Hashable:
+    equation = node.equation
+    atoms = (*equation.invars, *equation.outvars)
+    parameters = tuple(sorted(equation.params.items()))
+    place = scopes_inside(equation, depth), source_line(equation), equation.ctx
+    return equation.primitive, tuple(map(of, atoms)), parameters, place, _decided(node)
+
+  inputs, outputs = (tuple((of(v), d) for v, d in pairs) for pairs in (island.inputs, island.outputs))
+  nodes = tuple(map(of_node, (*island.copies, *island.nodes)))
   return inputs, nodes, outputs, len(island.copies), island.fenced, island.saved
 
 
-def _node_key(node: Node, of: Callable[[Atom], Hashable], depth: int) -> Hashable:
-  equation = node.equation
-  return (
-    equation.primitive,
-    tuple(map(of, equation.invars)),
-    tuple(map(of, equation.outvars)),
-    tuple(sorted(equation.params.items())),
-    scopes_inside(equation, depth),
-    source_line(equation),
-    equation.ctx,
-    _decided(node),
-    node.call,
-  )
+def plan_key(plan: CastPlan) -> Hashable:
+  """Returns the key of a body's plan that reads no side inputs; plans of other jaxprs are never equal."""
+  return plan.jaxpr, tuple(plan.held[v] for v in plan.inputs), plan.outs, tuple(map(_unit_key, plan.units))
+
+
+def _unit_key(unit: Node | Island) -> Hashable:
+  if isinstance(unit, Island):
+    copies, nodes = (tuple(map(_unit_key, nodes)) for nodes in (unit.copies, unit.nodes))
+    return copies, nodes, unit.inputs, unit.outputs, unit.fenced, unit.saved, unit.loss_of
+  return unit.equation, _decided(unit)
 
 
 def _decided(node: Node) -> Hashable:
-  """Returns how an equation is executed, without its bodies."""
-  return (
-    (node.listed, node.mode, node.half, node.outs, node.reads, node.widened, node.own_casts),
-    (node.result_dtype, node.stores_gradient, node.fp8),
-  )
-
-
-def _plan_key(plan: CastPlan) -> Hashable:
-  """Returns a key that is equal for two plans of one body if they are executed alike."""
-  numbers = {node: i for i, node in enumerate(plan.nodes)}
-
-  def of(unit: Node | Island) -> Hashable:
-    if not isinstance(unit, Island):
-      return numbers[unit]
-    nodes = tuple(numbers[node] for node in (*unit.copies, *unit.nodes))
-    return nodes, len(unit.copies), unit.inputs, unit.outputs, unit.fenced, unit.saved
-
-  nodes = tuple((_decided(node), node.call and _call_key(node.call)) for node in plan.nodes)
-  inputs = tuple(plan.held[v] for v in plan.inputs)
-  return plan.jaxpr, inputs, nodes, tuple(map(of, plan.units)), plan.outs
+  """Returns all that is decided about an equation."""
+  other = ("equation", "path", "call")
+  return *(x for name, x in vars(node).items() if name not in other), node.call and _call_key(node.call)
 
 
 def _call_key(call: Call) -> Hashable:
-  """Returns a key that is equal for two calls if their bodies are executed alike."""
   kind = call_kind(call.equation)
   if kind is None or not kind.is_plain:  # a rule is decided where the call is
     return call
-  return call.ins, call.outs, call.carry, tuple(map(_plan_key, call.plans))
+  return call.ins, call.outs, call.carry, tuple(map(plan_key, call.plans))
 
 
 def common_scopes(island: Island) -> int:
   """Returns how many scopes, from the outermost on, the equations of an island have in common."""
-  stacks = {n.equation.source_info.name_stack for n in itertools.chain(island.copies, island.nodes)}
-  first, depth = next(iter(stacks)), 0
-  while depth < len(first) and all(stack[: depth + 1] == first[: depth + 1] for stack in stacks):
-    depth += 1
-  return depth
+  stacks = {n.equation.source_info.name_stack.stack for n in (*island.copies, *island.nodes)}
+  return len([*itertools.takewhile(lambda scopes: len({*scopes}) == 1, zip(*stacks, strict=False))])

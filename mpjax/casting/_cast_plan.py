@@ -102,7 +102,6 @@ class Node(Decision):
     own_casts: the operands that are cast to `half` only for this use, so that the gradients of several uses
       are added in float32; for a product, those whose gradient it computes in float32 itself.
     result_dtype: the dtype that a product is asked for; `None` for the program's.
-    stores_gradient: whether the gradient of a product's result crosses an optimisation barrier.
     adds_many: whether it is a lookup in half precision, whose gradient is added in float32.
   """
 
@@ -110,7 +109,6 @@ class Node(Decision):
   widened: frozenset[int]
   own_casts: frozenset[int]
   result_dtype: np.dtype | None
-  stores_gradient: bool
   adds_many: bool
 
   def originals(self) -> list[Var]:
@@ -200,6 +198,8 @@ class Island:
     fenced: whether the backward pass reads through an optimisation barrier: then no compiler finds the inside
       equal to the forward pass's, and keeps that in memory.
     saved: the FP8 format in which half-precision inputs are kept for the backward pass; `None`: unchanged.
+    loss_of: the product's result that a loss by element is computed from, if the island is one: its gradient
+      crosses an optimisation barrier.
   """
 
   nodes: tuple[Node, ...]
@@ -208,6 +208,7 @@ class Island:
   copies: tuple[Node, ...] = ()
   fenced: bool = True
   saved: np.dtype | None = None
+  loss_of: Var | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

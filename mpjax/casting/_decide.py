@@ -18,9 +18,8 @@ from mpjax.casting._case import Case
 from mpjax.casting._cast_plan import CastPlan, Decision, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._decision_table import decision_of
-from mpjax.casting._elementwise_losses import stores_gradient
 from mpjax.casting._gradient_sums import adds_many
-from mpjax.casting._islands import in_units, pull_in
+from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
 from mpjax.casting._loop_facts import layers_of_steps, why_in_solver
 from mpjax.casting._place import Place
@@ -97,17 +96,14 @@ class Body:
     jaxpr, rules, place = self._jaxpr, self.rules, self.place
     decisions = [self._decide(equation) for equation in live(jaxpr).equations]
     decisions = pull_in(decisions, self.held, set(variables_of(jaxpr.outvars)), full_outputs)
-    nodes = [
-      self._node(decision, stores_gradient(i, decisions, jaxpr, self.held, rules, place))
-      for i, decision in enumerate(decisions)
-    ]
+    nodes = tuple(map(self._node, decisions))
     outs = tuple(self._output(i, atom, wanted) for i, atom in enumerate(jaxpr.outvars))
     return CastPlan(
       jaxpr=jaxpr,
       path=place.path,
       inputs=self._inputs,
-      nodes=tuple(nodes),
-      units=in_units(nodes, jaxpr, self.held, outs, rules, place),
+      nodes=nodes,
+      units=Segments(nodes, jaxpr, self.held, outs, rules, place).units() if place.islands else nodes,
       held=types.MappingProxyType(dict(self.held)),
       outs=outs,
       depths=tuple(self._depth.get(v, 0) if is_variable(v) else 0 for v in jaxpr.outvars),
@@ -168,7 +164,7 @@ class Body:
     self._depth.update(zip(equation.outvars, decision.depths(), strict=True))
     return decision
 
-  def _node(self, made: Decision, stores: bool) -> Node:
+  def _node(self, made: Decision) -> Node:
     """Returns how to execute an equation, once it is known how all variables are held."""
     equation = made.equation
     reads = tuple(
@@ -196,7 +192,6 @@ class Body:
       widened=widened,
       own_casts=own_casts,
       result_dtype=result,
-      stores_gradient=stores,
       adds_many=self._adds_many(made),
     )
 

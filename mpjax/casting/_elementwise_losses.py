@@ -9,19 +9,18 @@ array. A barrier does not pay either if the result is small compared with the pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 from jax.core import AbstractValue
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from mpjax._types import Array, Jaxpr, Var
-from mpjax.casting._cast_plan import Decision, Mode
+from mpjax._types import Array, Var
+from mpjax.casting._cast_plan import Node
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._kinds import Held, Kind, castable, size
-from mpjax.casting._place import Place
-from mpjax.jaxpr import Trait, bodies_of, facts, has, register_as, variables_of
+from mpjax.casting._kinds import size
+from mpjax.jaxpr import Trait, facts, register_as, variables_of
 from mpjax.products import lower_as
 
 _STORED = Trait.READS_STORED | Trait.STORES_RESULT | Trait.MOVES | Trait.PRODUCT
@@ -45,64 +44,14 @@ batching.defvectorized(store_gradient_p)
 lower_as(store_gradient_p, _itself)
 
 
-def stores_gradient(
-  i: int,
-  decisions: Sequence[Decision],
-  jaxpr: Jaxpr,
-  held: Mapping[Var, Held],
-  rules: CastingRules,
-  place: Place,
-) -> bool:
-  """Returns whether an equation is the last product before an elementwise loss, which stores its gradient.
-
-  Args:
-    i: the index of the equation.
-    decisions: in the order of the program.
-    jaxpr: the program.
-    held: how each variable is held.
-    rules: the rules.
-    place: the place of the program.
-  """
-  made, roles = decisions[i], place.roles
-  if roles is None or place.in_loop or not place.islands:
-    return False
-  if not has(made.equation, Trait.PRODUCT) or made.mode is not Mode.HALF or made.fp8 is not None:
-    return False
-  (result,) = made.equation.outvars
-  if not roles.is_head(result) or any(size(v) > size(result) for v in _activations(made, held)):
-    return False
-  return rules.computes_again(made.path) and _is_by_element(result, decisions[i + 1 :], jaxpr, held, rules)
-
-
-def _activations(made: Decision, held: Mapping[Var, Held]) -> list[Var]:
-  return [v for v in variables_of(made.equation.invars) if held[v].kind is not Kind.FLEXIBLE]
-
-
-def _is_by_element(
-  result: Var, decisions: Sequence[Decision], jaxpr: Jaxpr, held: Mapping[Var, Held], rules: CastingRules
-) -> bool:
-  """Returns whether a result is only used in an elementwise comparison with targets, and then summed."""
-  full, reduced = {result}, set[Var]()
-  compared = False  # with targets, which would be read again
-  for made in decisions:
-    equation = made.equation
-    read, outs = set(variables_of(equation.invars)), equation.outvars
-    if not read & full:
-      if read & reduced:
-        reduced.update(outs)
-        if any(size(v) >= size(result) for v in outs):
-          return False
-      continue
-    compared = compared or any(size(v) >= size(result) for v in read - full)
-    others = (v for v in read - full if castable(v.aval) and size(v) > 1)
-    if read & reduced or any(held[v].kind is not Kind.FLEXIBLE for v in others):
-      return False
-    if all(size(v) == size(result) for v in outs):
-      if any(facts(p).traits & _STORED for p in rules.primitives([equation])):
+def is_by_element(nodes: Sequence[Node], result: Var, rules: CastingRules) -> bool:
+  """Returns whether equations use each element of a value alone, until they sum."""
+  made = {result}  # and what is made of it
+  for equation in (node.equation for node in nodes):
+    read = made & set(variables_of(equation.invars))
+    made.update(equation.outvars if read else ())
+    if read and any(size(v) >= size(result) for v in equation.outvars):
+      stored = any(facts(p).traits & _STORED for p in rules.primitives([equation]))
+      if stored or any(size(v) < size(result) for v in read):
         return False
-      full.update(outs)
-    elif has(equation, Trait.ACCUMULATES) and not bodies_of(equation):
-      reduced.update(outs)
-    else:
-      return False
-  return compared and bool(reduced) and not full & set(variables_of(jaxpr.outvars))
+  return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -19,7 +19,7 @@ from jax.extend.core import DropVar, Primitive
 
 from mpjax._types import Array, Atom, Fp8State, Literal, PyTree, Var
 from mpjax.casting import _fp8_products
-from mpjax.casting._alike_islands import AlikeIslands, Function, common_scopes
+from mpjax.casting._alike_islands import common_scopes, island_key, plan_key
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._elementwise_losses import store_gradient_p
 from mpjax.casting._gradient_sums import MANY, look_up, use
@@ -42,6 +42,8 @@ from mpjax.jaxpr import (
   variables_of,
 )
 from mpjax.products import as_product, bind_product, plain_primitive
+
+Function = Callable[..., list[Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +96,12 @@ class Emitter:
   Attributes:
     side: what the program reads in addition to its inputs.
     tap: the inspection.
-    alike: the functions of islands.
+    alike: the functions of islands and bodies so far, by their keys.
   """
 
   side: SideInputs
   tap: Tap | None
-  alike: AlikeIslands = dataclasses.field(default_factory=AlikeIslands)
+  alike: dict[Hashable, Function] = dataclasses.field(default_factory=dict)
 
   def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
     """Returns the outputs of a program, each held as `plan.outs` says.
@@ -132,7 +134,14 @@ class Emitter:
     """Returns the function of an equal body that was emitted before; `own` if there is none."""
     if self.tap is not None or self.side.arrays:
       return own
-    return self.alike.body(call.plans[0], constants_of(bodies_of(call.equation)[0]), own)
+    constants = constants_of(bodies_of(call.equation)[0])  # `own` keeps them alive
+    return self._alike((plan_key(call.plans[0]), *map(id, constants)), own)
+
+  def _alike(self, key: Hashable, own: Function) -> Function:
+    try:
+      return self.alike.setdefault(key, own)
+    except TypeError:  # a parameter that cannot be compared
+      return own
 
   def replace(self, side: SideInputs) -> Emitter:
     """Returns the same object with other side inputs."""
@@ -151,8 +160,6 @@ class Emitter:
       ]
       if node.call is None:
         out = self._bind(node, operands, originals)
-        if node.stores_gradient:
-          out = [store_gradient_p.bind(x) for x in out]
     if node.call is not None:
       out = RULES[call_kind(equation)].emit(node.call, operands, self)
     for i, (variable, value) in enumerate(zip(equation.outvars, out, strict=True)):
@@ -181,17 +188,18 @@ class Emitter:
     apart = {n.equation.invars[i] for n in island.nodes for i in n.own_casts}
     apart -= {v for v, dtype in island.inputs if dtype == FLOAT32}
     operands = [values.read(v, dtype, apart=v in apart) for v, dtype in island.inputs]
+    stores = [v is island.loss_of for v, _ in island.inputs]
+    operands = [store_gradient_p.bind(x) if own else x for x, own in zip(operands, stores, strict=True)]
     if island.saved is not None:
       out = self._saving_in_fp8(island, values, island.saved, operands)
     else:
       products = frozenset(plain_primitive(n.equation.primitive) for n in island.nodes if n.listed == "allow")
       depth = common_scopes(island)
+      inside: Function = functools.partial(self._inside, island, values.held, depth)
       if self.tap is None and not any(n.fp8 for n in island.nodes):  # only arrays go in
         alone = Emitter(SideInputs({}, {}, {}), None)  # or the function would keep this trace's tracers
-        own = alone._function(island, values.held, depth)
-        inside = self.alike.function(island, values.held, depth, own)
-      else:
-        inside = self._function(island, values.held, depth)
+        own = functools.partial(alone._inside, island, values.held, depth)
+        inside = self._alike(island_key(island, values.held, depth), own)
       with scopes_of(island.nodes[0].equation, depth):
         out = jax.checkpoint(inside, policy=_saved(products), prevent_cse=island.fenced)(*operands)
     for (variable, _), value in zip(island.outputs, out, strict=True):
@@ -211,10 +219,6 @@ class Emitter:
       for (v, _), x in zip(island.inputs, operands, strict=True)
     ]
     return keep_in_fp8(inside, [*narrow, *(False,) * len(arrays)], dtype)(*operands, *arrays)
-
-  def _function(self, island: Island, held: Mapping[Var, Held], leave_out: int) -> Function:
-    """Returns an island as a function of its inputs."""
-    return lambda *arrays: self._inside(island, held, leave_out, *arrays)
 
   def _inside(self, island: Island, held: Mapping[Var, Held], leave_out: int, *arrays: Array) -> list[Array]:
     """Returns the results of an island from its inputs, without the scopes that its caller entered."""

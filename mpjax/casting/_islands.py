@@ -7,7 +7,7 @@ half precision, and not its inside, in float32.
 from __future__ import annotations
 
 import dataclasses
-import heapq
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,10 +20,11 @@ from mpjax._types import Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Decision, Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._copies import Copies, held_dtype, is_exact_product, making_operands_again
+from mpjax.casting._copies import Copies, held_dtype
+from mpjax.casting._elementwise_losses import is_by_element
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
 from mpjax.casting._place import Place
-from mpjax.casting._reasons import Code
+from mpjax.casting._reasons import EXACT, Code
 from mpjax.jaxpr import (
   CallKind,
   Trait,
@@ -36,6 +37,8 @@ from mpjax.jaxpr import (
   open_jaxpr,
   variables_of,
 )
+
+_KEEPS_NONE = Trait.NO_RESIDUAL | Trait.CHOICE
 
 
 def pull_in(
@@ -55,13 +58,13 @@ def pull_in(
   Returns:
     The decisions, some of them changed.
   """
-  makers = {v: made for made in decisions for v in made.equation.outvars}
+  sources = _sources(decisions, held)
   users: dict[Var, list[Decision]] = {}
   found = []
   for made in reversed(decisions):
     equation = made.equation
     readers = [users.get(v, []) for v in equation.outvars]
-    if _only_float32_reads(made, readers, results, full_outputs) and not _better_saved(made, held, makers):
+    if _only_float32_reads(made, readers, results, full_outputs) and not _better_saved(made, held, sources):
       own = Held(Kind.ISLAND, FLOAT32)
       outs = tuple(own if castable(v.aval) else initial(v.aval) for v in equation.outvars)
       code = Code.ONLY_FLOAT32
@@ -86,9 +89,9 @@ def _only_float32_reads(
   return all(r.mode is Mode.FULL and r.listed in ("deny", "infer") for rs in readers for r in rs)
 
 
-def _better_saved(made: Decision, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> bool:
+def _better_saved(made: Decision, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
   """Returns whether a result is smaller to save than its inputs, or costs a memory pass to recompute."""
-  return has(made.equation, Trait.MOVES) or _sums(made, held, makers) or _shrinks(made, held)
+  return has(made.equation, Trait.MOVES) or _sums(made, held, sources) or _shrinks(made, held)
 
 
 def _shrinks(made: Decision, held: Mapping[Var, Held]) -> bool:
@@ -96,52 +99,27 @@ def _shrinks(made: Decision, held: Mapping[Var, Held]) -> bool:
   return max(map(size, _halves(made, held)), default=0) > max(map(size, made.equation.outvars))
 
 
-def _sums(made: Decision, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> bool:
+def _sums(made: Decision, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
   """Returns whether an equation adds, or chooses between, two values of full size."""
   if not has(made.equation, Trait.CHOICE):
     return False
   largest = max(map(size, made.equation.invars))
-  return len({_source(a, held, makers) for a in _halves(made, held) if size(a) == largest}) > 1
+  return len({sources.get(a, a) for a in _halves(made, held) if size(a) == largest}) > 1
 
 
-def _source(variable: Var, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> Var:
-  """Returns the half value that this one is an elementwise function of; itself, if there are several."""
-  made = makers.get(variable)
-  if made is None or made.mode is not Mode.HALF or made.listed != "infer" or has(made.equation, Trait.MOVES):
-    return variable
-  sources = {_source(a, held, makers) for a in _halves(made, held)}
-  return sources.pop() if len(sources) == 1 else variable
+def _sources(decisions: Sequence[Decision], held: Mapping[Var, Held]) -> dict[Var, Var]:
+  """Returns, by variable, the only half value that it is an elementwise function of."""
+  found: dict[Var, Var] = {}
+  for made in decisions:
+    if made.mode is Mode.HALF and made.listed == "infer" and not has(made.equation, Trait.MOVES):
+      sources = {found.get(a, a) for a in _halves(made, held)}
+      if len(sources) == 1:
+        found.update(dict.fromkeys(made.equation.outvars, *sources))
+  return found
 
 
 def _halves(made: Decision, held: Mapping[Var, Held]) -> list[Var]:
   return [a for a in made.equation.invars if is_variable(a) and held[a].kind is Kind.HALF]
-
-
-def in_units(
-  nodes: Sequence[Node],
-  jaxpr: Jaxpr,
-  held: Mapping[Var, Held],
-  outs: Sequence[Held],
-  rules: CastingRules,
-  place: Place,
-) -> tuple[Node | Island, ...]:
-  """Returns a program's decisions in an order in which they can be executed, islands as one.
-
-  Args:
-    nodes: the decisions, in the order of the program.
-    jaxpr: the program.
-    held: how each variable is held.
-    outs: how each output is held.
-    rules: the rules.
-    place: the place of the program.
-  """
-  if not place.islands:
-    return tuple(nodes)
-  inside = [
-    _in_float32(node) and rules.may_recompute(node.equation) and rules.computes_again(node.path)
-    for node in nodes
-  ]
-  return _Grouping(nodes, jaxpr, held, outs, inside, rules, place).units()
 
 
 def _in_float32(node: Node) -> bool:
@@ -154,8 +132,17 @@ def _is_product(node: Node) -> bool:
   return node.listed == "allow" and node.mode is Mode.HALF
 
 
-class _Grouping:
-  """Groups the nodes of one program into islands; `inside` says which may be in one."""
+class Segments:
+  """A program that is cut into islands, and what is in none of them.
+
+  Args:
+    nodes: the decisions, in the order of the program.
+    jaxpr: the program.
+    held: how each variable is held.
+    outs: how each output is held.
+    rules: the rules.
+    place: the place of the program.
+  """
 
   def __init__(
     self,
@@ -163,7 +150,6 @@ class _Grouping:
     jaxpr: Jaxpr,
     held: Mapping[Var, Held],
     outs: Sequence[Held],
-    inside: list[bool],
     rules: CastingRules,
     place: Place,
   ):
@@ -171,58 +157,110 @@ class _Grouping:
     self.jaxpr = jaxpr
     self.held = held
     self.outs = outs
-    self.inside = inside
     self.rules = rules
     self.place = place
     self.roles = place.roles
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    inputs = (*jaxpr.constvars, *jaxpr.invars)
     self.arguments = {v for v in inputs if place.roles is not None and place.roles.lineage(v).argument}
-    makers = {v: i for i, node in enumerate(nodes) for v in node.equation.outvars}
-    self.products = {v for node in nodes if _is_product(node) for v in node.equation.outvars}
-    self.reads = [[makers[a] for a in variables_of(node.equation.invars) if a in makers] for node in nodes]
-    self.readers: dict[Var, list[tuple[int, np.dtype | None]]] = {}  # (node, dtype) for each use
-    for i, node in enumerate(nodes):
+    recomputed = (node for node in nodes if rules.may_recompute(node.equation))
+    self.inside = {node for node in recomputed if _in_float32(node) and rules.computes_again(node.path)}
+    self.makers = {v: node for node in nodes for v in node.equation.outvars}
+    self.readers: dict[Var, list[tuple[Node, np.dtype | None]]] = {}  # and the dtype of each use
+    for node in nodes:
       for a, dtype in zip(node.equation.invars, node.reads, strict=True):
         if is_variable(a):
-          self.readers.setdefault(a, []).append((i, dtype))
+          self.readers.setdefault(a, []).append((node, dtype))
 
   def units(self) -> tuple[Node | Island, ...]:
-    found = [(members, self._island(members)) for members in self._groups()]
-    found = [(members, island) for members, island in found if self._pays(island)]
-    taken = {i for members, _ in found for i in members}
-    cheap = [
-      self.place.copies
-      and i not in taken
-      and not _is_product(node)
-      and self.rules.is_cheap(node.equation, node.path)
-      for i, node in enumerate(self.nodes)
+    """Returns the decisions in an order in which they can be executed, islands as one."""
+    cut = [(nodes, self._island(nodes)) for nodes in self._cut()]
+    taken = {node for nodes, island in cut if island is not None for node in nodes}
+    cheap = (node for node in self.nodes if node not in taken and self._is_cheap(node))
+    copies = Copies(cheap if self.place.copies else (), self.held)
+    units: list[Node | Island] = []
+    for nodes, island in cut:
+      if island is not None:
+        units.append(self._finished(island, copies))
+      else:
+        units += [self._alone(node, copies) or node for node in nodes]
+    return tuple(units)
+
+  def _cut(self) -> list[list[Node]]:
+    """Returns the program in an order of execution: segments, and what is in none, each alone.
+
+    The last product is left out: it is the largest array of a language model, and the gradient of an island's
+    result crosses a barrier, where it must exist in memory.
+    """
+    makers = {v: i for i, node in enumerate(self.nodes) for v in node.equation.outvars}
+    reads = [[makers[a] for a in variables_of(node.equation.invars) if a in makers] for node in self.nodes]
+    inside = [node in self.inside for node in self.nodes]
+    ends = [
+      _is_product(node) and any(inside[j] for j in before) and self._followed(node.equation.outvars)
+      for node, before in zip(self.nodes, reads, strict=True)
     ]
-    copies = Copies(self.nodes, cheap, self.held)
-    islands = [(members, self._finished(island, copies)) for members, island in found]
-    for i, node in enumerate(self.nodes):
-      alone = None if i in taken else self._alone(node, copies)
-      if alone is not None:
-        islands.append(([i], alone))
-    return self._ordered(islands)
+    effects = [i for i, node in enumerate(self.nodes) if node.equation.effects]
+    for before, i in itertools.pairwise(effects):
+      reads[i].append(before)
+    return [[self.nodes[i] for i in sorted(segment)] for segment in _segments(reads, inside, ends)]
+
+  def _is_cheap(self, node: Node) -> bool:
+    return not _is_product(node) and self.rules.is_cheap(node.equation, node.path)
 
   def _alone(self, node: Node, copies: Copies) -> Island | None:
-    """Returns a half-precision equation as its own island, if it would keep a copy of a parameter."""
-    # A product's result is saved.
-    again = _is_product(node) or is_exact_product(node) or self.rules.may_recompute(node.equation)
-    if not again or not self.rules.computes_again(node.path):
+    """Returns an equation as an island whose backward pass makes copies of parameters again, if it reads any.
+
+    A copy is a cast or broadcast, or another cheap value from arguments only. In one program a compiler
+    shares it between the two passes; from one loop to another it is not kept.
+    """
+    equation, exact = node.equation, node.code in EXACT
+    if node.half is None or node.fp8 is not None or not (node.mode is Mode.HALF or exact):
       return None
-    return making_operands_again(node, copies, self.arguments, self.held)
+    if bodies_of(equation) or has(equation, _KEEPS_NONE) or not self.rules.computes_again(node.path):
+      return None
+    if not (_is_product(node) or exact or self.rules.may_recompute(equation)):  # a product's result is saved
+      return None
+    read = dict.fromkeys(variables_of(equation.invars))
+    flexible = [v for v in read if castable(v.aval) and self.held[v].kind is Kind.FLEXIBLE and size(v) > 1]
+    widened = {equation.invars[i] for i in node.widened}
+    wide = {v for v in flexible if v in widened or v in self.arguments}
+    made = copies.instead_of([v for v in flexible if v not in wide], self.arguments)
+    if not wide and not made:
+      return None
+    inputs = dict(self._inputs((*made, node)))
+    dtype = node.half if node.mode is Mode.HALF else FLOAT32
+    of_copies = {v for one in made for v in variables_of(one.equation.invars)}
+    inputs |= {v: dtype for v in inputs if castable(v.aval) and v not in wide and v not in of_copies}
+    # A product's gradient goes to the float32 value, which is not kept for it.
+    originals = [(v, FLOAT32) for v in node.originals() if inputs.get(v, FLOAT32) != FLOAT32]
+    outputs = tuple((v, held_dtype(v, self.held)) for v in equation.outvars)
+    return Island((node,), (*inputs.items(), *originals), outputs, copies=made, fenced=False)
 
   def _finished(self, island: Island, copies: Copies) -> Island:
     """Returns an island with its copies, its barrier and its FP8 format."""
     copied = copies.instead_of([v for v, _ in island.inputs])
     inputs = self._inputs((*copied, *island.nodes))
-    island = dataclasses.replace(island, copies=copied, inputs=inputs)
     # If the backward pass follows at once, a compiler that keeps the inside keeps it only briefly; from one
     # loop to another it keeps only what it is told to.
-    fenced = not self.place.in_loop and self._followed(v for v, _ in island.outputs)
+    followed = self._followed(v for v, _ in island.outputs)
+    fenced = not self.place.in_loop and followed
     saved = _saved_dtype(island, self.rules) if self._before_the_last_product(island) else None
-    return dataclasses.replace(island, fenced=fenced, saved=saved)
+    loss_of = None if self.place.in_loop or followed else self._compared(island)
+    return dataclasses.replace(
+      island, copies=copied, inputs=inputs, fenced=fenced, saved=saved, loss_of=loss_of
+    )
+
+  def _compared(self, island: Island) -> Var | None:
+    """Returns the product's result that an island, a loss by element, compares with targets; or `None`."""
+    for v, _ in island.inputs:
+      made = self.makers.get(v)
+      if made is None or not _is_product(made) or made.fp8 or not has(made.equation, Trait.PRODUCT):
+        continue
+      active = (a for a in variables_of(made.equation.invars) if self.held[a].kind is not Kind.FLEXIBLE)
+      targets = (other for other, _ in island.inputs if other is not v and size(other) >= size(v))
+      smaller = all(size(a) <= size(v) for a in active)
+      if smaller and any(targets) and is_by_element(island.nodes, v, self.rules):
+        return v
+    return None
 
   def _before_the_last_product(self, island: Island) -> bool:
     """Returns whether a product follows the one that reads an island's outputs."""
@@ -230,51 +268,14 @@ class _Grouping:
       return False
     made = [v for v, _ in island.outputs]
     if not any(map(_is_product, island.nodes)):
-      readers = {i for v in made for i, _ in self.readers.get(v, ())}
+      readers = {node for v in made for node, _ in self.readers.get(v, ())}
       made = [v for v in made if v in self.jaxpr.outvars]
-      made += [v for i in readers for v in self.nodes[i].equation.outvars]
+      made += [v for node in readers for v in node.equation.outvars]
     return any(map(self.roles.reaches_product, made))
 
   def _followed(self, variables: Iterable[Var]) -> bool:
     """Returns whether a matrix product comes after some variables in the whole program, or may."""
     return self.roles is None or any(map(self.roles.is_followed, variables))
-
-  def _groups(self) -> list[list[int]]:
-    """Returns connected equations of one level, and the products that read them.
-
-    The last product is left out: it is the largest array of a language model, and the gradient of an island's
-    result crosses a barrier, where it must exist in memory.
-
-    Every value that leaves an island raises the level, also a product's result, so that no path returns to
-    one.
-    """
-    inside, reads = self.inside, self.reads
-    ends = [
-      _is_product(node) and any(inside[j] for j in before) and self._followed(node.equation.outvars)
-      for node, before in zip(self.nodes, reads, strict=True)
-    ]
-    level = [0] * len(reads)
-    parent = list(range(len(reads)))
-
-    def root(i: int) -> int:
-      while parent[i] != i:
-        parent[i] = parent[parent[i]]
-        i = parent[i]
-      return i
-
-    for i, before in enumerate(reads):
-      member = inside[i] or ends[i]
-      level[i] = max(
-        (level[j] + (member if not inside[j] else not member) + ends[j] for j in before), default=0
-      )
-      for j in before:
-        if member and inside[j] and level[i] == level[j]:
-          parent[root(i)] = root(j)
-    groups: dict[int, list[int]] = {}
-    for i in range(len(reads)):
-      if inside[i] or ends[i]:
-        groups.setdefault(root(i), []).append(i)
-    return list(groups.values())
 
   def _inputs(self, nodes: Sequence[Node]) -> tuple[tuple[Var, np.dtype], ...]:
     """Returns the inputs of some nodes together, with their dtypes."""
@@ -282,18 +283,20 @@ class _Grouping:
     read = dict.fromkeys(a for node in nodes for a in variables_of(node.equation.invars) if a not in own)
     return tuple((a, held_dtype(a, self.held)) for a in read)
 
-  def _island(self, members: list[int]) -> Island:
-    nodes = tuple(self.nodes[i] for i in members)
+  def _island(self, nodes: Sequence[Node]) -> Island | None:
+    """Returns an island of some equations; `None` if it does not pay."""
+    if self.inside.isdisjoint(nodes):
+      return None
     outputs: dict[tuple[Var, np.dtype], None] = {}
-    within = set(members)
-    for node in nodes:
-      for v in node.equation.outvars:
-        outside = [dtype for i, dtype in self.readers.get(v, ()) if i not in within]
-        if castable(v.aval):
-          outputs.update({(v, dtype): None for dtype in self._read_as(v, outside)})
-        elif outside or v in self.jaxpr.outvars:
-          outputs[v, dtype_of(v)] = None
-    return Island(nodes, self._inputs(nodes), tuple(outputs))
+    within = set(nodes)
+    for v in (v for node in nodes for v in node.equation.outvars):
+      outside = [dtype for node, dtype in self.readers.get(v, ()) if node not in within]
+      if castable(v.aval):
+        outputs.update({(v, dtype): None for dtype in self._read_as(v, outside)})
+      elif outside or v in self.jaxpr.outvars:
+        outputs[v, dtype_of(v)] = None
+    island = Island(tuple(nodes), self._inputs(nodes), tuple(outputs))
+    return island if self._pays(island) else None
 
   def _read_as(self, v: Var, outside: Sequence[np.dtype | None]) -> list[np.dtype]:
     """Returns the dtypes in which a result is read outside."""
@@ -316,55 +319,58 @@ class _Grouping:
     # Other operands of the products at its end are saved with or without the island.
     read = {a for node in nodes for a in variables_of(node.equation.invars)}
     half = max((size(v) for v in read - own if self._follows_product(v)), default=0)
-    if not half and all(self.rules.is_cheap(node.equation, node.path) for node in nodes):
-      return False  # one-hots and their products: their readers may compute them
-      # Before the first product nothing is half yet: an embedding and the norm after it.
+    # Before the first product nothing is half yet: an embedding and the norm after it.
     narrow = any(size(v) > 1 for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval))
     if half <= 1 and not narrow:
       return False
+    if not half and all(map(self._is_cheap, nodes)):
+      return False  # one-hots and their products: their readers may compute them
     heavy = (node for node in nodes if not has(node.equation, Trait.NO_RESIDUAL))
     return any(2 * size(a) >= max(half, 2) for node in heavy for a in node.equation.invars)
 
   def _follows_product(self, v: Var) -> bool:
     """Returns whether a value is half precision, or the float32 result of a half-precision product."""
-    return self.held[v].kind is Kind.HALF or v in self.products
+    return self.held[v].kind is Kind.HALF or (v in self.makers and _is_product(self.makers[v]))
 
-  def _ordered(self, islands: Sequence[tuple[list[int], Island]]) -> tuple[Node | Island, ...]:
-    """Returns nodes and islands in an order as close to the program's as possible; effects keep theirs."""
-    unit_of: dict[int, int] = {}
-    units: list[Node | Island] = []
-    for members, island in islands:
-      unit_of |= dict.fromkeys(members, len(units))
-      units.append(island)
-    for i, node in enumerate(self.nodes):
-      if i not in unit_of:
-        unit_of[i] = len(units)
-        units.append(node)
-    first = [math.inf] * len(units)
-    after: list[set[int]] = [set() for _ in units]
-    waits: list[set[int]] = [set() for _ in units]
-    effect = None
-    for i, node in enumerate(self.nodes):
-      unit = unit_of[i]
-      first[unit] = min(first[unit], i)
-      before = {unit_of[j] for j in self.reads[i]}
-      if node.equation.effects:
-        before |= set() if effect is None else {effect}
-        effect = unit
-      for other in before - {unit}:
-        waits[unit].add(other)
-        after[other].add(unit)
-    ready = [(first[u], u) for u in range(len(units)) if not waits[u]]
-    heapq.heapify(ready)
-    ordered = []
-    while ready:
-      _, unit = heapq.heappop(ready)
-      ordered.append(units[unit])
-      for other in after[unit]:
-        waits[other].discard(unit)
-        if not waits[other]:
-          heapq.heappush(ready, (first[other], other))
-    return tuple(ordered)
+
+def _segments(
+  reads: Sequence[Sequence[int]], inside: Sequence[bool], ends: Sequence[bool]
+) -> list[list[int]]:
+  """Returns equations in an order of execution: segments, and what is in none, each alone.
+
+  A segment is connected equations of the inside, and ends that read them. It is open until something outside
+  it, or something behind one of its ends, reads a result. Then it stands before that, and no path returns to
+  it. What has fewer segments before it comes first, so that all ends that read a segment are in it.
+
+  Args:
+    reads: the equations whose results each reads, in the order of the program.
+    inside: which may be in a segment.
+    ends: which may be at the end of one.
+  """
+  member = [here or end for here, end in zip(inside, ends, strict=True)]
+  before = [0] * len(reads)  # segments
+  for i, read in enumerate(reads):
+    before[i] = max((before[j] + (ends[j] or (inside[j] and not member[i])) for j in read), default=0)
+  closed: list[list[int]] = []
+  open_at: dict[int, list[int]] = {}  # the open segment of each member
+  for i in sorted(range(len(reads)), key=before.__getitem__):
+    for j in reads[i]:
+      if j in open_at and (ends[j] or not member[i]):
+        closed.append(open_at[j])
+        for k in closed[-1]:
+          del open_at[k]
+    if not member[i]:
+      closed.append([i])
+      continue
+    joined = {id(open_at[j]): open_at[j] for j in reads[i] if j in open_at}.values()
+    segment = max(joined, key=len, default=[])
+    for other in joined:
+      if other is not segment:
+        segment += other
+        open_at.update(dict.fromkeys(other, segment))
+    segment.append(i)
+    open_at[i] = segment
+  return [*closed, *{id(segment): segment for segment in open_at.values()}.values()]
 
 
 def is_statistic(

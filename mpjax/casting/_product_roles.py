@@ -322,10 +322,6 @@ class ProductRoles:
     """Returns whether a product follows a value, or may: after an array that the program returns."""
     return bool(self._end(atom) & (Ends.PRODUCT | Ends.ARRAY))
 
-  def is_head(self, atom: Atom) -> bool:
-    """Returns whether a scalar result, a loss, is computed from a value without a product in between."""
-    return self._end(atom) & (Ends.PRODUCT | Ends.SCALAR) == Ends.SCALAR
-
   def _end(self, atom: Atom) -> Ends:
     return self.ends[atom] if self.ends else Ends.NONE
 
