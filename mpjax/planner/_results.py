@@ -33,7 +33,7 @@ TIME_PARTS = (
   "collectives",
   "host",
 )
-_MOST_SOURCES = 3
+_MOST_SOURCES, _MOST_SAVED = 3, 20
 
 
 class Note(str):
@@ -83,6 +83,16 @@ class Saved:
   shape: tuple[int, ...]
   count: int
   nbytes: int
+
+
+def add_up_saved(saved: Iterable[Saved]) -> tuple[tuple[Saved, ...], int]:
+  """Returns equal activations as one row each, the largest 20 first, and the bytes of all."""
+  found: dict[Saved, list[int]] = {}
+  for one in saved:
+    found.setdefault(dataclasses.replace(one, nbytes=0), []).append(one.nbytes)
+  rows = [dataclasses.replace(row, count=len(sizes), nbytes=sum(sizes)) for row, sizes in found.items()]
+  rows.sort(key=lambda row: -row.nbytes)
+  return tuple(rows[:_MOST_SAVED]), sum(row.nbytes for row in rows)
 
 
 @dataclasses.dataclass(frozen=True)

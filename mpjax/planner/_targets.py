@@ -44,10 +44,10 @@ class Target:
     devices: number of devices.
     memory: bytes of one device's memory; 0 if not known.
     usable: bytes of `memory` that JAX takes by default.
+    matrix_units: name of a row of `mpjax.formats.MATRIX_UNITS`.
     bandwidth: bytes/s of one device's memory; 0 if not known.
     flops: published dense peak rates in FLOP/s by dtype.
     interconnect: bytes/s from one device to the others; 0 without an interconnect.
-    matrix_units: name of a row of `mpjax.formats.MATRIX_UNITS`.
     workspace: the most bytes that the compiler sets aside for a call of a matrix library.
     on_chip: bytes of the chip's own memory in which the compiler keeps values.
     topology: what `jax.experimental.topologies` takes; empty for this machine.
@@ -62,13 +62,13 @@ class Target:
   devices: int
   memory: int
   usable: int
-  bandwidth: float
-  flops: dict[str, float]
-  interconnect: float
   matrix_units: str
-  workspace: int
-  on_chip: int
-  topology: str
+  bandwidth: float = 0.0
+  flops: dict[str, float] = dataclasses.field(default_factory=dict)
+  interconnect: float = 0.0
+  workspace: int = 0
+  on_chip: int = 0
+  topology: str = ""
   compute_capability: tuple[int, int] = (0, 0)
   cuda: Mapping[str, float] = dataclasses.field(default_factory=dict)
   speeds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -232,13 +232,7 @@ def _here() -> Target:
     devices=len(devices),
     memory=memory,
     usable=memory,
-    bandwidth=0.0,
-    flops={},
-    interconnect=0.0,
     matrix_units=matrix_units_of(device) or ("ampere" if kind == "gpu" else "cpu"),
-    workspace=0,
-    on_chip=0,
-    topology="",
   )
 
 

@@ -6,6 +6,8 @@ import re
 import types
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 import yaml
 
@@ -217,3 +219,28 @@ def test_what_jax_takes_of_a_gpu_is_what_the_environment_says(monkeypatch, name)
   monkeypatch.setenv(name, ".9")
   assert get_target("h200").usable == int(0.9 * memory)
   assert get_target("v5e").usable == get_target("v5e").memory
+
+
+def a_step(device):
+  """A step under `fp8` on all devices of a target, with the shapes of its arguments."""
+  loss = lambda params, x: (jnp.tanh(jnp.tanh(x @ params["in"]) @ params["mid"]) @ params["out"]).mean()
+  axes = {} if device.devices == 1 else {"mesh": jax.sharding.AbstractMesh((device.devices,), ("fsdp",))}
+  step = mpjax.make_train_step(loss, optax.adam(1e-3), "fp8", **axes)
+  params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in ("in", "mid", "out")}
+  state = jax.eval_shape(mpjax.make_train_step(loss, optax.adam(1e-3), "fp8").init, params)
+  return step, state, jax.ShapeDtypeStruct((256 * device.devices, 256), jnp.float32)
+
+
+def test_every_target_has_a_plan_in_eight_bits_or_in_the_compute_dtype():
+  fp8 = {"hopper": {"float8_e4m3fn", "float8_e5m2"}, "tpu_v5": {"float8_e4m3b11fnuz"}}
+  for name in (*FILES, "v5e:2x2", "tpu7x:2x2x1", "h100:2x8"):
+    target = get_target(name)
+    plan = mpjax.plan(*a_step(target), target=target, compile=False)
+    dtypes = set(plan.matrix_flops())
+    assert 0 < plan.peak < plan.room, name
+    assert 0 < 0.9 * plan.floor.seconds < plan.time.seconds, name
+    if target.matrix_units in formats.LOW_PRECISION:
+      assert any(map(formats.narrow_bits, dtypes)), name
+      assert dtypes >= fp8.get(target.matrix_units, set()), name
+    else:
+      assert dtypes == {"bfloat16"}, name

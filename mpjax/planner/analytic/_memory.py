@@ -9,11 +9,10 @@ from mpjax import _compat
 from mpjax.jaxpr import BACKWARD, FORWARD, call_layout, layer_pattern
 from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
 from mpjax.planner._program import Buffer, Program, live_at_peak, read_backward, total_bytes
-from mpjax.planner._results import TRANSIENT_PARTS, HostMemory, Memory, Saved
+from mpjax.planner._results import TRANSIENT_PARTS, HostMemory, Memory, Saved, add_up_saved
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, viewed
 
-LISTED = 20
 _WORKSPACE = 4 << 20
 
 
@@ -50,8 +49,11 @@ def analytic_memory(graph: Graph, program: Program, arguments: Sequence[Argument
   transient["outputs"] += max(0, missing)
   parts, slots = argument_parts(arguments, target.kind)
   parts |= {name: transient[name] for name in TRANSIENT_PARTS if transient[name]}
-  saved = _saved(peak.saved)
-  return Memory(parts, slots, saved[:LISTED], sum(row.nbytes for row in saved), sum(parts.values()))
+  saved = add_up_saved(
+    Saved(layer_pattern(b.maker.path), b.maker.source, b.maker.name, str(b.dtype), b.shape, 1, b.nbytes)
+    for b in peak.saved
+  )
+  return Memory(parts, slots, *saved, sum(parts.values()))
 
 
 def _everywhere(program: Program) -> set[Buffer]:
@@ -108,12 +110,3 @@ def _multiplies_slices(loop: GraphOperation) -> bool:
   return any(value.argument is not None and value not in whole for value in read) or any(
     value in stacked for operation in products for value in operation.results
   )
-
-
-def _saved(saved: Sequence[Buffer]) -> tuple[Saved, ...]:
-  groups: dict[tuple[str, str, str, str, tuple[int, ...]], list[int]] = collections.defaultdict(list)
-  for value in saved:
-    maker, dtype = value.maker, getattr(value.dtype, "name", str(value.dtype))
-    groups[layer_pattern(maker.path), maker.source, maker.name, dtype, value.shape].append(value.nbytes)
-  rows = [Saved(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in groups.items()]
-  return tuple(sorted(rows, key=lambda row: -row.nbytes))

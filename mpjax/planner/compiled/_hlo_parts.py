@@ -8,11 +8,10 @@ import math
 
 from mpjax.jaxpr import BACKWARD, FORWARD, MARKS, is_library, layer_pattern, parse_scopes, split_scopes
 from mpjax.planner._program import Buffer, Program, live_at_peak
-from mpjax.planner._results import Compiled, Memory, Saved
+from mpjax.planner._results import Compiled, Memory, Saved, add_up_saved
 from mpjax.planner.compiled._hlo import HloInstruction, HloModule, numpy_name
 from mpjax.planner.compiled._hlo_program import hlo_program
 
-_LISTED = 20
 _ORDER = ("compute copies", "gradients", "activations", "workspace", "temporaries")
 _PRODUCTS = frozenset({"dot", "scaled-dot", "convolution", "custom-call", "fusion"})
 # Parts of a name that lowering adds for loops and calls.
@@ -36,30 +35,29 @@ def divide_memory(
   program = hlo_program(module.entry)
   sorter = _Sorter(module, program, weights)
   parts: collections.Counter[str] = collections.Counter()
-  saved: dict[tuple[str, str, str, str, tuple[int, ...]], list[int]] = {}
+  saved = []
   for buffer in live_at_peak(program).live:
     part = sorter.part(buffer)
     parts[part] += buffer.nbytes
     if part == "activations":
       named = sorter.named(buffer.maker)
       path, operation = layer_pattern(path_of_name(named.op_name)), split_scopes(named.op_name)[-1]
-      row = path, source_of(module, named), operation, numpy_name(buffer.dtype), buffer.shape
-      saved.setdefault(row, []).append(buffer.nbytes)
+      source, dtype = source_of(module, named), numpy_name(buffer.dtype)
+      saved.append(Saved(path, source, operation, dtype, buffer.shape, 1, buffer.nbytes))
   known = whole.temporaries
   listed = sum(parts.values())
   divided = {name: parts[name] * known // max(listed, known, 1) for name in _ORDER}
   gaps = known - known_live if 0 < known_live < known and listed <= known else 0
   missed = max(0, abs(listed - known) - gaps)
-  rows = [Saved(*row, count=len(sizes), nbytes=sum(sizes)) for row, sizes in saved.items()]
-  rows.sort(key=lambda row: -row.nbytes)
+  rows, saved_bytes = add_up_saved(saved)
   every = {name: n for name, n in whole.memory.parts.items() if name != "temporaries"} | divided
   every["outputs"] = every.pop("outputs", 0)
   every["allocator"] = known - sum(divided.values())
   memory = dataclasses.replace(
     whole.memory,
     parts={name: n for name, n in every.items() if n},
-    saved=tuple(rows[:_LISTED]),
-    saved_bytes=sum(row.nbytes for row in rows),
+    saved=rows,
+    saved_bytes=saved_bytes,
   )
   return memory, max(0.0, 1 - missed / whole.peak) if whole.peak else 1.0
 
