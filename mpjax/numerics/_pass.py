@@ -269,7 +269,7 @@ def _loss(
   """Returns the scaled loss and the unscaled loss, over the rows of all devices."""
   loss = dataclasses.replace(step.without_mesh().loss, transform=transform)
   params = loss.compute_params(state) if params is None else params
-  scaled, out = loss.scaled(params, state.fp8_state, batch, loss.keys(state, batch), state)
+  scaled, out = loss.scaled(params, state.fp8_state, batch, loss.keys(state.step_key, batch), state)
   return scaled, worth(out.loss)
 
 

@@ -17,15 +17,16 @@ from mpjax.step._loss import (
   KEYWORDS as KEYWORDS,
   Pass,
   StepLoss,
+  StepOptions,
   Transform,
+  first_of_batch as first_of_batch,
   row_count as row_count,
   row_keys as row_keys,
+  split_batch as split_batch,
 )
 from mpjax.step._make_train_step import make_train_step
 from mpjax.step._mesh_step import gathers as gathers
-from mpjax.step._micro_batches import first_of_batch as first_of_batch, split_batch as split_batch
 from mpjax.step._optimizer_arguments import with_step_arguments as with_step_arguments
-from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
 from mpjax.step._train_step import TrainStep
 from mpjax.step._trained import merged as merged, only as only

@@ -30,16 +30,14 @@ _CALLS = (
 
 def require_honoured(policy: Policy, over_devices: bool = True) -> None:
   """Raises `ValueError` for a key of the policy that has no effect in a step; `over_devices`: with a mesh."""
-  needs: dict[str, str] = {}
-  if not policy.autocast:
-    needs |= dict.fromkeys(("accum_dtype", "grad_dtype", "overrides", "fp8"), "autocast: true in the policy")
-  if not over_devices:
-    mesh = "a mesh: make_train_step(..., mesh=jax.make_mesh(...))"
-    needs |= dict.fromkeys(("reduce_dtype", "gather_dtype"), mesh)
-  for key, what in needs.items():
-    value = brief(getattr(policy, key))
-    if value not in (None, {}):
-      raise ValueError(f"policy key {key}={value!r} has no effect here: it needs {what}")
+  for keys, is_met, what in (
+    (("accum_dtype", "grad_dtype", "overrides", "fp8"), policy.autocast, "autocast: true in the policy"),
+    (("reduce_dtype", "gather_dtype"), over_devices, "a mesh: make_train_step(..., mesh=jax.make_mesh(...))"),
+  ):
+    for key in keys:
+      value = brief(getattr(policy, key))
+      if not is_met and value not in (None, {}):
+        raise ValueError(f"policy key {key}={value!r} has no effect here: it needs {what}")
   if policy.autocast:
     make_rules(policy, None, None)
   if policy.optimizer_dtype == jnp.float16:
@@ -95,9 +93,8 @@ def require_state(state: object, batch: PyTree) -> None:
 def require_state_and_batch(tool: str, args: tuple[Any, ...]) -> tuple[TrainState, PyTree]:
   """Returns the arguments of a tool for a step, the state on the device; `TypeError` for others."""
   if len(args) != 2:
-    raise TypeError(
-      f"mpjax.{tool} got a TrainStep: call mpjax.{tool}(step, state, batch), with policy= by keyword"
-    )
+    call = f"mpjax.{tool}(step, state, batch)"
+    raise TypeError(f"mpjax.{tool} got a TrainStep: call {call}, with policy= by keyword")
   require_state(*args)
   state, batch = args  # tools may take an iterator of batches, which is not a tree
   return on_device(state), batch
@@ -123,21 +120,19 @@ def require_param_dtype(params: PyTree, policy: Policy) -> None:
       )
 
 
-def require_kept(state: TrainState) -> None:
-  """Raises `ValueError` for a state whose buffers an earlier step has reused."""
+def kept(state: TrainState) -> TrainState:
+  """Returns a state; raises `ValueError` for one whose buffers an earlier step has reused."""
   leaf = state.step  # JAX's own check would end the process on a mesh of CPU devices
   if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
     raise ValueError(
       "this TrainState is deleted, because a step reuses the buffers of its state: use the new one, or keep "
       "the old one with make_train_step(..., donate=False)"
     )
+  return state
 
 
 def require_given(keywords: tuple[str, ...], name: str, value: object, call: str) -> None:
-  """Raises `ValueError` if `loss_fn` takes an argument that is `None`, or does not take one that is given.
-
-  `keywords` are those that it takes; `call` gives the argument, as `step.init(..., rng=...)` does.
-  """
+  """Raises `ValueError` if `loss_fn` takes an argument that a call leaves out, or does not take one given."""
   if name in keywords and value is None:
     raise ValueError(f"loss_fn takes {name!r}, which was not given: pass it with {call}")
   if name not in keywords and value is not None:
@@ -147,10 +142,9 @@ def require_given(keywords: tuple[str, ...], name: str, value: object, call: str
 def unpack(
   out: PyTree, takes_state: bool, grad_norm: bool = False
 ) -> tuple[Float[Array, ""] | Average, dict[str, Array | Average], PyTree | None]:
-  """Returns loss, metrics and model state (or `None`) from the output of a loss function.
+  """Returns loss, metrics and model state (or `None`) from the output of a loss function that `takes_state`.
 
-  Raises `ValueError` for another form than that of a function that `takes_state`, and for a metric with a
-  name that the step uses, which `grad_norm` may be.
+  Raises `ValueError` for another form, and for a metric that a step reports, as `grad_norm` may be.
   """
   parts = out if isinstance(out, tuple) else (out,)
   expected = "(loss, metrics, model_state)" if takes_state else "loss or (loss, metrics)"
@@ -175,7 +169,7 @@ def unpack(
         f"loss_fn returned a {name} whose total is {jax.typeof(average.total)} and whose count is "
         f"{jax.typeof(average.count)}: expected scalars, as in Average(jnp.sum(losses * mask), jnp.sum(mask))"
       )
-  total = loss.total if is_average(loss) else loss
-  if jnp.shape(total) != () or not jnp.issubdtype(jnp.result_type(total), jnp.floating):
-    raise ValueError(f"loss_fn returned a loss of {jax.typeof(total)}: expected a floating scalar")
+  total = jax.typeof(loss.total if is_average(loss) else loss)
+  if total.shape or not jnp.issubdtype(total.dtype, jnp.floating):
+    raise ValueError(f"loss_fn returned a loss of {total}: expected a floating scalar")
   return loss, metrics, model_state

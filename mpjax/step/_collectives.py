@@ -48,11 +48,6 @@ class Part:
     """The dimension that is divided over `fsdp`."""
     return tuple(self.spec).index("fsdp")
 
-  @property
-  def is_scaled(self) -> bool:
-    """Whether it crosses in FP8, with a scale."""
-    return self.gather_dtype.itemsize == 1 and self.gather_dtype != self.dtype
-
   def without(self, dimensions: Sequence[int]) -> Part:
     """Returns the division of the parameter without some other dimensions, as one of several in a stack."""
     left = (axis for i, axis in enumerate(self.spec) if i not in dimensions)
@@ -96,11 +91,10 @@ def value_of(x: Array | InFp8) -> Array:
 
 
 def scales_of(mesh: Mesh, params: PyTree, parts: Sequence[Part | None]) -> list[Array | None]:
-  """Returns the scale of each parameter that crosses in FP8, f32[]; `None` for others.
-
-  The largest magnitudes of all of them cross together.
-  """
-  scaled = {i: part for i, part in enumerate(parts) if part is not None and part.is_scaled}
+  """Returns the scale of each parameter that crosses in FP8, f32[]; `None` for others."""
+  scaled = {
+    i: part for i, part in enumerate(parts) if part and part.gather_dtype.itemsize == 1 < part.dtype.itemsize
+  }
   scales: list[Array | None] = [None] * len(parts)
   if not scaled:
     return scales
@@ -144,14 +138,10 @@ def on_each(
   batch: PyTree,
   specs: PyTree[PartitionSpec] = _WHOLE,
 ) -> PyTree:
-  """Runs a function of a device's rows on each device, and stacks the results: one leading entry per device.
+  """Runs `fun(*replicated, batch)` on each device with its rows, and stacks results by device.
 
-  Args:
-    mesh: the compiler handles its `tensor`.
-    fun: takes the replicated trees, and a device's rows of the batch.
-    replicated: trees that are the same for all rows.
-    batch: tree whose leaves have the rows as first dimension; a scalar is the same for all.
-    specs: the division of the first of the replicated trees, if it is divided.
+  A scalar of the batch is the same for all; `specs` divide the first of the replicated trees. The compiler
+  handles the mesh's `tensor`.
   """
   axes = axes_of_batch(mesh)
   rows = PartitionSpec(axes)
@@ -183,8 +173,7 @@ def reduce(
 
   Args:
     mesh: the step's mesh.
-    stacked: tree of local gradients, as `on_each` returns them.
-    specs: those of the results.
+    stacked: tree of local gradients, as `on_each` returns them; `specs` are those of the results.
     dtype: see `Part.reduce_dtype`.
     over_fsdp: `False` if gradients of divided parameters are already summed over `fsdp` (`Part.reduce`).
   """

@@ -64,16 +64,10 @@ def state_of(layers: Layers) -> PyTree:
 def with_policy(
   tx: optax.GradientTransformation, policy: Policy, guarded: bool, give_new: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns `tx` with a policy's layers.
+  """Returns `tx` with a policy's layers; its `init` raises `ValueError` for more than one loss scale.
 
-  Args:
-    tx: any optax transform.
-    policy: the policy.
-    guarded: puts a guard around it if the policy does not scale the loss.
-    give_new: makes updates for `apply_step`, which needs no exception for master weights.
-
-  Raises:
-    ValueError: by `init`, if there is more than one loss scale in the state.
+  `guarded` puts a guard around it if the policy does not scale the loss. `give_new` makes updates for
+  `apply_step`, which needs no exception for master weights.
   """
   wrapped = optax.with_extra_args_support(tx)
   stored = policy.optimizer_dtype
@@ -114,23 +108,18 @@ def _in_dtype(
   inner: optax.GradientTransformationExtraArgs, dtype: np.dtype
 ) -> optax.GradientTransformationExtraArgs:
   """Returns `inner` with parameters and gradients, and so its state, in a dtype."""
-
-  def init(params: PyTree) -> PyTree:
-    return inner.init(cast_floating(params, dtype))
-
-  def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> tuple[PyTree, PyTree]:
-    return inner.update(cast_floating(updates, dtype), state, cast_floating(params, dtype), **extra)
-
-  return optax.GradientTransformationExtraArgs(init, update)
+  cast = functools.partial(cast_floating, dtype=dtype)
+  return optax.GradientTransformationExtraArgs(
+    lambda params: inner.init(cast(params)),
+    lambda updates, state, params=None, **extra: inner.update(cast(updates), state, cast(params), **extra),
+  )
 
 
 def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
   """Hides leaves that are overwritten from `tx`, unless it has a loss scale, which does that."""
   hidden = loss_scale.apart(tx)
-
-  def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> tuple[PyTree, PyTree]:
-    return (hidden if loss_scale.find_scaler(state) is None else tx).update(updates, state, params, **extra)
-
+  chosen = lambda state: hidden if loss_scale.find_scaler(state) is None else tx
+  update = lambda updates, state, *params, **extra: chosen(state).update(updates, state, *params, **extra)
   return optax.GradientTransformationExtraArgs(hidden.init, update)
 
 
@@ -178,12 +167,8 @@ def user_state(tx: optax.GradientTransformation, params: PyTree, layers: Layers)
 
 
 def adopted(new: Layers, old: Layers, same_scaling: bool) -> tuple[Layers, list[str]]:
-  """Returns new layers with what fits of old ones, and the names of the parts that begin anew, for a person.
-
-  `new` is a first state; `same_scaling` keeps the loss scale of `old`, too.
-  """
-  scaled = new.scaler is not None and old.scaler is not None
-  anew = ["the loss scale"] if scaled and not same_scaling else []
+  """Returns first layers with what fits of old ones (the scale by `same_scaling`), and what begins anew."""
+  anew = ["the loss scale"] if new.scaler and old.scaler and not same_scaling else []
   if misfit := _misfit(new, old):
     lost = "the optimizer's state, its moments and the counts of its schedules"
     return new, [f"{lost} ({misfit})", *anew]
@@ -197,15 +182,14 @@ def adopted(new: Layers, old: Layers, same_scaling: bool) -> tuple[Layers, list[
 
 def warn_of_what_begins_anew(anew: list[str], step: Array) -> None:
   """Warns the caller of `TrainStep.adopt` of the parts that `adopted` did not keep; not at step 0."""
-  known = not isinstance(step, jax.core.Tracer)
-  if anew and not (known and int(step) == 0):
-    at = f" while step is {int(step)}" if known else ""
-    warnings.warn(
+  taken = None if isinstance(step, jax.core.Tracer) else int(step)
+  if anew and taken != 0:
+    at = "" if taken is None else f" while step is {taken}"
+    text = (
       f"adopt starts anew{at}: {'; '.join(anew)}. If you want that, pass warn=False; step.init(params) "
-      "starts everything anew, including the step",
-      UserWarning,
-      stacklevel=3,
+      "starts everything anew, including the step"
     )
+    warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def can_adopt(new: Layers, old: Layers) -> bool:
@@ -214,10 +198,8 @@ def can_adopt(new: Layers, old: Layers) -> bool:
 
 
 def _misfit(new: Layers, old: Layers) -> str | None:
-  """Returns the first leaf in which one state does not fit another in any format, for a person, or `None`.
-
-  Floating dtypes fit each other, except float16, whose range moments can leave.
-  """
+  """Returns the first leaf in which one state does not fit another in any format, for a person, or `None`."""
+  # Floating dtypes fit each other, except float16, whose range moments can leave.
   now, before = (dict(_leaves(_plain(layers))) for layers in (new, old))
   floating = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16
   kind = lambda leaf: leaf is not None and (leaf.shape, floating(leaf.dtype) or leaf.dtype)

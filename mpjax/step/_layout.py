@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax._types import Mesh, PyTree
-from mpjax.dtypes import as_shapes, did_you_mean
+from mpjax.dtypes import as_shapes, one_of
 from mpjax.patterns import named_leaves
 from mpjax.sharding import (
   Dims,
@@ -29,7 +30,6 @@ from mpjax.sharding import (
   to_host,
   with_axis_types,
 )
-from mpjax.step._micro_batches import require_same_rows
 from mpjax.step._train_state import TrainState
 
 GATHERS = ("step", "block")  # once per step, or where they are read
@@ -68,33 +68,22 @@ class Layout:
     """Returns a `PartitionSpec` for each parameter (arrays or shapes)."""
     return self.rules.specs(params, self.mesh)
 
-  def shardings(self, state: TrainState) -> TrainState:
-    """Returns a `NamedSharding` for each array of a state (arrays or shapes), as it lies between steps."""
-    placed = self.device_shardings(state)
-    if self.offload is None:
+  def shardings(self, state: TrainState, *, in_step: bool = False) -> TrainState:
+    """Returns a `NamedSharding` for each array of a state (arrays or shapes), between steps or in one."""
+    specs, mesh = self.specs(state.arrays), self._typed_mesh()
+    whole: TrainState = jax.tree.map(lambda _: PartitionSpec(), state)
+    laid = whole.replace(arrays=specs, opt_state=specs_like(state.opt_state, state.arrays, specs, self.mesh))
+    placed: TrainState = jax.tree.map(lambda spec: NamedSharding(mesh, spec), laid, is_leaf=is_spec)
+    if in_step or self.offload is None:
       return placed
     return placed.replace(opt_state=in_host_shardings(state.opt_state, placed.opt_state))
 
-  def device_shardings(self, state: TrainState) -> TrainState:
-    """Returns a `NamedSharding` for each array of a state (arrays or shapes), as a step computes with it."""
-    specs = self.specs(state.arrays)
-    whole: TrainState = jax.tree.map(lambda _: PartitionSpec(), state)
-    of_optimizer = specs_like(state.opt_state, state.arrays, specs, self.mesh)
-    laid = whole.replace(arrays=specs, opt_state=of_optimizer)
-    mesh = self._typed_mesh()
-    placed: TrainState = jax.tree.map(lambda spec: NamedSharding(mesh, spec), laid, is_leaf=is_spec)
-    return placed
-
   def shapes(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
     """Returns a state and a batch (arrays or shapes) as shapes with the shardings of a step, for a plan."""
-    put = lambda x, at: x.update(sharding=at)
     state, batch = as_shapes((state, batch))
-    rows = self.batch_sharding
-    whole = NamedSharding(rows.mesh, PartitionSpec())
-    return (
-      jax.tree.map(put, state, self.shardings(state)),
-      jax.tree.map(lambda x: put(x, rows if x.ndim else whole), batch),
-    )
+    rows, put = self.batch_sharding, lambda x, at: x.update(sharding=at)
+    of_batch = jax.tree.map(lambda x: rows if x.ndim else NamedSharding(rows.mesh, PartitionSpec()), batch)
+    return jax.tree.map(put, state, self.shardings(state)), jax.tree.map(put, batch, of_batch)
 
   def place(self, state: TrainState) -> TrainState:
     """Moves a state to its shardings on the mesh, from any others."""
@@ -106,31 +95,12 @@ class Layout:
     """Constrains a state on the devices to its shardings; inside `jit`."""
     is_explicit = has_explicit_axes(self._typed_mesh())
     constrain = jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
-    kept: TrainState = constrain(state, self.device_shardings(state))
+    kept: TrainState = constrain(state, self.shardings(state, in_step=True))
     return kept
 
   def put_away(self, state: TrainState) -> TrainState:
     """Moves what `offload` names from the devices to the host; inside `jit`."""
     return state if self.offload is None else state.replace(opt_state=to_host(state.opt_state))
-
-  def run(
-    self,
-    fun: Callable[[TrainState, PyTree], _Out],
-    state: TrainState,
-    batch: PyTree,
-    out: Callable[[TrainState], PyTree],
-  ) -> _Out:
-    """Calls `fun(state, batch)` on axes that the compiler divides, also if the surrounding mesh is explicit.
-
-    Args:
-      fun: the computation of a step, with all its state on the devices.
-      state: a state.
-      batch: a batch.
-      out: makes the shardings of the results, or a prefix of their tree, from those of the state.
-    """
-    if has_explicit_axes(self._typed_mesh()):
-      fun = jax.sharding.auto_axes(fun, out_sharding=out(self.device_shardings(state)))
-    return fun(on_device(state), batch)
 
   def in_mesh(self) -> contextlib.AbstractContextManager[object]:
     """Enters the mesh, for kernels that divide themselves over it: no compiler divides one."""
@@ -157,6 +127,40 @@ class Layout:
         )
 
 
+def run_on(
+  layout: Layout | None,
+  fun: Callable[[TrainState, PyTree], _Out],
+  state: TrainState,
+  batch: PyTree,
+  out: Callable[[TrainState], PyTree],
+) -> _Out:
+  """Calls `fun(state, batch)` on axes that the compiler divides, also if the surrounding mesh is explicit.
+
+  `fun` gets all state on the devices. `out` makes the shardings of its results, or a prefix of their tree,
+  from those of the state.
+  """
+  if layout is None:
+    return fun(state, batch)
+  if has_explicit_axes(layout._typed_mesh()):
+    fun = jax.sharding.auto_axes(fun, out_sharding=out(layout.shardings(state, in_step=True)))
+  return fun(on_device(state), batch)
+
+
+def require_same_rows(batch: PyTree, divided: str) -> None:
+  """Raises `ValueError` for a batch whose leaves have different numbers of rows; scalars have none.
+
+  `divided` is what needs them: rows could broadcast after it, and the loss would be wrong without an error.
+  """
+  with_rows = [(name, leaf) for name, leaf in named_leaves(batch) if np.ndim(leaf)]
+  for name, leaf in with_rows[1:]:
+    first_name, first = with_rows[0]
+    if leaf.shape[0] != first.shape[0]:
+      raise ValueError(
+        f"batch[{first_name!r}] has {first.shape[0]} rows and batch[{name!r}] {leaf.shape[0]}: {divided} "
+        "divides a batch by its rows, so all its arrays need as many; close over arrays without rows"
+      )
+
+
 def make_layout(
   mesh: Mesh | None,
   sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None,
@@ -169,9 +173,7 @@ def make_layout(
     ValueError: for a mesh or rules that do not match, or devices that cannot do what `offload` says.
   """
   if gather not in GATHERS:
-    raise ValueError(
-      f"gather={gather!r}: expected one of {', '.join(GATHERS)}{did_you_mean(str(gather), GATHERS)}"
-    )
+    raise ValueError(f"gather={gather!r}: {one_of(gather, GATHERS)}")
   if offload not in _OFFLOADS:
     raise ValueError(f"offload={offload!r}: expected 'optimizer', or None")
   if mesh is None:

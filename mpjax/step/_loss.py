@@ -6,32 +6,78 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Float32
+from jaxtyping import Float32, Shaped
 
 from mpjax._average import Average, constant, divided, is_average, nonzero
 from mpjax._calls import misfit
 from mpjax._lazy import nnx
 from mpjax._types import Array, ArrayLike, LossFunction, Metrics, PyTree
 from mpjax.casting import autocast
+from mpjax.casting._casting_rules import require_recompute
 from mpjax.casting._nnx_modules import give_scopes
-from mpjax.dtypes import at_least_float32, cast_like, widen_floating
-from mpjax.loss_scale import find_scaler, map_parts, scale_loss
+from mpjax.dtypes import at_least_float32, cast_like, one_of, widen_floating
+from mpjax.loss_scale import find_scaler, map_parts
 from mpjax.policy import Policy
 from mpjax.sharding import axes_of_batch
-from mpjax.step._checks import unpack
+from mpjax.step._checks import require_honoured, unpack
 from mpjax.step._collectives import over_shards
-from mpjax.step._micro_batches import first_of_batch, split_batch
-from mpjax.step._options import StepOptions
-from mpjax.step._static_leaves import whole_of
-from mpjax.step._train_state import TrainState
-from mpjax.step._trained import is_masked, merged, only
+from mpjax.step._layout import Layout, require_same_rows
+from mpjax.step._train_state import TrainState, whole_of
+from mpjax.step._trained import Chosen, is_masked, merged, only
 
+_Carry: TypeAlias = tuple[PyTree, PyTree, PyTree]  # gradients, model state, amax histories
 KEYWORDS = ("rng", "row_rngs", "model_state")
+MODEL_STATES = ("last", "step")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+  """The options of a training step: arguments of `make_train_step`, which explains each.
+
+  Its `mesh`, `sharding`, `gather` and `offload` are a `layout` here, `None` without a mesh.
+  """
+
+  policy: Policy
+  wrt: Chosen | nnx.filterlib.Filter | None = None
+  accumulate: int = 1
+  skip_nonfinite: bool = False
+  cast_batch: bool = True
+  donate: bool = True
+  recompute: str = "islands"
+  layout: Layout | None = None
+  grad_norm: bool = False
+  model_state: str = "last"
+
+  def __post_init__(self) -> None:
+    n = self.accumulate
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+      raise ValueError(f"accumulate={n!r}: expected a positive integer")
+    require_honoured(self.policy, over_devices=self.layout is not None)
+    require_recompute(self.recompute)
+    if self.model_state not in MODEL_STATES:
+      raise ValueError(f"model_state={self.model_state!r}: {one_of(self.model_state, MODEL_STATES)}")
+
+  @property
+  def shards(self) -> int:
+    """The number of devices that share a batch."""
+    return 1 if self.layout is None else self.layout.shards
+
+  @property
+  def filter(self) -> nnx.filterlib.Filter:
+    """The filter for the parameters of an `nnx.Module`: `nnx.Param`, and what else `wrt` trains."""
+    return nnx.Param if self.wrt is None else nnx.Any(nnx.Param, self.wrt)
+
+  def __repr__(self) -> str:
+    fields = [f for f in dataclasses.fields(self) if f.name not in ("policy", "wrt", "layout")]
+    changed = {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+    mesh = {} if self.layout is None else {"mesh": dict(self.layout.mesh.shape)}
+    shown = {"policy": self.policy.label, **changed, **mesh}
+    return f"StepOptions({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 class Pass(NamedTuple):
@@ -58,13 +104,8 @@ class Pass(NamedTuple):
   weight: Float32[Array, ""] | None = None
 
 
-class Transform(Protocol):
-  """Turns a loss function into the one that a step runs, with the same signature."""
-
-  def __call__(
-    self, fun: LossFunction, policy: Policy | None, *, recompute: str, fp8_state: PyTree | None
-  ) -> LossFunction:
-    """Transforms `fun`; `policy` is autocast's, `None` if the step casts the arguments itself."""
+# (fun, autocast's policy or `None`, recompute=, fp8_state=) -> the function that a step runs.
+Transform: TypeAlias = Callable[..., LossFunction]
 
 
 def _under_autocast(
@@ -120,12 +161,8 @@ class StepLoss:
     """The policy that it runs under: its loss and metrics are cast to the output dtype afterwards."""
     return self.options.policy.with_output_dtype(jnp.float32)
 
-  def keys(self, state: TrainState, batch: PyTree) -> Array | None:
-    """Returns the loss function's `rng` or `row_rngs` in the next step; `None` for neither."""
-    return self.keys_of(state.step_key, batch)
-
-  def keys_of(self, key: Array | None, batch: PyTree, part: Array | None = None) -> Array | None:
-    """Returns what `keys` does, from the key of a step, for one part of a batch that is divided."""
+  def keys(self, key: Array | None, batch: PyTree, part: Array | None = None) -> Array | None:
+    """Returns the loss function's `rng` or `row_rngs`, or `None`, by a step's key, for a part of a batch."""
     if key is None:
       return None
     if self.by_row:
@@ -134,7 +171,7 @@ class StepLoss:
 
   def arguments(self, state: TrainState, batch: PyTree) -> tuple[tuple[PyTree, PyTree], dict[str, PyTree]]:
     """Returns the loss function's positional and keyword arguments; PRNG keys as shapes."""
-    keys = jax.eval_shape(self.keys, state, batch)
+    keys = jax.eval_shape(lambda state, batch: self.keys(state.step_key, batch), state, batch)
     model = state.params if state.graphdef is None else state.model
     return (model, batch), self._keywords(keys, state)
 
@@ -158,12 +195,8 @@ class StepLoss:
     A device's part of an average is divided by the device's share of the count over all devices, so
     that the mean over devices is the average.
 
-    Args:
-      params: as `compute_params` gives them.
-      fp8_state: amax histories; the derivative with respect to them gives the next ones.
-      batch: rows of one micro-batch.
-      keys: for `rng` or `row_rngs`.
-      state: for the loss scale and the model's state and structure.
+    The derivative with respect to `fp8_state` gives the next amax histories. `state` is for the loss scale
+    and the model's state and structure.
     """
     options, policy, model_state = self.options, self.options.policy, state.model_state
     if not policy.autocast and options.cast_batch:
@@ -174,14 +207,13 @@ class StepLoss:
       recompute=options.recompute,
       fp8_state=fp8_state or None,
     )
-    in_module = state.graphdef is not None
-    model = nnx.merge(state.graphdef, params, model_state) if in_module else whole_of(params)
-    if in_module and not policy.autocast:  # autocast names modules itself
+    model = whole_of(params) if state.graphdef is None else nnx.merge(state.graphdef, params, model_state)
+    if state.graphdef is not None and not policy.autocast:  # autocast names modules itself
       give_scopes((model,))
     with divided(options.accumulate * options.shards):
       out = loss_fn(model, batch, **self._keywords(keys, state))
-    if in_module:
-      names = {path for path, _ in nnx.traversals.flatten_mapping(params).items()}
+    if state.graphdef is not None:
+      names = set(nnx.traversals.flatten_mapping(params))
       mutated = nnx.split(model, lambda path, _: path in names, ...)[2]
       pure = nnx.as_pure if isinstance(model_state, nnx.State) else nnx.to_pure_dict
       model_state = pure(mutated)
@@ -196,9 +228,8 @@ class StepLoss:
       share = Average(loss.total, weight / options.shards).value
     else:
       share = loss
-    scaled = share.astype(jnp.float32)
-    if find_scaler(state.opt_state) is not None:
-      scaled = scale_loss(share, state.opt_state)
+    scaler, scaled = find_scaler(state.opt_state), share.astype(jnp.float32)
+    scaled = scaled if scaler is None else scaled * scaler.scale
     # Reported values are in the output dtype. The differentiated loss does not pass through it, since the
     # scale itself may not fit there (2**16 in float16).
     cast = lambda x: x if is_average(x) else policy.cast_to_output(x)
@@ -237,15 +268,11 @@ class StepLoss:
       batch: rows, a whole number of micro-batches.
       keys: as `keys` gives them for these rows.
       trained: for each of `params` whether it has a gradient; the others have an `optax.MaskedNode` instead.
-      like: a tree whose dtypes the gradients of a step without accumulation have; with accumulation they
-        are in float32 or wider.
-      of_parts: turns the loss into a function of a device's parts of parameters; `params` and the gradients
-        are then parts. `None`: all are whole.
+      like: a tree with the gradients' dtypes; with accumulation they are in float32 or wider.
+      of_parts: turns the loss into one of a device's parts of parameters, which have the gradients, too.
     """
     options, n = self.options, self.options.accumulate
-    scaled = self.scaled
-    if of_parts is not None:
-      scaled = of_parts(scaled)
+    scaled = self.scaled if of_parts is None else of_parts(self.scaled)
 
     def micro_step(params: PyTree, model_state: PyTree, batch: PyTree, keys: Array | None) -> Pass:
       fun = lambda chosen, *args: scaled(merged(chosen, params), *args)
@@ -263,9 +290,7 @@ class StepLoss:
     rows = (split_batch(n, batch), None if keys is None else self._split_keys(keys))
     goes_on = options.model_state == "last"
 
-    def body(
-      carry: tuple[PyTree, PyTree, PyTree], xs: tuple[PyTree, Array | None]
-    ) -> tuple[tuple[PyTree, PyTree, PyTree], Pass]:
+    def body(carry: _Carry, xs: tuple[PyTree, Array | None]) -> tuple[_Carry, Pass]:
       grads, model_state, fp8_state = carry
       given = params
       if of_parts is not None:  # otherwise a compiler would gather loop invariants before the loop
@@ -313,3 +338,26 @@ def row_count(batch: PyTree) -> int:
 def row_keys(key: Array, rows: int, part: ArrayLike = 0) -> Array:
   """Returns a key for each row of one part of a batch; rows are numbered through all parts."""
   return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.asarray(part) * rows + jnp.arange(rows))
+
+
+def split_batch(n: int, batch: PyTree) -> PyTree:
+  """Splits leaves [batch, ...] into [n, batch / n, ...]; strided, so that rows stay on their device.
+
+  A scalar is the same in each. Raises `ValueError` if `n` does not divide the rows, or they differ in number.
+  """
+  if n > 1:
+    require_same_rows(batch, f"accumulate={n}")
+
+  def split(x: Shaped[Array, " ..."]) -> Shaped[Array, "n ..."]:
+    if not x.ndim:
+      return jnp.broadcast_to(x, (n,))
+    if x.shape[0] % n:
+      raise ValueError(f"a batch of {x.shape[0]} rows cannot be split into accumulate={n} micro-batches")
+    return x.reshape(x.shape[0] // n, n, *x.shape[1:]).swapaxes(0, 1)
+
+  return jax.tree.map(lambda x: split(x if hasattr(x, "ndim") else jnp.asarray(x)), batch)
+
+
+def first_of_batch(n: int, batch: PyTree) -> PyTree:
+  """Returns the first of the `n` micro-batches of a batch."""
+  return jax.tree.map(lambda x: x[0], split_batch(n, batch))

@@ -13,30 +13,27 @@ from mpjax._types import LossFunction, Mesh, PolicyLike
 from mpjax.policy import get_policy, warn_of_bare_dtype
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._layout import make_layout
-from mpjax.step._options import StepOptions
+from mpjax.step._loss import StepOptions
 from mpjax.step._train_step import TrainStep
 from mpjax.step._trained import Chosen
 
-_POLICY, _SCALING = "policy='bf16'", "policy={'base': 'fp16', 'loss_scaling': 'grad_scaler'}"
-# From other libraries' names of arguments to what to write here.
-_ELSEWHERE = {
-  **dict.fromkeys(("dtype", "compute_dtype", "precision", "mixed_precision"), f"pass {_POLICY}"),
-  **dict.fromkeys(("loss_scale", "loss_scaling", "scaler"), f"it is part of the policy: pass {_SCALING}"),
-  **dict.fromkeys(
-    ("accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum", "accumulation_steps"),
-    "pass accumulate=4",
+# Other libraries' names of arguments, with what to write here.
+_WAYS = {
+  "dtype compute_dtype precision mixed_precision": "pass policy='bf16'",
+  "loss_scale loss_scaling scaler": (
+    "it is part of the policy: pass policy={'base': 'fp16', 'loss_scaling': 'grad_scaler'}"
   ),
-  **dict.fromkeys(
-    ("clip", "clip_norm", "max_grad_norm", "gradient_clip_val"),
-    "clip in the optimiser: tx = optax.chain(optax.clip_by_global_norm(1.0), tx)",
+  "accumulate_grad_batches gradient_accumulation_steps grad_accum accumulation_steps": "pass accumulate=4",
+  "clip clip_norm max_grad_norm gradient_clip_val": (
+    "clip in the optimiser: tx = optax.chain(optax.clip_by_global_norm(1.0), tx)"
   ),
-  **dict.fromkeys(
-    ("optimizer_dtype", "master_weights", "param_dtype", "grad_dtype", "fp8"),
-    "it is part of a policy, as in policy={'base': 'bf16_pure', 'optimizer_dtype': 'int8'}",
+  "optimizer_dtype master_weights param_dtype grad_dtype fp8": (
+    "it is part of a policy, as in policy={'base': 'bf16_pure', 'optimizer_dtype': 'int8'}"
   ),
   "has_aux": "return (loss, metrics) from loss_fn, metrics being a dict of arrays",
   "donate_argnums": "pass donate=True or donate=False",
 }
+_ELSEWHERE = {name: way for names, way in _WAYS.items() for name in names.split()}
 
 
 def make_train_step(
@@ -129,9 +126,9 @@ def make_train_step(
       The second is for state that moves once a step, such as a teacher's average or a codebook.
 
   Returns:
-    A `TrainStep`. First `state = step.init(params)`, then `state, metrics = step(state, batch)`; or, with an
-    `nnx.Optimizer(model, step.tx, wrt=...)`, `metrics = step(model, optimizer, batch)` in place.
-    The metrics include `learning_rate` if `optax.inject_hyperparams` keeps it.
+    A `TrainStep`: `step.init(params)`, then `step(state, batch)`; or in place, with an `nnx.Optimizer(model,
+    step.tx, wrt=...)`, `metrics = step(model, optimizer, batch)`. Metrics include `learning_rate` if
+    `optax.inject_hyperparams` keeps it.
 
   Raises:
     TypeError: for arguments that are swapped, unknown, or of another kind.

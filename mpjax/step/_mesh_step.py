@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,26 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Int32, Shaped
 
-from mpjax._types import Array, PyTree
+from mpjax._types import AnyJaxpr, Array, JaxprEqn, PyTree
 from mpjax.dtypes import at_least_float32, cast_like
+from mpjax.jaxpr import (
+  Backward,
+  CallKind,
+  Calls,
+  Trait,
+  bodies_of,
+  call_kind,
+  custom_vjp_rules,
+  dtype_of,
+  has,
+  open_jaxpr,
+  shape_of,
+  values_read,
+)
 from mpjax.patterns import named_leaves
 from mpjax.sharding import axes_of_batch, dimension_over, is_spec, keep_axes
 from mpjax.step import _collectives
 from mpjax.step._collectives import Part
-from mpjax.step._gather_dtypes import only_multiplied, read_in
 from mpjax.step._gather_where_read import gather_where_read
 from mpjax.step._layout import Layout
 from mpjax.step._loss import Pass, StepLoss
@@ -30,6 +44,8 @@ _WHOLE = PartitionSpec()
 _Scales = Sequence[Array | None]
 # (parameters, state, rows, keys, scales) to a tree of arrays.
 _OfRows = Callable[[PyTree, TrainState, PyTree, Array | None, _Scales], PyTree]
+# The dtypes in which a value is read, each with whether matrix products alone read it so.
+Reads: TypeAlias = frozenset[tuple[np.dtype, bool]]
 
 
 def value_and_grad_on_mesh(
@@ -40,18 +56,13 @@ def value_and_grad_on_mesh(
   devices, params = _Devices(loss, layout, state, batch), loss.compute_params(state)
   parts, by_step = devices.parts(params), layout.gather == "step"
   scales = _collectives.scales_of(mesh, params, parts)
+  of_rows = functools.partial(loss.value_and_grad, trained=trained)
   if by_step:
     gathered = _collectives.gather(mesh, params, parts, scales)
-    of_rows = functools.partial(loss.value_and_grad, trained=trained)
     out, mine = devices.run(lambda *args: of_rows(*args[:-1]), gathered, params)
   else:
-
-    def of_parts(
-      params: PyTree, rest: TrainState, batch: PyTree, keys: Array | None, scales: _Scales
-    ) -> Pass:
-      transform = lambda fun: gather_where_read(fun, parts, scales)
-      return loss.value_and_grad(params, rest, batch, keys, of_parts=transform, trained=trained)
-
+    of_parts = lambda scales: lambda fun: gather_where_read(fun, parts, scales)
+    each = lambda *args: of_rows(*args[:-1], of_parts=of_parts(args[-1]))
     # In float32, so that gradients of half-precision parameters are not rounded before the sum.
     leaves, structure = jax.tree.flatten(params)
     wide = [
@@ -59,7 +70,7 @@ def value_and_grad_on_mesh(
       for x, part in zip(leaves, parts, strict=True)
     ]
     over_fsdp = jax.tree.map(lambda spec: keep_axes(spec, ("fsdp",)), specs, is_leaf=is_spec)
-    out, mine = devices.run(of_parts, params, jax.tree.unflatten(structure, wide), scales, over_fsdp)
+    out, mine = devices.run(each, params, jax.tree.unflatten(structure, wide), scales, over_fsdp)
   reduced = only(trained, specs)
   grads = _collectives.reduce(mesh, out.grads, reduced, policy.reduce_dtype, by_step)
   fp8_state = jax.tree.map(lambda x: x.max(0), out.fp8_state)
@@ -105,8 +116,7 @@ class _Devices:
   ) -> tuple[PyTree, PyTree]:
     """Runs a function on each device; returns its results and the model's state before, stacked by device.
 
-    `like` is a tree like `params`, in the dtypes in which the function takes them; `specs` is their division
-    over `fsdp`.
+    It takes `params` in the dtypes of `like`; `specs` is their division over `fsdp`.
     """
     mesh, state = self.layout.mesh, self.state
     rest = state.replace(arrays={}, opt_state=_scalars(state.opt_state), rng=None)
@@ -117,7 +127,7 @@ class _Devices:
       index = jax.lax.axis_index(axes_of_batch(mesh))
       params = cast_like(params, like)
       mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
-      keys = self.loss.keys_of(key, batch, index)
+      keys = self.loss.keys(key, batch, index)
       return fun(params, rest.replace(model_state=mine), batch, keys, scales), mine
 
     replicated = (params, scales, rest, state.step_key)
@@ -140,8 +150,7 @@ class _Devices:
       forward = lambda *args: self.loss.forward(*args[:-1])
       of_flat = lambda *flat: self.run(forward, jax.tree.unflatten(structure, flat), params)
       closed = jax.make_jaxpr(of_flat)(*shapes)
-      rows = zip(divided, read_in(closed, divided), only_multiplied(closed, divided), strict=True)
-      for i, dtype, is_multiplied in rows:
+      for i, (dtype, is_multiplied) in zip(divided, _read_in(closed, divided), strict=True):
         if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < own[i].itemsize:
           read[i] = dtype
         takes_asked = asked is not None and is_multiplied and jnp.issubdtype(own[i], jnp.floating)
@@ -170,3 +179,69 @@ def _fold(x: Shaped[Array, "*shape"], index: Int32[Array, ""]) -> Shaped[Array, 
 def _unfold(new: Array, folded: Array, old: Array) -> Array:
   """Returns the key for all devices instead of one that was folded for each and came back unchanged."""
   return jnp.where(new == folded, old, new) if jnp.issubdtype(new.dtype, jax.dtypes.prng_key) else new
+
+
+def _read_in(closed: AnyJaxpr, inputs: Sequence[int]) -> list[tuple[np.dtype | None, bool]]:
+  """Returns the one dtype in which a program reads each of some inputs; `None` if there are several.
+
+  The second value says whether only matrix products read it, in any dtype.
+  """
+  found, answers = _reads(closed), []
+  for i in inputs:
+    dtypes = {dtype for dtype, _ in found[i]}
+    answers.append(
+      (dtypes.pop() if len(dtypes) == 1 else None, all(multiplied for _, multiplied in found[i]))
+    )
+  return answers
+
+
+class _Reads(Backward[Reads]):
+  """How a value, or a view of it, is read; `in_rule`: in a rule of a `custom_vjp`."""
+
+  nothing: Reads = frozenset()
+
+  def __init__(self, in_rule: bool):
+    self._in_rule = in_rule
+
+  def enters(self, equation: JaxprEqn) -> bool:
+    kind = call_kind(equation)
+    if kind is CallKind.CUSTOM_VJP and not self._in_rule:
+      return False  # the backward rule reads what the forward one returns
+    return kind is not None and kind.is_plain  # other rules do more than the body shows
+
+  def transfer(self, equation: JaxprEqn, results: list[Reads], calls: Calls) -> list[Reads]:
+    given, kind, of_results = values_read(equation), call_kind(equation), self.nothing.union(*results)
+    kept = [frozenset([(dtype_of(a), kind is None and has(equation, Trait.PRODUCT))]) for a in given]
+    if equation.primitive is jax.lax.convert_element_type_p:
+      kept = [frozenset([(np.dtype(equation.params["new_dtype"]), all(x for _, x in of_results))])]
+    elif has(equation, Trait.ALIAS) and len(equation.invars) == len(equation.outvars):
+      kept = results
+    elif has(equation, Trait.PASSES_ON) and len(equation.invars) == 1:
+      is_whole = has(equation, Trait.SAME_WEIGHT)
+      kept = [frozenset((dtype, x and is_whole) for dtype, x in of_results)]
+    elif kind is CallKind.CUSTOM_VJP and not self._in_rule:
+      body = self.solve(bodies_of(equation)[0], results).inputs
+      kept = list(map(self.join, body, _in_forward_rule(equation)))
+    return [*kept, *[self.nothing] * (len(equation.invars) - len(given))]
+
+
+def _reads(closed: AnyJaxpr, in_rule: bool = False) -> list[Reads]:
+  outputs = [frozenset([(dtype_of(atom), in_rule)]) for atom in open_jaxpr(closed).outvars]
+  return _Reads(in_rule).solve(closed, outputs).inputs
+
+
+def _in_forward_rule(equation: JaxprEqn) -> list[Reads]:
+  """Returns the dtypes in which the forward rule of a `custom_vjp` reads its operands."""
+  forward, _ = custom_vjp_rules(equation)
+
+  def flat(*operands: Array) -> list[Array]:
+    residuals, outs = forward(list(operands), [True] * len(operands))
+    return [*residuals, *outs]
+
+  shapes = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in equation.invars]
+  try:
+    rule = jax.make_jaxpr(flat)(*shapes)
+  except NameError:  # an axis that a collective in the rule names is missing
+    return [frozenset([(dtype_of(a), True)]) for a in equation.invars]
+  # What is multiplied, the body says. A rule that calls its own function again would not end.
+  return [frozenset((dtype, True) for dtype, _ in reads) for reads in _reads(rule, in_rule=True)]

@@ -28,11 +28,8 @@ def with_step_arguments(tx: optax.GradientTransformation) -> optax.GradientTrans
   """Wraps `tx` so that its update gets the loss and the gradients if it takes them, and only then.
 
   A signature does not tell: an update with `**extra_args` may pass them on to one that takes none, as
-  `optax.chain` does. So an update of shapes is tried: by `init`, or if there was none, by `update`.
-
-  Returns:
-    A transform with the state of `tx`. Its `update` takes `value`, the unscaled loss; the `grad` of `tx` is
-    the gradients given to `update`.
+  `optax.chain` does. So an update of shapes is tried: by `init`, or if there was none, by `update`. That
+  takes `value`, the unscaled loss; the `grad` of `tx` is the gradients given to it.
 
   Raises:
     ValueError: by `init`, if `tx` cannot run in a step: its update needs more than a step has, or has another
@@ -79,22 +76,18 @@ def _taken(
     except Exception as error:
       errors.append(error)
       continue
-    _require_shapes(updates, params)
+    structure: PyTreeDef = jax.tree.structure(updates)
+    if structure != jax.tree.structure(params):
+      return names
+    for (name, update), param in zip(named_leaves(updates), jax.tree.leaves(params), strict=True):
+      if update.shape != param.shape:
+        raise ValueError(
+          f"the optimizer's update of parameter {name!r} has shape {list(update.shape)}: expected that of "
+          f"the parameter, {list(param.shape)}. {_LOOP}"
+        )
     return names
   most, least = (f"{type(error).__name__}: {str(error).rstrip('.')}" for error in (errors[0], errors[-1]))
   raise ValueError(
     f"this optimizer cannot run in a training step: its update with value= and grad= fails with {most}; "
     f"without them, with {least}. {_LOOP}"
   ) from errors[-1]
-
-
-def _require_shapes(updates: PyTree, params: PyTree) -> None:
-  of_updates: PyTreeDef = jax.tree.structure(updates)
-  if of_updates != jax.tree.structure(params):
-    return
-  for (name, update), param in zip(named_leaves(updates), jax.tree.leaves(params), strict=True):
-    if update.shape != param.shape:
-      raise ValueError(
-        f"the optimizer's update of parameter {name!r} has shape {list(update.shape)}: expected that of the "
-        f"parameter, {list(param.shape)}. {_LOOP}"
-      )

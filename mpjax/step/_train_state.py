@@ -13,7 +13,6 @@ import numpy as np
 from mpjax._lazy import nnx
 from mpjax._render.plain_text import bytes_text
 from mpjax._types import Array, PyTree
-from mpjax.step._static_leaves import arrays_of, has_static, whole_of
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -81,7 +80,7 @@ class TrainState:
     """Returns a copy with some fields replaced, or `params`."""
     if "params" in changes:
       params = changes.pop("params")
-      changes["arrays"] = arrays_of(params) if has_static(self.arrays) else params
+      changes["arrays"] = arrays_of(params) if _has_static(self.arrays) else params
     return dataclasses.replace(self, **changes)
 
   def __repr__(self) -> str:
@@ -120,3 +119,52 @@ def _in_words(tree: PyTree) -> str:
   size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves if hasattr(x, "dtype"))
   dtypes = sorted({str(getattr(x, "dtype", type(x).__name__)) for x in leaves})
   return ", ".join([f"{len(leaves)} array{'s' if len(leaves) > 1 else ''}", bytes_text(size), *dtypes])
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Static:
+  """A leaf that is not an array, such as an Equinox module's function: a part of the state's structure.
+
+  So `jit`, optimisers, meshes and checkpoints see only arrays. Two are equal if their values are equal and
+  have one type, so that a step is compiled once for both.
+  """
+
+  value: Any
+
+  def __hash__(self) -> int:
+    return hash(type(self.value))  # the value may have none
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, _Static) or type(self.value) is not type(other.value):
+      return False
+    try:
+      return self.value is other.value or bool(self.value == other.value)
+    except Exception:  # from an object that does not compare
+      return False
+
+
+def arrays_of(tree: PyTree) -> PyTree:
+  """Returns a tree with a `_Static` for each leaf that is not an array."""
+  return jax.tree.map(lambda x: x if _is_array(x) or _is_static(x) else _Static(x), tree, is_leaf=_is_static)
+
+
+def whole_of(tree: PyTree) -> PyTree:
+  """Returns the original tree from the tree of `arrays_of`, with its present arrays."""
+  if not _has_static(tree):
+    return tree
+  return jax.tree.map(lambda x: x.value if _is_static(x) else x, tree, is_leaf=_is_static)
+
+
+def _has_static(tree: PyTree) -> bool:
+  return any(map(_is_static, jax.tree.leaves(tree, is_leaf=_is_static)))
+
+
+def _is_static(x: object) -> bool:
+  return isinstance(x, _Static)
+
+
+def _is_array(x: object) -> bool:
+  if not isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+    return False
+  return getattr(x.dtype, "kind", "V") not in "OSU"  # NumPy's arrays of objects and text are not JAX's

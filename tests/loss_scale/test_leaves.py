@@ -120,32 +120,6 @@ def test_overwritten_leaves_are_replaced_kept_on_a_skip_and_never_unscaled_clipp
     jax.eval_shape(plain.update, NEXT, plain.init(SHOWN))
 
 
-@pytest.mark.parametrize(
-  ("policy", "accumulate"), [("fp32", 1), ({"base": "fp16", "loss_scaling": 8}, 2)], ids=str
-)
-def test_a_training_step_overwrites_leaves(policy, accumulate):
-  """Their values are theirs: not cast, not unscaled, not averaged but merged by maximum."""
-
-  @jax.custom_vjp
-  def remember(x, amax):
-    return x
-
-  # Of this, float16 would make an infinity.
-  remember.defvjp(
-    lambda x, amax: (x, x), lambda x, g: (g, 1e5 * jnp.abs(x).max().astype(jnp.float32).reshape(1))
-  )
-  params = {"params": {"w": np.ones((4, 4), F32)}, OWG: {"amax": np.full((1,), 1e5, F32)}}
-  loss = lambda p, x: jnp.mean(remember(x @ p["params"]["w"], p[OWG]["amax"]).astype(jnp.float32) ** 2)
-  step = mpjax.make_train_step(loss, optax.adam(1e-2), policy, accumulate=accumulate, donate=False)
-  state = step.init(params)
-  x = np.asarray([[1.0] * 4, [2.0] * 4], F32)
-  new, _ = step(state, x)
-  np.testing.assert_allclose(new.params[OWG]["amax"], [8e5], rtol=1e-6)
-  np.testing.assert_allclose(new.params["params"]["w"], np.full((4, 4), 0.99), rtol=1e-3)
-  assert new.params[OWG]["amax"].dtype == jnp.float32
-  np.testing.assert_allclose(step.gradients(state, x)[1][OWG]["amax"], [8e5], rtol=1e-6)
-
-
 def test_a_layer_of_flax_in_fp8_overwrites_its_leaves():
   model = nn.Dense(4, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp, use_bias=False)
   x = np.arange(1, 17, dtype=F32).reshape(4, 4)

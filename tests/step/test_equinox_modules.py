@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
 
 import mpjax
@@ -148,18 +147,6 @@ def test_the_state_of_a_module_is_a_tree_of_arrays_that_tools_take():
   assert step.explain(state, BATCH).rows
   assert np.isfinite(mpjax.inspect_numerics(step, state, BATCH, advise=False).loss)
   assert mpjax.find_nonfinite(step, state, BATCH).finite
-
-
-def test_a_checkpoint_by_orbax(tmp_path):
-  step = make()
-  state = train(step, step.init(MODEL), 3)[0]
-  with orbax.checkpoint.StandardCheckpointer() as checkpoints:
-    checkpoints.save(tmp_path / "state", state)
-    checkpoints.wait_until_finished()
-    read = checkpoints.restore(tmp_path / "state", step.init(Model(1)))
-  assert_same_but_trained(read.params)
-  for x, y in zip(jax.tree.leaves(read), jax.tree.leaves(state), strict=True):
-    assert jnp.array_equal(x, y)
 
 
 def test_a_state_of_the_module_is_a_model_state():

@@ -156,13 +156,14 @@ def test_a_frozen_base_of_a_module_is_divided_and_not_reduced():
 
 
 def test_a_frozen_base_in_place():
-  step = make(of_net, wrt=nnx.LoRAParam, mesh=mesh(data=3))
+  step = make(of_net, wrt=nnx.LoRAParam, mesh=mesh(fsdp=3))
   model = Net(nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.LoRAParam)
   base, b = np.asarray(model.l1.kernel[...]), np.asarray(model.l1.lora.lora_b[...])
   for _ in range(2):
     step(model, optimizer, BATCH)
   np.testing.assert_array_equal(model.l1.kernel[...], base)
+  assert "fsdp" in model.l1.kernel[...].sharding.spec
   assert not np.array_equal(model.l1.lora.lora_b[...], b)
 
 

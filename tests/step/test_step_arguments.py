@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.step._problems import BATCH, PARAMS, Model, assert_same, loss_fn, mesh, nnx_loss
+from tests.step._problems import BATCH, PARAMS, Model, loss_fn, mesh, nnx_loss
 
 
 def make(loss=loss_fn, tx=None, policy="fp32", **options):
@@ -18,8 +18,8 @@ def make(loss=loss_fn, tx=None, policy="fp32", **options):
 STEP = make()
 
 
-def run(loss, accumulate=1, **init):
-  step = make(loss, accumulate=accumulate)
+def run(loss, accumulate=1, mesh=None, **init):
+  step = make(loss, accumulate=accumulate, mesh=mesh)
   return step(step.init(PARAMS, **init), BATCH)
 
 
@@ -42,6 +42,8 @@ def used_twice(step, again=lambda step: step):
 
 KEY = jax.random.key(0)
 by_casts = {"base": "bf16", "autocast": False}
+to_gather = lambda dtype: {"base": "bf16", "gather_dtype": dtype}
+TO_FP8 = {"base": "bf16", "reduce_dtype": "float8_e5m2"}
 SCALED = mpjax.dynamic_loss_scale(optax.sgd(0.1))
 TWO_SCALES = optax.partition({"a": SCALED, "b": SCALED}, {"w": "a", "b": "b"})
 INTEGERS = {"w": np.ones(2, np.float32), "i": np.arange(2)}
@@ -50,7 +52,20 @@ VALUE_ERRORS = [
   (lambda: make(policy={"base": "fp8", "autocast": False}), ["fp8", "autocast: true"]),
   (lambda: make(policy={"base": "fp8", "compute_dtype": "float32"}), ["fp8", "compute_dtype='float32'"]),
   (lambda: make(policy=by_casts | {"overrides": {"head": "fp32"}}), ["overrides", "autocast: true"]),
-  (lambda: make(policy={"base": "bf16", "reduce_dtype": "float32"}), ["reduce_dtype"]),
+  (lambda: make(policy={"base": "bf16", "reduce_dtype": "float32"}), ["reduce_dtype='float32'", "mesh="]),
+  (lambda: make(policy=TO_FP8, mesh=mesh(data=8)), ["float8_e5m2", "float32"]),
+  (lambda: make(mesh=8), ["mesh=8", "jax.sharding.Mesh"]),
+  (lambda: make(mesh=jax.make_mesh((8,), ("rows",))), ["'rows'", "data, fsdp, tensor"]),
+  (lambda: make(sharding={}), ["mesh="]),
+  (lambda: run(loss_fn, mesh=mesh(data=3)), ["batch['x']", "[16, 4]", "3 devices"]),
+  (lambda: run(loss_fn, accumulate=8, mesh=mesh(data=8)), ["accumulate=8"]),
+  (lambda: make(gather="layer"), ["gather='layer': expected one of step, block"]),
+  (lambda: make(gather="block"), ["gather='block' says when to gather", "pass mesh="]),
+  (lambda: make(gather="block", mesh=mesh(data=8)), ["gather='block' needs", "axis fsdp: the mesh has"]),
+  (lambda: make(policy=to_gather("float64")), ["gather_dtype='float64': expected compute_dtype"]),
+  (lambda: make(policy=to_gather("float8_e5m2")), ["gather_dtype"]),
+  (lambda: make(policy=to_gather("float8_e4m3fn")), ["gather_dtype='float8_e4m3fn'", "needs a mesh"]),
+  (lambda: make(lambda p, b, rng, row_rngs: 0.0), ["'rng' and 'row_rngs'"]),
   (lambda: make(policy=by_casts | {"accum_dtype": "float32"}), ["accum_dtype", "autocast: true"]),
   (lambda: make(policy=by_casts | {"grad_dtype": "bfloat16"}), ["grad_dtype", "autocast: true"]),
   (lambda: make(policy={"base": "bf16", "optimizer_dtype": "float16"}), ["optimizer_dtype"]),
@@ -126,25 +141,6 @@ def test_leaves_of_different_numbers_of_rows_are_named_where_rows_are_divided():
       with pytest.raises(ValueError, match="rows") as error:
         act(state, batch)
       assert all(part in str(error.value) for part in ("'x'", " 4", "'more/y'", " 2", word)), error.value
-
-
-def test_an_error_of_the_loss_is_not_taken_for_a_deleted_state():
-  def loss(params, batch):
-    raise RuntimeError("of the loss")
-
-  step = make(loss)
-  with pytest.raises(RuntimeError, match="of the loss"):
-    step(step.init(PARAMS), BATCH)
-
-
-def test_update_in_place_is_the_step_of_three_arguments():
-  step = make(nnx_dropout)
-  models = [Model(nnx.Rngs(0)), Model(nnx.Rngs(0))]
-  one, other = (nnx.Optimizer(model, step.tx, wrt=nnx.Param) for model in models)
-  for _ in range(2):
-    found = step(models[0], one, BATCH, rng=KEY)
-    assert step.update_in_place(models[1], other, BATCH, rng=KEY)["loss"] == found["loss"]
-  assert_same(models[0].inner.kernel[...], models[1].inner.kernel[...])
 
 
 def test_a_step_and_a_state_are_shown_in_a_few_words():

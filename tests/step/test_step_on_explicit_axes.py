@@ -105,7 +105,8 @@ def test_a_mesh_of_its_own_may_be_the_one_that_is_set():
       step, state, inside = trained(plain, FP16, WEIGHTS, placed, mesh=MESH)
       assert inside == losses
       assert state.params["in"].sharding == jax.NamedSharding(MESH, P("fsdp", None))
-    assert types(step.gradients(state, placed)[1]) == types(state.params)
+    for same in (step.gradients(state, placed)[1], jax.jit(step.user_state)(state)[0]):
+      assert types(same) == types(state.params)
 
 
 def test_a_state_may_be_made_where_it_lies():

@@ -111,24 +111,6 @@ def test_rules_of_the_user_come_first(rules, expected):
   assert {name: sharding.spec for name, sharding in placed.items()} == expected
 
 
-def test_what_does_not_fit_is_named():
-  of_few, to_fp8 = ({"base": "bf16", "reduce_dtype": dtype} for dtype in ("bfloat16", "float8_e5m2"))
-  run = lambda **options: train(plain, "fp32", of_weights, mesh=mesh(8), **options)
-  for of, words in (
-    (lambda: make(mesh=8), ["mesh=8", "jax.sharding.Mesh"]),
-    (lambda: make(mesh=jax.make_mesh((8,), ("rows",))), ["'rows'", "data, fsdp, tensor"]),
-    (lambda: make(sharding={}), ["mesh="]),
-    (lambda: make(policy=of_few), ["reduce_dtype='bfloat16'", "mesh="]),
-    (lambda: make(policy=to_fp8, mesh=mesh(8)), ["float8_e5m2", "float32"]),
-    (lambda: run(batch={"x": X[:12], "y": Y[:12]}), ["batch['x']", "[12, 64]", "8 devices"]),
-    (lambda: run(accumulate=8), ["accumulate=8"]),
-    (lambda: make(lambda p, b, rng, row_rngs: 0.0), ["'rng' and 'row_rngs'"]),
-  ):
-    with pytest.raises(ValueError) as error:
-      of()
-    assert all(word in str(error.value) for word in words), (words, error.value)
-
-
 def test_a_mesh_of_explicit_axes_and_a_batch_laid_out_on_it():
   explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
   step = make(mesh=explicit)
@@ -262,47 +244,34 @@ def test_an_nnx_module_with_dropout_of_its_own():
   assert_replicas_agree(state)
 
 
-def test_nnx_in_place_on_a_mesh():
-  model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-  loss = lambda model, batch: cross_entropy(model(batch["x"]), batch["y"])
-  step = make(loss, tx=optax.sgd(0.1), mesh=mesh(fsdp=8))
-  optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)
-  losses = [float(step(model, optimizer, BATCH)["loss"]) for _ in range(3)]
-  assert losses[2] < losses[0]
-  assert model.kernel[...].sharding.spec == P("fsdp")
-
-
-@pytest.mark.slow
-def test_amax_histories_on_a_mesh_are_near_those_of_one_device():
-  policy = {"base": "fp8", "fp8": {"recipe": "delayed", "emulate": True}}
-  _, one, expected = train(plain, policy, of_weights)
-  _, many, curve = train(plain, policy, of_weights, mesh=mesh(data=2, fsdp=4))
-  np.testing.assert_allclose([c["loss"] for c in curve], [c["loss"] for c in expected], rtol=3e-2)
-  assert jax.tree.leaves(one.fp8_state)
-  for a, b in zip(*map(jax.tree.leaves, (one.fp8_state, many.fp8_state)), strict=True):
-    assert b.sharding.is_fully_replicated
-    if a.ndim:
-      np.testing.assert_allclose(np.asarray(b)[-1:], np.asarray(a)[-1:], rtol=0.5)
-
-
 @jax.custom_vjp
 def remember(x, amax):
   return x
 
 
-# The "gradient" of what is overwritten is its next value: here the largest magnitude of the rows at hand.
-remember.defvjp(lambda x, amax: (x, x), lambda x, g: (g, jnp.abs(x).max().reshape(1)))
+# The "gradient" of what is overwritten is its next value: here of the largest magnitude of the rows at hand, which
+# float16 does not hold.
+remember.defvjp(
+  lambda x, amax: (x, x), lambda x, g: (g, 1e5 * jnp.abs(x).max().astype(jnp.float32).reshape(1))
+)
 
 
-@pytest.mark.parametrize(("shape", "accumulate"), [({"data": 8}, 1), ({"data": 2, "fsdp": 4}, 2)])
-def test_what_is_overwritten_becomes_the_largest_value_of_all_devices(shape, accumulate):
+@pytest.mark.parametrize(
+  ("policy", "shape", "accumulate"),
+  [("fp32", {"data": 8}, 1), ("fp16", {"data": 2, "fsdp": 4}, 2), ("fp16", None, 2)],
+)
+def test_what_is_overwritten_becomes_the_largest_value_of_all_rows(policy, shape, accumulate):
+  """It is neither cast nor unscaled."""
   kept = "_overwrite_with_gradient"
-  params = {"w": np.eye(64, dtype=np.float32), kept: {"amax": np.zeros(1, np.float32)}}
+  params = {"w": np.eye(64, dtype=np.float32), kept: {"amax": np.full(1, 2e5, np.float32)}}
   x = X / np.abs(X).max(1, keepdims=True) * np.arange(1.0, 33.0)[:, None]  # row i has amax i + 1
   loss = lambda p, batch: (remember(batch["x"], p[kept]["amax"]) @ p["w"]).mean()
-  step = make(loss, mesh=mesh(**shape), accumulate=accumulate)
-  state, _ = step(step.init(params), {"x": x})
-  np.testing.assert_allclose(state.params[kept]["amax"], [32.0], rtol=1e-6)
+  step = make(loss, policy, mesh=mesh(**shape) if shape else None, accumulate=accumulate, donate=False)
+  state = step.init(params)
+  after, _ = step(state, {"x": x})
+  for tree in (after.params, step.gradients(state, {"x": x})[1]):
+    np.testing.assert_allclose(tree[kept]["amax"], [32e5], rtol=1e-3)
+    assert tree[kept]["amax"].dtype == jnp.float32
 
 
 def test_amax_histories_on_a_mesh_are_those_of_all_rows():
@@ -314,18 +283,6 @@ def test_amax_histories_on_a_mesh_are_those_of_all_rows():
   _, state, _ = train(loss, policy, init, 1, {"x": x}, mesh=mesh(data=8), accumulate=2)
   (histories,) = state.fp8_state["amax"].values()
   assert np.max(histories["lhs"]) == 128
-
-
-@pytest.mark.slow
-def test_a_state_moves_between_meshes_and_trains_on():
-  _, _, expected = train(plain, "fp32", of_weights)
-  _, state, curve = train(plain, "fp32", of_weights, 2, mesh=mesh(data=2, fsdp=4))
-  other = make(tx=optax.adam(1e-2), mesh=mesh(fsdp=2))
-  state = other.layout.place(state)
-  for _ in range(2):
-    state, metrics = other(state, BATCH)
-    curve.append(metrics)
-  np.testing.assert_allclose([c["loss"] for c in curve], [c["loss"] for c in expected], rtol=1e-5)
 
 
 @pytest.mark.parametrize("gather", ["step", "block"])

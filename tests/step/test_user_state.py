@@ -90,14 +90,3 @@ def test_schedule_free_parameters_for_evaluation_on_a_mesh_and_inside_jit():
   want = way(contrib.schedule_free_eval_params(its_state, expected))
   assert_near(mpjax.optim.evaluation_weights(state.params, state.opt_state), found, rtol=1e-6)
   assert np.linalg.norm(way(found) - want) < 0.1 * np.linalg.norm(want)
-
-
-def test_on_explicit_axes():
-  explicit = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-  with jax.set_mesh(explicit):
-    step = make("bf16_lean", contrib.muon(1e-2), mesh=explicit)
-    state = trained(step, 2)
-    params, opt_state = jax.jit(step.user_state)(state)
-    assert jax.typeof(params["w"]).sharding.spec == jax.typeof(state.params["w"]).sharding.spec
-    assert described(opt_state) == described(jax.eval_shape(step.inner_tx.init, WIDE_PARAMS))
-  assert_near(params, WIDE_PARAMS, rtol=0, atol=0.1)

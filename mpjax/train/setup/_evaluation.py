@@ -18,7 +18,7 @@ from mpjax.optim import evaluation_weights, keeps_other_weights
 from mpjax.policy import Policy, matmul_precision
 from mpjax.registry._task import Task
 from mpjax.sharding import on_device
-from mpjax.step import TrainState, TrainStep, row_count, row_keys, state_of, unrounded
+from mpjax.step import TrainState, TrainStep, merged, row_count, row_keys, state_of, unrounded
 
 
 def for_evaluation(step: TrainStep, state: TrainState) -> TrainState:
@@ -45,7 +45,7 @@ def weights_of(
   weights, layers = unrounded(step.trained.parameters(state), step.layers(state))
   if is_other:
     weights = evaluation_weights(weights, state_of(layers))
-  return step.trained.whole(state, weights if masters else step.policy.cast_to_param(weights), state.arrays)
+  return merged(weights if masters else step.policy.cast_to_param(weights), state.arrays)
 
 
 def evaluate(

@@ -12,7 +12,7 @@ from mpjax._types import Array, PyTree
 from mpjax.loss_scale import LossScaleState
 from mpjax.optim import keeps_other_weights
 from mpjax.patterns import named_leaves
-from mpjax.step import TrainState, TrainStep, can_adopt, state_of, with_masters
+from mpjax.step import TrainState, TrainStep, can_adopt, merged, state_of, with_masters
 from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import load_safetensors
 from mpjax.train.config._config import Config
@@ -70,7 +70,7 @@ def _with_masters(setup: Setup, state: TrainState, masters: PyTree, model_state:
     opt_state = step.tx.init(step.trained.seen(state, setup.policy.cast_to_param(masters)))
     layers = step.layers(state.replace(opt_state=opt_state))
     params, layers = with_masters(setup.policy, step.trained.seen(state, masters), layers)
-    return step.trained.whole(state, params, masters), state_of(layers)
+    return merged(params, masters), state_of(layers)
 
   out = (places.arrays, places.opt_state)
   params, opt_state = jax.jit(taken, out_shardings=out)(state, masters)
