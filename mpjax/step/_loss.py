@@ -171,7 +171,7 @@ class StepLoss:
 
   def arguments(self, state: TrainState, batch: PyTree) -> tuple[tuple[PyTree, PyTree], dict[str, PyTree]]:
     """Returns the loss function's positional and keyword arguments; PRNG keys as shapes."""
-    keys = jax.eval_shape(self.keys, state.step_key, batch)
+    keys = jax.eval_shape(lambda state, batch: self.keys(state.step_key, batch), state, batch)
     model = state.params if state.graphdef is None else state.model
     return (model, batch), self._keywords(keys, state)
 
