@@ -58,13 +58,13 @@ def pull_in(
   Returns:
     The decisions, some of them changed.
   """
-  makers = {v: made for made in decisions for v in made.equation.outvars}
+  sources = _sources(decisions, held)
   users: dict[Var, list[Decision]] = {}
   found = []
   for made in reversed(decisions):
     equation = made.equation
     readers = [users.get(v, []) for v in equation.outvars]
-    if _only_float32_reads(made, readers, results, full_outputs) and not _better_saved(made, held, makers):
+    if _only_float32_reads(made, readers, results, full_outputs) and not _better_saved(made, held, sources):
       own = Held(Kind.ISLAND, FLOAT32)
       outs = tuple(own if castable(v.aval) else initial(v.aval) for v in equation.outvars)
       code = Code.ONLY_FLOAT32
@@ -89,9 +89,9 @@ def _only_float32_reads(
   return all(r.mode is Mode.FULL and r.listed in ("deny", "infer") for rs in readers for r in rs)
 
 
-def _better_saved(made: Decision, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> bool:
+def _better_saved(made: Decision, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
   """Returns whether a result is smaller to save than its inputs, or costs a memory pass to recompute."""
-  return has(made.equation, Trait.MOVES) or _sums(made, held, makers) or _shrinks(made, held)
+  return has(made.equation, Trait.MOVES) or _sums(made, held, sources) or _shrinks(made, held)
 
 
 def _shrinks(made: Decision, held: Mapping[Var, Held]) -> bool:
@@ -99,21 +99,23 @@ def _shrinks(made: Decision, held: Mapping[Var, Held]) -> bool:
   return max(map(size, _halves(made, held)), default=0) > max(map(size, made.equation.outvars))
 
 
-def _sums(made: Decision, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> bool:
+def _sums(made: Decision, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
   """Returns whether an equation adds, or chooses between, two values of full size."""
   if not has(made.equation, Trait.CHOICE):
     return False
   largest = max(map(size, made.equation.invars))
-  return len({_source(a, held, makers) for a in _halves(made, held) if size(a) == largest}) > 1
+  return len({sources.get(a, a) for a in _halves(made, held) if size(a) == largest}) > 1
 
 
-def _source(variable: Var, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> Var:
-  """Returns the half value that this one is an elementwise function of; itself, if there are several."""
-  made = makers.get(variable)
-  if made is None or made.mode is not Mode.HALF or made.listed != "infer" or has(made.equation, Trait.MOVES):
-    return variable
-  sources = {_source(a, held, makers) for a in _halves(made, held)}
-  return sources.pop() if len(sources) == 1 else variable
+def _sources(decisions: Sequence[Decision], held: Mapping[Var, Held]) -> dict[Var, Var]:
+  """Returns, by variable, the only half value that it is an elementwise function of."""
+  found: dict[Var, Var] = {}
+  for made in decisions:
+    if made.mode is Mode.HALF and made.listed == "infer" and not has(made.equation, Trait.MOVES):
+      sources = {found.get(a, a) for a in _halves(made, held)}
+      if len(sources) == 1:
+        found.update(dict.fromkeys(made.equation.outvars, sources.pop()))
+  return found
 
 
 def _halves(made: Decision, held: Mapping[Var, Held]) -> list[Var]:

@@ -1,5 +1,6 @@
 """What the backward pass keeps of float32 islands, makes again, and reads through an optimisation barrier."""
 
+import functools
 import re
 
 import jax
@@ -178,6 +179,11 @@ def same_with_islands(f, *args, name=""):
   assert value == value_too, name
   for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_too), strict=True):
     np.testing.assert_allclose(got, want, rtol=0, atol=2**-8 * np.abs(want).max(), err_msg=name)
+
+
+def test_a_long_chain_of_sums_takes_no_longer_than_its_length():
+  chain = lambda x: functools.reduce(lambda y, _: y + y * y, range(60), x @ PARAMS["up"])
+  assert mpjax.explain(lambda x: jax.nn.softmax(chain(x)), X, policy="bf16").islands
 
 
 def test_values_are_those_without_islands():
