@@ -114,7 +114,7 @@ def _sources(decisions: Sequence[Decision], held: Mapping[Var, Held]) -> dict[Va
     if made.mode is Mode.HALF and made.listed == "infer" and not has(made.equation, Trait.MOVES):
       sources = {found.get(a, a) for a in _halves(made, held)}
       if len(sources) == 1:
-        found.update(dict.fromkeys(made.equation.outvars, *sources))
+        found.update(dict.fromkeys(made.equation.outvars, sources.pop()))
   return found
 
 
