@@ -15,7 +15,7 @@ import numpy as np
 
 import mpjax
 from mpjax.train import load_config, make_setup
-from tests.casting import _models, test_flax_layers, test_functions, test_higher_order, test_other_layers
+from tests.casting import test_functions, test_higher_order, test_layers
 from tests.casting._conformance import Case, floating, gradients
 from tests.models import _equinox, _flax, _haiku, _transformers
 
@@ -45,9 +45,8 @@ def functions() -> Programs:
 
 
 def layers() -> Programs:
-  """Yields those of every layer of Flax, Equinox and Haiku."""
-  tables: dict[str, dict[str, Callable[[], Case]]] = {**test_flax_layers.TABLES, **test_other_layers.TABLES}
-  for table, cases in tables.items():
+  """Yields those of every layer of Flax."""
+  for table, cases in test_layers.TABLES.items():
     for name, make in cases.items():
       yield from _of_case(f"{table}: {name}", make)
 
@@ -59,7 +58,7 @@ def loops() -> Programs:
     yield from _of_case(name, functools.partial(_case, fun, x))
   for name, kept in test_higher_order.KEPT.items():
     if name != "while":
-      yield from _of_case(f"call, {name}", functools.partial(_case, kept.fun, x))
+      yield from _of_case(f"call, {name}", functools.partial(_case, kept[0], x))
   for name, (step, carry, _) in test_higher_order.SCANS.items():
     first: Any = {"int32 H": (0, x), "H f32": (x, 0.0), "H H": (x, x)}.get(carry, x)
     scan = functools.partial(_scan, step, first)
@@ -70,13 +69,11 @@ def loops() -> Programs:
 
 
 def models() -> Programs:
-  """Yields those of the models of the corpus, and of small ones with recurrence and experts."""
+  """Yields those of the models of the corpus."""
   corpus: dict[str, Callable[[], Any]] = {**_transformers.MODELS, **_haiku.MODELS}
   corpus |= {**_equinox.MODELS, **_flax.MODELS}
   for name, make in corpus.items():
     yield from _both(name, *_of_model(functools.cache(make)))
-  for name, small in _models.MODELS.items():
-    yield from _both(f"small {name}", *_of_small(small))
 
 
 def steps() -> Programs:
@@ -136,11 +133,6 @@ def _while(condition: Function, body: Function, initial: Function, x: Any) -> An
 def _of_model(model: Any) -> tuple[Any, Any]:
   gradient = lambda cast: jax.value_and_grad(cast(model().loss))
   return gradient, lambda: (model().params, model().batch, jax.random.key(0))
-
-
-def _of_small(model: Any) -> tuple[Any, Any]:
-  gradient = lambda cast: jax.value_and_grad(cast(model.loss(None)))
-  return gradient, lambda: (jax.eval_shape(model.init), _models.text_batch(0))
 
 
 def _step(config: str, changes: list[str]) -> Jaxpr:

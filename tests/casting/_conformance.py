@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import re
 import zlib
@@ -17,7 +16,6 @@ import mpjax
 from tests.casting._jaxprs import (
   PRODUCTS,
   bodies,
-  equations,
   is_matrix_product,
   multiplied,
   trace_together,
@@ -26,12 +24,12 @@ from tests.casting._jaxprs import (
 
 Function = Callable[..., Any]
 Cast = Callable[[Function], Function]
-# Of jax.scipy.special and optax.losses.
-OF_SOME_RELEASES = {"binary_dice_loss", "boxcox", "boxcox1p", "dawsn", "dice_loss", "erfcx",
-  "generalized_kl_divergence", "multiclass_generalized_dice_loss"}  # fmt: skip
-_WEIGHTS = jnp.ones(
-  (2, 1)
-)  # an array of JAX: what a function makes itself, or closes over from NumPy, is a constant
+# Of optax.losses.
+OF_SOME_RELEASES = {
+  "binary_dice_loss", "dice_loss", "generalized_kl_divergence", "multiclass_generalized_dice_loss",
+}  # fmt: skip
+# An array of JAX: what a function makes itself, or closes over from NumPy, is a constant.
+_WEIGHTS = jnp.ones((2, 1))
 # About ten unit roundoffs.
 TOLERANCE = {"bf16": 3e-2, "fp16": 5e-3}
 HALF = {"bf16": ("bf16", "bfloat16"), "fp16": ("f16", "float16")}
@@ -173,41 +171,39 @@ def has_products(jaxpr: Any) -> bool:
   return any(e.primitive.name in PRODUCTS for e in walk(jaxpr))
 
 
-def passes(case: Case) -> tuple[set[tuple[str, str]], int]:
-  """The primitives of a case, each with the pass that it is in, and the number of equations."""
-  names = lambda fun, *args: collections.Counter(e.primitive.name for e in equations(fun, *args))
-  plain = case.build(lambda fun: fun)
-  forward = names(plain, *case.args)
-  both = names(gradients(case, plain), floating(case.args), case.args) if case.grad else forward
-  found = {(name, "forward") for name in forward} | {(name, "backward") for name in both - forward}
-  return found, both.total()
-
-
-def check(case: Case, policies: tuple[str, ...] = ("fp16", "bf16")) -> None:
-  """Fails with a line for each leaf and policy that breaks a promise.
+def check(cases: dict[str, Case], policies: tuple[str, ...] = ("fp16", "bf16")) -> None:
+  """Compiles one program of all cases; fails with a line for each leaf and policy that breaks a promise.
 
   A policy whose program is that of the first but for the dtype, forward and backward, is not run.
   """
-  build, args = case.build, (floating(case.args), case.args)
-  if case.alone is not None and has_products(jax.make_jaxpr(case.alone)(*case.args).jaxpr):
-    build = lambda cast: lambda *args: {"alone": cast(case.alone)(*args), "behind": case.build(cast)(*args)}
-  elif case.alone is not None:
-    assert "f16" not in str(jax.make_jaxpr(mpjax.autocast(case.alone, "fp16"))(*case.args))
-  casts = {policy: mpjax.autocast(policy=policy) for policy in ("fp32", *policies)} | {
-    "plain": lambda fun: fun
-  }
-  functions = {policy: jax.jit(gradients(case, build(cast))) for policy, cast in casts.items()}
-  texts = {policy: without_dtype(jax.make_jaxpr(fun)(*args)) for policy, fun in functions.items()}
-  lines = [] if texts["fp32"] == texts["plain"] else ["fp32: another program"]
-  different = {texts[policy]: policy for policy in reversed(policies)}.values()
-  results = run(
-    trace_together({policy: functions[policy] for policy in ("plain", *different)}, *args)[0], case.args
-  )
-  for policy in different:
-    lines += listed_failures(traced(build(casts[policy]), case.args)[0], policy, case.selects)
-    found = failures(case, TOLERANCE[policy], results[policy], results["plain"])
-    lines += [f"{policy}: {line}" for line in found]
+  lines, functions, args = [], {}, {}
+  casts: dict[str, Cast] = {policy: mpjax.autocast(policy=policy) for policy in ("fp32", *policies)}
+  for name, case in cases.items():
+    build, args[name] = case.build, (floating(case.args), case.args)
+    if case.alone is not None and has_products(jax.make_jaxpr(case.alone)(*case.args).jaxpr):
+      build = with_alone(case)
+    elif case.alone is not None:
+      assert "f16" not in str(jax.make_jaxpr(mpjax.autocast(case.alone, "fp16"))(*case.args)), name
+    own = {policy: gradients(case, build(cast)) for policy, cast in {**casts, "plain": lambda f: f}.items()}
+    texts = {policy: without_dtype(jax.make_jaxpr(fun)(*args[name])) for policy, fun in own.items()}
+    lines += [] if texts["fp32"] == texts["plain"] else [f"{name}, fp32: another program"]
+    different = {texts[policy]: policy for policy in reversed(policies)}.values()
+    for policy in ("plain", *different):
+      functions[name, policy] = lambda args, name=name, fun=own[policy]: fun(*args[name])
+    for policy in different:
+      jaxpr, _ = traced(build(casts[policy]), case.args)
+      lines += [f"{name}, {line}" for line in listed_failures(jaxpr, policy, case.selects)]
+  results = trace_together(functions, args)[0].lower().compile()(args)
+  for name, policy in functions:
+    if policy != "plain":
+      found = failures(cases[name], TOLERANCE[policy], results[name, policy], results[name, "plain"])
+      lines += [f"{name}, {policy}: {line}" for line in found]
   assert not lines, "\n" + "\n".join(lines)
+
+
+def with_alone(case: Case) -> Callable[[Cast], Function]:
+  """Builds the function behind products and on its arguments as they are."""
+  return lambda cast: lambda *args: {"alone": cast(case.alone)(*args), "behind": case.build(cast)(*args)}
 
 
 def without_dtype(jaxpr: Any) -> str:
@@ -231,10 +227,6 @@ def gradients(case: Case, fun: Function) -> Function:
     return out, grads
 
   return both
-
-
-def run(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Any:
-  return traced.lower().compile()(floating(args), args)
 
 
 def floating(args: Any) -> dict[str, Any]:
