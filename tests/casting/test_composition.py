@@ -50,7 +50,6 @@ TRANSFORMS = {
   "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (x[:4], x)),
   "linearize": lambda f: lambda w, x: jax.linearize(f, w, x)[1](x[:4], x),
   "vjp": lambda f: lambda w, x: jax.vjp(f, w, x)[1](x),
-  "hessian": lambda f: jax.hessian(total(f)),
   "grad_of_grad": lambda f: jax.grad(lambda w, x: jnp.sum(jax.grad(total(f))(w, x) ** 2)),
   "vmap": lambda f: jax.vmap(f, (None, 0)),
   "scan": lambda f: lambda w, x: jax.lax.scan(lambda c, y: (f(w, c) * y, c.sum()), x, jnp.ones((3, 1))),
@@ -72,7 +71,7 @@ VALUES = """
   jvp custom_jvp, vmap custom_vjp, vmap scan, grad scan custom_vjp"""
 TYPES = """
   grad switch, grad jit, grad map, value_and_grad vmap, jvp scan, linearize cond, vjp fori_loop, scan checkpoint,
-  scan vmap, vmap jit, checkpoint scan, while_loop switch, shard_map scan, hessian scan, hessian custom_jvp,
+  scan vmap, vmap jit, checkpoint scan, while_loop switch, shard_map scan, jvp grad scan, jvp grad custom_jvp,
   jit grad scan checkpoint, grad shard_map checkpoint scan"""
 
 
@@ -80,11 +79,6 @@ def compose(f, names):
   for name in reversed(names):
     f = TRANSFORMS[name](f) if name != "autocast" else BF16(f)
   return f
-
-
-def of_a_basis(name):
-  """What a Hessian inside autocast multiplies by the unit vectors of its basis, which are constants."""
-  return {"f32 f32"} if "hessian" in name.split() and name.endswith("at 0") else set()
 
 
 def placed(composition):
@@ -102,7 +96,7 @@ def test_types_and_products_of_longer_compositions():
     for name, cast in casts:
       jaxpr, got = jax.make_jaxpr(cast, return_shape=True)(W, X)
       assert got == want, name
-      assert operands(jaxpr.jaxpr) - of_a_basis(name) == {"bf16 bf16"}, name
+      assert operands(jaxpr.jaxpr) == {"bf16 bf16"}, name
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -114,7 +108,7 @@ def test_values_and_products_in_any_order(part):
   for name, got in results.items():
     plain = results[name.rpartition(" ")[0] + " -"]
     assert [*leaf_failures("output", got, plain, 2 * TOLERANCE["bf16"])] == [], name
-    assert name.endswith("-") or found[name] - of_a_basis(name) == {"bf16 bf16"}, name
+    assert name.endswith("-") or found[name] == {"bf16 bf16"}, name
 
 
 def test_fp32_is_the_identity():
@@ -126,10 +120,9 @@ def test_fp32_is_the_identity():
 
 def test_eager_calls_and_eager_gradients():
   loss = BF16(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
-  value, gradient = jax.value_and_grad(loss)(W, X)
   y = np.tanh(np.float64(X) @ W)
   want = np.float32(y.sum()), np.float32(X.T @ (1 - y * y))
-  assert [*leaf_failures("output", (value, gradient), want, TOLERANCE["bf16"])] == []
+  assert [*leaf_failures("output", jax.value_and_grad(loss)(W, X), want, TOLERANCE["bf16"])] == []
 
 
 def test_twice_is_once():
@@ -147,37 +140,30 @@ def test_twice_is_once():
 
 NESTED = [  # (outer, inner, dtypes of a product in the outer, one in the inner, and one in the outer again)
   (BF16, FP16, "bf16 f16 bf16"),
-  (FP16, BF16, "f16 bf16 f16"),
   (BF16, FP32, "bf16 f32 bf16"),
-  (FP16, mpjax.full_precision, "f16 f32 f16"),
   (mpjax.full_precision, BF16, "f32 bf16 f32"),
   (FP32, BF16, "f32 bf16 f32"),
-  (BF16, lambda f: f, "bf16 bf16 bf16"),
 ]
 
 
-@pytest.mark.parametrize(("outer", "inner", "want"), NESTED, ids=[want for *_, want in NESTED])
+@pytest.mark.parametrize(("outer", "inner", "want"), NESTED)
 def test_the_innermost_policy_wins(outer, inner, want):
   # Told apart by their numbers of columns.
   a, b, c = (normal(4, n, scale=0.5, seed=n) for n in (5, 6, 7))
   product = lambda w: lambda _, x: (x @ w)[..., :4] + x
-  for wrapping in ("plain", "jit", "scan", "checkpoint", "grad"):
-    wrap = TRANSFORMS.get(wrapping, lambda f: f) if wrapping != "grad" else lambda f: f
+  for name in ("jit", "scan", "checkpoint"):
 
-    def f(_, x):
-      x = product(a)(None, x)
-      x = inner(wrap(product(b)))(W, x)
-      return product(c)(None, x[0] if isinstance(x, tuple) else x)
+    def f(x, wrap=TRANSFORMS[name]):
+      x = inner(wrap(product(b)))(W, product(a)(None, x))
+      return jnp.sum(product(c)(None, x[0] if isinstance(x, tuple) else x) ** 2)
 
-    run = outer(f)
-    if wrapping == "grad":
-      run = lambda w, x: jax.grad(lambda x: jnp.sum(outer(f)(w, x) ** 2))(x)
-    found = {5: set(), 6: set(), 7: set()}
-    for dot in named("dot_general", run, W, X):
-      sizes = {n for v in (*dot.invars[:2], *dot.outvars) for n in v.aval.shape}
-      (columns,) = sizes & found.keys()
-      found[columns] |= set(multiplied(dot).split())
-    assert [*found.values()] == [{dtype} for dtype in want.split()], wrapping
+    for run in (outer(f), jax.grad(outer(f))):
+      found = {5: set(), 6: set(), 7: set()}
+      for dot in named("dot_general", run, X):
+        sizes = {n for v in (*dot.invars[:2], *dot.outvars) for n in v.aval.shape}
+        (columns,) = sizes & found.keys()
+        found[columns] |= set(multiplied(dot).split())
+      assert [*found.values()] == [{dtype} for dtype in want.split()], name
 
 
 class Model:
@@ -222,24 +208,17 @@ def test_no_policy_gets_the_program_of_another():
 def test_closed_over_arrays_and_tracers():
   constant = jnp.asarray(exact(W))
 
-  def loss(cast):  # w and x are tracers of grad and of jit
-    return lambda w, x: cast(lambda y: jnp.sum((y @ w) @ constant))(x)
-
   def captured(x):  # by a jitted function inside
     scale = x.sum()
     return jax.jit(lambda y: y @ constant * scale)(x)
 
-  functions = {}
-  for kind, cast in {"cast": BF16, "plain": lambda f: f}.items():
-    functions |= {
-      f"gradients {kind}": jax.grad(loss(cast), (0, 1)),
-      f"rows {kind}": lambda w, x, cast=cast: jax.vmap(lambda w: cast(lambda x: x @ w)(x))(
-        jnp.stack([w, 2 * w])
-      ),
-      f"captured {kind}": lambda w, x, cast=cast: cast(captured)(x),
-    }
-  results, found = run_together(functions, W, X)
-  for name in [name for name in functions if name.endswith("cast")]:
-    plain = results[name.replace("cast", "plain")]
-    assert [*leaf_failures("output", results[name], plain, TOLERANCE["bf16"])] == [], name
+  programs = {  # in which w and x are tracers of transformations outside
+    "gradients": lambda cast: jax.grad(lambda w, x: cast(lambda y: jnp.sum((y @ w) @ constant))(x), (0, 1)),
+    "rows": lambda cast: lambda w, x: jax.vmap(lambda w: cast(lambda x: x @ w)(x))(jnp.stack([w, 2 * w])),
+    "captured": lambda cast: lambda w, x: cast(captured)(x),
+  }
+  plain = {f"plain {name}": program(lambda f: f) for name, program in programs.items()}
+  results, found = run_together({name: program(BF16) for name, program in programs.items()} | plain, W, X)
+  for name in programs:
+    assert [*leaf_failures("output", results[name], results[f"plain {name}"], TOLERANCE["bf16"])] == [], name
     assert found[name] == {"bf16 bf16"}, name

@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import linen as nn, nnx
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mpjax
@@ -68,10 +67,6 @@ def in_auto_axes(p, x):
   return jax.sharding.auto_axes(inside, out_sharding=P("data"))(x, p["up"], p["down"])
 
 
-def in_a_vmap(p, x):
-  return jax.vmap(lambda x: jnp.dot(jax.nn.gelu(x @ p["up"]), p["down"], out_sharding=P(None, None)))(x)
-
-
 def product_transposed(residuals, ct):
   x, w = residuals
   of_x = jnp.einsum("btf,df->btd", ct, w, out_sharding=P("data"))
@@ -88,10 +83,13 @@ PROGRAMS = {
   "cond": lambda p, x: jax.lax.cond(x.sum() > -1e6, block, lambda p, x: x, p, x),
   "shard_map": in_a_shard_map,
   "auto_axes": in_auto_axes,
-  "vmap": in_a_vmap,
+  "vmap": lambda p, x: jax.vmap(lambda x: jnp.dot(x @ p["up"], p["down"], out_sharding=P(None, None)))(x),
   "custom_vjp": lambda p, x: jnp.dot(product(x, p["up"]), p["down"], out_sharding=P("data")),
   "embedding": lambda p, x: block(p, p["table"].at[jnp.argsort(x[..., 0])].get(out_sharding=P("data"))),
 }
+
+
+QUICK = {"shard_map", "custom_vjp", "embedding"}
 
 
 def loss(name):
@@ -125,7 +123,14 @@ def test_types_of_results_are_those_without_autocast():
       assert types(run, *args) == expected, (name, policy, way)
 
 
-def same_values(names):
+@pytest.mark.parametrize(
+  "names",
+  [
+    pytest.param(QUICK, id="quick"),
+    pytest.param(PROGRAMS.keys() - QUICK, marks=pytest.mark.slow, id="others"),
+  ],
+)
+def test_values_are_those_of_float32(names):
   ways = {name: {**both_orders(loss(name)), "plain": jax.value_and_grad(loss(name))} for name in names}
   run = lambda *args: {name: {way: f(*args) for way, f in found.items()} for name, found in ways.items()}
   for name, found in jit(run)(*inputs()).items():
@@ -135,16 +140,7 @@ def same_values(names):
         np.testing.assert_allclose(one, other, rtol=0, atol=atol, err_msg=f"{name}, {way}")
 
 
-def test_values_are_those_of_float32():
-  same_values(["shard_map", "custom_vjp", "embedding"])
-
-
-@pytest.mark.slow
-def test_values_of_the_other_programs_are_those_of_float32():
-  same_values(PROGRAMS.keys() - {"shard_map", "custom_vjp", "embedding"})
-
-
-def test_auxiliary_results_keep_their_types():
+def test_auxiliary_results_and_out_sharding_of_products_keep_their_types():
   def fun(p, batch):
     out = logits(p, attention(block(p, batch["x"])))
     right = (jnp.argmax(out, -1) == batch["y"]).sum()
@@ -154,18 +150,15 @@ def test_auxiliary_results_keep_their_types():
   assert expected[0][1]["logits"].sharding.spec == P("data", None, "model")
   for way, run in both_orders(fun, has_aux=True).items():
     assert types(run, *inputs()) == expected, way
-
-
-def test_out_sharding_of_products_is_kept():
   plain, ours = (
-    named("dot_general", fun, *inputs()) for fun in (loss("layers"), mpjax.autocast(loss("layers"), "bf16"))
+    named("dot_general", f, *inputs()) for f in (loss("layers"), mpjax.autocast(loss("layers"), "bf16"))
   )
   shardings = lambda found: [(e.outvars[0].aval.sharding, e.params["out_sharding"]) for e in found]
   assert shardings(ours) == shardings(plain)
   assert set(map(multiplied, ours)) == {"bf16 bf16"}
 
 
-class OfNnx(nnx.Module):
+class Net(nnx.Module):
   def __init__(self, rngs):
     divided = lambda *spec: {"kernel_metadata": {"out_sharding": spec}, "use_bias": False, "rngs": rngs}
     self.up = nnx.Linear(WIDTH, HIDDEN, **divided(None, "model"))
@@ -177,52 +170,12 @@ class OfNnx(nnx.Module):
     return self.down(x, out_sharding=P("data"))
 
 
-class OfLinen(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(WIDTH)(nn.gelu(nn.LayerNorm()(nn.Dense(HIDDEN)(x))))
-
-
-def test_models_of_flax_keep_their_types():
-  x = inputs()[1]["x"]
-  graphdef, _ = nnx.split(nnx.eval_shape(lambda: OfNnx(nnx.Rngs(0))))
-  state = jax.eval_shape(lambda: nnx.split(OfNnx(nnx.Rngs(0)))[1])
+def test_a_model_of_flax_keeps_its_types():
+  graphdef, _ = nnx.split(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
+  state = jax.eval_shape(lambda: nnx.split(Net(nnx.Rngs(0)))[1])
   assert state["up"]["kernel"].get_raw_value().sharding.spec == P(None, "model")
-  variables = jax.eval_shape(OfLinen().init, jax.random.key(0), x)
-  for model, params in (
-    (lambda state, x: nnx.merge(graphdef, state)(x), state),
-    (OfLinen().apply, variables),
-  ):
-    fun = lambda params, x, model=model: (model(params, x) ** 2).mean()
-    expected = types(jax.value_and_grad(fun), params, x)
-    assert types(jax.value_and_grad(mpjax.autocast(fun, "bf16")), params, x) == expected
-
-
-def steps(policy, whole=False):
-  """Parameters after a step with loss scaling; another one overflows and is skipped."""
-  tx = mpjax.with_loss_scaling(optax.adam(1e-2), mpjax.get_policy("fp16").loss_scaling)
-  fun = mpjax.autocast(loss("layers"), policy)
-
-  @jax.jit
-  def step(p, state, batch):
-    grads = jax.grad(lambda p: mpjax.scale_loss(fun(p, batch), state))(p)
-    updates, state = tx.update(grads, state, p)
-    return optax.apply_updates(p, updates), state
-
-  p, batch = inputs()
-  state = jax.device_put(tx.init(p), P()) if whole else tx.init(p)
-  stepped = step(p, state, batch)
-  infinite = jax.device_put(np.full(batch["x"].shape, np.inf, np.float32), P("data"))
-  skipped = step(*stepped, {**batch, "x": infinite})
-  assert jax.tree.map(jax.typeof, skipped) == jax.tree.map(jax.typeof, (p, state))
-  jax.tree.map(np.testing.assert_array_equal, skipped[0], stepped[0])
-  scales = [mpjax.get_loss_scale(s).scale.item() for s in (stepped[1], skipped[1])]
-  assert scales[1] == scales[0] / 2
-  return stepped[0]
-
-
-def test_a_step_with_loss_scaling_keeps_types_and_skips_what_overflows():
-  plain, divided, whole = steps("fp32"), steps("fp16"), steps("fp16", whole=True)
-  for name, want in plain.items():
-    np.testing.assert_allclose(divided[name], whole[name], atol=1e-2)
-    assert np.abs(divided[name] - want).mean() < 1e-3, name  # a step is of 1e-2
+  args = (state, inputs()[1]["x"])
+  fun = lambda state, x: (nnx.merge(graphdef, state)(x) ** 2).mean()
+  assert types(jax.value_and_grad(mpjax.autocast(fun, "bf16")), *args) == types(
+    jax.value_and_grad(fun), *args
+  )

@@ -13,10 +13,6 @@ from jax import lax
 import mpjax
 from tests.casting._jaxprs import jit, named
 
-HALF = {
-  "bf16": "params=float32,compute=bfloat16,output=float32",
-  "fp16": "params=float32,compute=float16,output=float32",
-}
 SMALL = 2.0**-13  # 1 + SMALL has more digits than either half format
 ROWS = np.float32([[1.0] * 2, [SMALL] * 2, [0.0] * 2, [0.0] * 2])  # each column of it sums to 1 + SMALL
 RUNS = (("grad(autocast)", "bf16"), ("autocast(grad)", "bf16"), ("grad(autocast)", "fp16"))
@@ -49,13 +45,12 @@ saving_dots = {"policy": jax.checkpoint_policies.dots_saveable}
 ROW, HALVES, DENSE = np.ones((1, 2), np.float32), np.full((2, 2), 0.5, np.float32), (2, 2)
 FORMS = {  # a function of a parameter of ones, and its shape; every gradient is 1 + SMALL
   "dense": (lambda w: ROWS @ w, DENSE),
-  "dense of rank 3": (lambda w: ROWS[None] @ w, DENSE),
   "transposed": (lambda w: ROWS @ w.T, DENSE),
   "einsum": (lambda w: jnp.einsum("nd,dhk->nhk", ROWS, w), (2, 1, 1)),
   "lhs": (lambda w: w @ ROWS.T, DENSE),
-  "reshaped": (lambda w: ROWS @ w.reshape(2, 1), (2,)),
+  "reshaped in a call": (lambda w: ROWS @ jax.jit(lambda w: w.reshape(2, 1))(w), (2,)),
+  "used twice": (lambda w: (ROWS @ w + ROWS @ w) / 2, DENSE),
   "one of several": (lambda w: ROWS @ w[0], (1, 2, 2)),
-  "scaled": (lambda w: ROWS @ (w * 2) / 2, DENSE),
   "masked": (lambda w: ROWS @ jnp.where(w > 0, w, 0.0), DENSE),
   "convolution": (lambda w: conv(ROWS[:, None], w), (1, 2, 2)),
   "experts": (experts, (1, 2, 2)),
@@ -64,8 +59,6 @@ FORMS = {  # a function of a parameter of ones, and its shape; every gradient is
   "experts in a scan": (lambda w: lax.scan(lambda h, w: (h, experts(w)), 0.0, w)[1], (3, 1, 2, 2)),
   "vmap over rows": (lambda w: jax.vmap(lambda x: x @ w)(ROWS[None]), DENSE),
   "vmap over weights": (lambda w: jax.vmap(lambda w: ROWS @ w)(w), (1, 2, 2)),
-  "vmap of a convolution": (lambda w: jax.vmap(lambda w: conv(ROWS[:, None], w))(w), (2, 1, 2, 2)),
-  "jit": (jax.jit(lambda w: ROWS @ w), DENSE),
   "checkpoint": (jax.checkpoint(lambda w: ROWS @ w), DENSE),
   "checkpoint of dots": (jax.checkpoint(lambda w: ROWS @ w, **saving_dots), DENSE),
   "scan": (scanned_rows, DENSE),
@@ -80,7 +73,7 @@ def test_gradients_of_parameters_are_not_rounded():
   ones = {name: np.ones(shape, np.float32) for name, (_, shape) in FORMS.items()}
   for order, policy in RUNS:
 
-    def run(ones, order=ORDERS[order], policy=HALF[policy]):
+    def run(ones, order=ORDERS[order], policy=policy):
       of = lambda fun: order(lambda w: jnp.sum(fun(w)), policy)
       return {name: of(fun)(ones[name]) for name, (fun, _) in FORMS.items()}
 
@@ -100,7 +93,7 @@ def test_gradients_that_leave_a_call_are_not_rounded():
   }
   clipped = lambda g: g * jnp.minimum(1.0, 8 / jnp.linalg.norm(g))
   run = lambda w: {name: clipped(call(w)) for name, call in calls.items()}
-  for policy in HALF.values():
+  for policy in ("bf16", "fp16"):
     found = jit(mpjax.autocast(run, policy))(HALVES)
     assert {name: float(g[0, 0]) for name, g in found.items()} == dict.fromkeys(calls, 1 + SMALL)
 
@@ -129,21 +122,15 @@ REUSES = {  # of HALVES: each use gives 1
 
 def test_gradients_of_several_uses_are_added_in_float32():
   for order, policy in RUNS:
-    of = lambda fun: ORDERS[order](lambda w: EACH[policy] * fun(w), HALF[policy])
+    of = lambda fun: ORDERS[order](lambda w: EACH[policy] * fun(w), policy)
     found = jit(lambda w: {name: of(fun)(w) for name, fun in REUSES.items()})(HALVES)
     sums = {name: float(x[0, 0]) for name, x in found.items()}
     assert sums == dict.fromkeys(REUSES, 3 * EACH[policy]), (order, policy)
 
 
-class Linen(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    layer = nn.Dense(2, use_bias=False)
-    return layer(x) + layer(x) + layer(x)
-
-
 def of_linen():
-  return (lambda params: jnp.sum(Linen().apply(params, ROW))), {"params": {"Dense_0": {"kernel": HALVES}}}
+  layer, params = nn.Dense(2, use_bias=False), {"params": {"kernel": HALVES}}
+  return repeated(lambda params: layer.apply(params, ROW)), params
 
 
 def of_nnx():
@@ -164,12 +151,18 @@ def of_a_tied_embedding():
 
 
 def test_a_layer_used_several_times_in_each_library():
-  for library in (of_linen, of_nnx, of_equinox, of_a_tied_embedding):
-    fun, params = library()
-    of = lambda order, fun=fun: order(lambda params: EACH["bf16"] * fun(params), HALF["bf16"])
-    for grad in jax.tree.leaves(jit(lambda params, of=of: [of(f)(params) for f in ORDERS.values()])(params)):
-      assert grad.dtype == jnp.float32, library
-      assert {*np.ravel(grad).tolist()} == {3 * EACH["bf16"]}, library
+  cases = {library: library() for library in (of_linen, of_nnx, of_equinox, of_a_tied_embedding)}
+  functions = {
+    library: lambda params, fun=fun: EACH["bf16"] * fun(params) for library, (fun, _) in cases.items()
+  }
+  run = lambda all_of_them: [
+    order(functions[library], "bf16")(params)
+    for library, params in zip(cases, all_of_them, strict=True)
+    for order in ORDERS.values()
+  ]
+  for grad in jax.tree.leaves(jit(run)([params for _, params in cases.values()])):
+    assert grad.dtype == jnp.float32
+    assert {*np.ravel(grad).tolist()} == {3 * EACH["bf16"]}
 
 
 def test_gradients_of_micro_batches_are_not_rounded():
@@ -183,8 +176,8 @@ def test_gradients_of_micro_batches_are_not_rounded():
 def test_float16_gradients_reach_beyond_its_range_and_an_overflow_on_the_way_is_seen():
   x = np.full((512, 2), 256.0, np.float32)
   losses = (lambda w: jnp.sum(x @ w), lambda w: jnp.sum(jnp.square(ROWS @ w) * 2.0**17))
-  for order in ORDERS.values():
-    wide, overflown = jit(lambda w, order=order: [order(fun, HALF["fp16"])(w) for fun in losses])(HALVES)
+  run = jit(lambda w: [[order(fun, "fp16")(w) for fun in losses] for order in ORDERS.values()])
+  for wide, overflown in run(HALVES):
     assert float(wide[0, 0]) == 512 * 256
     assert not np.isfinite(overflown).any()
 
@@ -203,10 +196,16 @@ def test_grad_dtype_of_a_policy_is_the_way_back():
     mpjax.autocast(jnp.sin, {"base": "fp8", "grad_dtype": "bfloat16"})
 
 
-def test_gradients_of_activations_are_half_precision():
-  loss = lambda w: jnp.sum(jnp.tanh(jnp.tanh(ROWS @ w) @ w) @ w)
-  for order in ORDERS.values():
-    dots = named("dot_general", order(loss, HALF["bf16"]), HALVES)
-    by_dtype = [str(e.outvars[0].aval.dtype) for e in dots]
-    assert by_dtype.count("float32") == 3
-    assert set(by_dtype) == {"float32", "bfloat16"}
+def test_gradients_of_activations_are_half_precision_and_of_a_weight_of_several_uses_float32():
+  masked = lambda w: jnp.where(w > 0, w, 0.0)
+  for read in (lambda w: w, masked, jax.jit(jnp.transpose)):
+
+    def loss(w, read=read):
+      w = read(w)
+      return jnp.sum(jnp.tanh(jnp.tanh(ROWS @ w) @ w) @ w)
+
+    for order in ORDERS.values():
+      dots = named("dot_general", order(loss, "bf16"), HALVES)
+      by_dtype = [str(e.outvars[0].aval.dtype) for e in dots]
+      assert by_dtype.count("float32") == 3
+      assert set(by_dtype) == {"float32", "bfloat16"}

@@ -1,6 +1,5 @@
 """The tables of decisions and of kinds, in code and in the reference."""
 
-import itertools
 import pathlib
 
 import numpy as np
@@ -38,22 +37,3 @@ def test_the_guide_says_what_each_kind_makes_of_a_meeting():
       wide = alone._replace(wide=Wide.SATURATES)
       assert found(wide, False) == (kind if condition == "wide" else usual), (name, where)
       assert found(alone, True) == (kind if condition not in ("", "wide") else usual), (name, where)
-
-
-def test_order_does_not_matter():
-  for where, a, b in itertools.product(Where, list(Kind)[1:], list(Kind)[1:]):
-    assert meet([held(a), held(b)], where, half=HALF) == meet([held(b), held(a)], where, half=HALF), (
-      where,
-      a,
-      b,
-    )
-
-
-def test_half_precision_does_not_pull_these_down():
-  for kind, where in itertools.product(
-    (Kind.PINNED, Kind.RUNNING, Kind.STATISTIC), (Where.FOLLOW, Where.FULL, Where.BRANCHES)
-  ):
-    assert meet([held(kind), held(Kind.HALF)], where).dtype == FLOAT32, (kind, where)
-  wide = Held(Kind.FLEXIBLE, FLOAT32, wide=True)
-  for where in (Where.FOLLOW, Where.BRANCHES):
-    assert meet([wide, held(Kind.HALF)], where) == Held(Kind.ISLAND, FLOAT32, wide=True)

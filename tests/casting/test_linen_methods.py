@@ -105,11 +105,11 @@ def test_a_method_under_autocast_is_what_the_model_under_autocast_is():
     assert found[name] == {"bf16 bf16"}, name
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_variables_are_made_as_without_autocast(form):
-  for made, wanted in zip(*map(jax.tree.leaves, (jax.jit(form().init)(KEYS, X), variables())), strict=True):
-    assert made.dtype == wanted.dtype
-    np.testing.assert_array_equal(np.float32(made), np.float32(wanted))
+def test_variables_are_made_as_without_autocast():
+  for form, made in jax.jit(lambda: {one.__name__: one().init(KEYS, X) for one in FORMS})().items():
+    for ours, other in zip(*map(jax.tree.leaves, (made, variables())), strict=True):
+      assert ours.dtype == other.dtype, form
+      np.testing.assert_array_equal(np.float32(ours), np.float32(other), err_msg=form)
 
 
 def test_variables_keep_their_dtypes_whatever_the_output_dtype():
@@ -138,44 +138,39 @@ class Deep(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    layers = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-    x, _ = layers(name="layers")(x)
+    parts = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    x, _ = nn.scan(nn.remat(Layer), length=3, **parts)(name="layers")(x)
     x, _ = nn.jit(Layer)(name="compiled")(x)
-    mapped = nn.vmap(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0)
-    return mapped(name="mapped")(x)[0]
+    return nn.vmap(Layer, in_axes=0, **parts)(name="mapped")(x)[0]
 
 
-def test_under_other_transforms_of_linen():
-  made = jax.jit(Deep().init)(KEYS, X)
+class ByParts(nn.Module):
+  """Layers under autocast by themselves, and one that is not."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = mpjax.autocast(nn.Dense(16), "bf16")(x)
+    return nn.Dense(3)(mpjax.autocast(lambda layers, x: layers["a"](x), "bf16")({"a": nn.Dense(8)}, x))
+
+
+class Overridden(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return mpjax.autocast(Plain(name="inner"), "bf16", overrides={".*/last": "fp32"})(x)
+
+
+def test_under_other_transforms_by_parts_and_with_paths_of_modules():
+  made = jax.eval_shape(Deep().init, KEYS, X)
   assert made["params"]["layers"]["dense"]["kernel"].shape == (3, 8, 8)
-  loss = lambda params, x: Deep().apply(params, x).sum()
-  results, found = run_together({"grad": jax.grad(loss)}, made, X)
-  assert found["grad"] == {"bf16 bf16"}
-  assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(results["grad"]))
-
-
-def test_parts_of_a_model_by_themselves():
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      x = mpjax.autocast(nn.Dense(16), "bf16")(x)
-      return nn.Dense(3)(mpjax.autocast(lambda layers, x: layers["a"](x), "bf16")({"a": nn.Dense(8)}, x))
-
-  made = jax.jit(Model().init)(KEYS, X)
-  assert {*made["params"]} == {"Dense_0", "Dense_1", "Dense_2"}
-  results, found = run_together({"f": jax.grad(lambda v, x: Model().apply(v, x).sum())}, made, X)
-  assert found["f"] == {"bf16 bf16", "f32 f32"}
-  assert all(np.any(x) for x in jax.tree.leaves(results["f"]))
-
-
-def test_an_override_has_the_paths_of_modules():
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return mpjax.autocast(Plain(name="inner"), "bf16", overrides={".*/last": "fp32"})(x)
-
-  out = run_together({"f": lambda x: Model().apply({}, x, rngs=KEYS, mutable=True)[0]}, X)[1]
-  assert out["f"] == {"bf16 bf16", "f32 f32"}
+  assert {*jax.eval_shape(ByParts().init, KEYS, X)["params"]} == {"Dense_0", "Dense_1", "Dense_2"}
+  mixed = {"bf16 bf16", "f32 f32"}
+  for model, want in ((Deep(), {"bf16 bf16"}), (ByParts(), mixed), (Overridden(), mixed)):
+    variables = jax.jit(model.init)(KEYS, X)
+    loss = lambda v, x, model=model: model.apply(v, x, rngs=RNGS, mutable=True)[0].astype(jnp.float32).sum()
+    results, found = run_together({"grad": jax.grad(loss)}, variables, X)
+    assert found["grad"] == want
+    grads = jax.tree.leaves(results["grad"]["params"])
+    assert all(np.isfinite(x).all() and np.any(x) for x in grads)
 
 
 def test_a_bound_module():

@@ -1,10 +1,9 @@
-"""Precision by module: paths of linen, nnx, Equinox, Haiku and named scopes, and the state of nnx modules."""
+"""Precision by module: paths of linen, nnx, Equinox, Haiku and named scopes."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn, nnx
 
@@ -29,18 +28,17 @@ def by_path(fun, policy, overrides, *args):
 PATHS = ("GPT/h0/attn", "GPT/h0/mlp", "GPT/h1/attn", "GPT/h1/mlp", "GPT/head")
 
 
-class LinenBlock(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    x = x + nn.Dense(4, name="attn")(nn.LayerNorm(name="norm")(x))
-    return x + nn.Dense(4, name="mlp")(x)
-
-
 def linen():
+  class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = x + nn.Dense(4, name="attn")(nn.LayerNorm(name="norm")(x))
+      return x + nn.Dense(4, name="mlp")(x)
+
   class GPT(nn.Module):
     @nn.compact
     def __call__(self, x):
-      return nn.Dense(3, name="head")(LinenBlock(name="h1")(LinenBlock(name="h0")(x)))
+      return nn.Dense(3, name="head")(Block(name="h1")(Block(name="h0")(x)))
 
   return GPT().apply, (filled(jax.eval_shape(GPT().init, jax.random.key(0), X)), X)
 
@@ -71,25 +69,6 @@ def nnx_model():
   """With values that no operation had to be compiled for."""
   graphdef, state = nnx.split(nnx.eval_shape(lambda: GPT(nnx.Rngs(0))))
   return nnx.merge(graphdef, filled(state))
-
-
-def nnx_split():
-  """A module that the function makes itself, with scopes of the user's: it has no path of its own."""
-  graphdef, state = nnx.split(nnx_model())
-
-  @jax.named_scope("GPT")
-  def fun(state, x):
-    model = nnx.merge(graphdef, state)
-    for name in ("h0", "h1"):
-      block = getattr(model, name)
-      with jax.named_scope(f"{name}/attn"):
-        x = x + block.attn(block.norm(x))
-      with jax.named_scope(f"{name}/mlp"):
-        x = x + block.mlp(x)
-    with jax.named_scope("head"):
-      return model.head(x)
-
-  return fun, (state, X)
 
 
 def equinox():
@@ -129,21 +108,17 @@ NETWORKS = {  # name: returns a function and its arguments
   "nnx module itself": lambda: (nnx_model(), (X,)),
   "nnx bound method": lambda: (nnx_model().logits, (X,)),
   "nnx in a tree": lambda: ((lambda tree, x: tree["models"][0](x)), ({"models": [nnx_model()]}, X)),
-  "nnx split": nnx_split,
   "equinox": equinox,
   "haiku": haiku,
 }
 OVERRIDES = [  # ({regex: policy}, the policies at PATHS)
   ({}, "bf16 bf16 bf16 bf16 bf16"),
   ({"head": "fp32"}, "bf16 bf16 bf16 bf16 fp32"),
-  ({"attn": "fp32"}, "fp32 bf16 fp32 bf16 bf16"),
   ({"h0": "fp32"}, "fp32 fp32 bf16 bf16 bf16"),  # and all under it
   ({r"h\d/mlp": "fp16"}, "bf16 fp16 bf16 fp16 bf16"),
   ({".*/head": "fp32"}, "bf16 bf16 bf16 bf16 fp32"),
-  ({"h0/attn|head": "fp32"}, "fp32 bf16 bf16 bf16 fp32"),
   ({"h0/attn": "fp16", "h0": "fp32", "attn": "fp32"}, "fp16 fp32 fp32 bf16 bf16"),  # the first that matches
   ({"h1/mlp": "bf16", "GPT": "fp32"}, "fp32 fp32 fp32 bf16 fp32"),
-  ({".*": "fp32"}, "fp32 fp32 fp32 fp32 fp32"),
 ]
 
 
@@ -153,33 +128,29 @@ def dots(jaxpr):
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_overrides_by_module(network):
+def test_paths_of_modules(network):
   fun, args = NETWORKS[network]()
-  for overrides, want in OVERRIDES:
-    found = by_path(fun, "bf16", overrides, *args)
-    # Equinox's own layers are scopes too.
-    short = {path.removesuffix("/eqx.nn.Linear"): policy for path, policy in found.items()}
-    assert short == dict(zip(PATHS, want.split(), strict=True)), overrides
+  overrides = {"h0": "fp32", "head": "fp16"}
+  found = by_path(fun, "bf16", overrides, *args)
+  # Equinox's own layers are scopes too.
+  short = {path.removesuffix("/eqx.nn.Linear"): policy for path, policy in found.items()}
+  assert short == dict(zip(PATHS, ["fp32", "fp32", "bf16", "bf16", "fp16"], strict=True))
   # What is done is what is explained.
-  cast = mpjax.autocast(fun, "bf16", overrides={"h0": "fp32", "head": "fp16"})
+  cast = mpjax.autocast(fun, "bf16", overrides=overrides)
   assert dots(jax.make_jaxpr(lambda _: cast(*args))(X).jaxpr) == ["f32", "f32", "bf16", "bf16", "f16"]
   with pytest.raises(ValueError, match=r"'hea' matches no module path.*h0/attn.*head"):
     mpjax.autocast(fun, "bf16", overrides={"hea": "fp32"})(*args)
 
 
-def test_a_regex_matches_whole_components():
+def test_overrides_by_module():
   fun, args = NETWORKS["nnx argument"]()
-  for regex in ("hea", "ead", "h", "GPT/h", "mlp/GPT", "h0//mlp"):
+  for overrides, want in OVERRIDES:
+    assert by_path(fun, "bf16", overrides, *args) == dict(zip(PATHS, want.split(), strict=True)), overrides
+  for regex in ("ead", "h", "GPT/h", "mlp/GPT", "h0//mlp"):  # no whole components
     with pytest.raises(ValueError, match=f"'{regex}' matches no module path.*h0/attn.*head"):
       mpjax.autocast(fun, "bf16", overrides={regex: "fp32"})(*args)
-
-
-def test_overrides_in_a_policy():
-  fun, args = NETWORKS["nnx argument"]()
   own = mpjax.get_policy({"base": "fp16", "overrides": {"head": "params=float32,compute=float32"}})
   for policy, overrides in (
-    ("fp16", {".*/head": "fp32"}),
-    ({"base": "fp16", "overrides": {".*/head": "fp32"}}, None),
     ({"base": "fp16", "overrides": [[".*/head", "fp32"]]}, None),
     # The policy's own matches nothing that is left, and is not an error for that.
     ({"base": "fp16", "overrides": {"head": "bf16"}}, {"GPT/head": "fp32"}),
@@ -189,21 +160,6 @@ def test_overrides_in_a_policy():
     assert found == dict(zip(PATHS, ["fp16"] * 4 + ["fp32"], strict=True)), (policy, overrides)
 
 
-def test_overrides_in_make_train_step():
-  policy = {"base": "bf16", "autocast": True, "overrides": {".*/head": "fp32"}}
-  make = lambda policy: mpjax.make_train_step(lambda m, x: jnp.mean(m(x) ** 2), optax.sgd(0.1), policy)
-  step = make(policy)
-  state = step.init(nnx_model())
-  found = dots(step.jitted.trace(state, X).jaxpr.jaxpr)
-  # Each has one product forward and two backward.
-  assert (found.count("f32"), found.count("bf16")) == (3, 12)
-  state, metrics = step(state, X)
-  assert np.isfinite(metrics["loss"])
-  bad = make({**policy, "overrides": {"haed": "fp32"}})
-  with pytest.raises(ValueError, match=r"'haed' matches no module path.*GPT/head"):
-    bad(bad.init(nnx_model()), X)
-
-
 TRANSFORMED = {
   "jit": lambda m, x: jax.jit(lambda x: m(x))(x),
   "checkpoint": lambda m, x: jax.checkpoint(lambda x: m(x))(x),
@@ -211,9 +167,7 @@ TRANSFORMED = {
   "grad": lambda m, x: jax.grad(lambda x: jnp.sum(m(x)))(x),
   "scan": lambda m, x: jax.lax.scan(lambda c, x: (c, m(x)), 0, x)[1],
   "cond": lambda m, x: jax.lax.cond(x.sum() > 0, lambda x: m(x), lambda x: x[:, :3], x),
-  "nnx.jit": lambda m, x: nnx.jit(lambda m, x: m(x))(m, x),
-  "nnx.remat": lambda m, x: nnx.remat(lambda m, x: m(x))(m, x),
-  "nnx.grad": lambda m, x: nnx.grad(lambda m, x: m(x).sum())(m, x),
+  "nnx.grad of nnx.jit": lambda m, x: nnx.grad(nnx.jit(lambda m, x: m(x).sum()))(m, x),
   "nnx.vmap": lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, x),
   "nnx.cond": lambda m, x: nnx.cond(x.sum() > 0, lambda m, x: m(x), lambda m, x: x[:, :3], m, x),
   "a copy": lambda m, x: nnx.merge(*nnx.split(m))(x),
@@ -253,3 +207,26 @@ def test_paths_under_transformations():
     for path, policy in by_path(fun, "bf16", {"GPT/head": "fp32"}, nnx_model(), X).items():
       found["head" in path.split("/")].add(policy)
     assert found == {True: {"fp32"}, False: {"bf16"}}, name
+
+
+def test_paths_of_lists_shared_modules_and_methods_other_than_call():
+  class Net(nnx.Module):
+    def __init__(self, rngs):
+      linear = lambda: nnx.Linear(4, 4, rngs=rngs)
+      self.layers = nnx.List([linear(), nnx.Sequential(linear(), nnx.relu)])
+      self.shared = self.layers[0]
+      self.embed = nnx.Embed(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+      for layer in self.layers:
+        x = layer(x)
+      return self.embed.attend(self.shared(x))
+
+  model = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+  rows = mpjax.explain(lambda m, x: m(x), model, X, policy="bf16", overrides={"embed": "fp32"}).rows
+  (first, second, shared, attend) = (row for row in rows if row.flops)
+  assert first.path == "Net/layers/0"
+  assert second.path.startswith("Net/layers/1")
+  # A shared module has the path of where it is met first in the module.
+  assert shared.path in ("Net/layers/0", "Net/shared")
+  assert (attend.path, attend.after) == ("Net/embed", "float32")

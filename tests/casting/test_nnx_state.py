@@ -1,14 +1,13 @@
-"""nnx modules under autocast: paths of lists and shared modules, and state that is updated in place."""
+"""nnx modules under autocast: state that is updated in place."""
 
 from __future__ import annotations
 
 import copy
-import functools
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -83,17 +82,15 @@ def called(name, cast):
   return run
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp32"])
-def test_state_is_updated_in_place_as_without_autocast(policy):
+def test_state_is_updated_in_place_as_without_autocast():
   under = lambda cast: lambda state, x: {name: called(name, cast)(state, x) for name in CALLS}
-  functions = {"got": under(lambda f: mpjax.autocast(f, policy)), "want": under(lambda f: f)}
-  found = jit(lambda state, x: {name: fun(state, x) for name, fun in functions.items()})(STATE, X)
+  casts = mpjax.autocast(policy="bf16"), lambda f: f
+  found, wanted = jit(lambda state, x: [under(cast)(state, x) for cast in casts])(STATE, X)
   for name in CALLS:
-    got, want = found["got"][name], found["want"][name]
+    got, want = found[name], wanted[name]
     assert int(got["state"]["calls"]) == int(got["state"]["dropout"]["rngs"]["count"]) == 1, name
-    tolerance = 2 * TOLERANCE["bf16"] if policy == "bf16" else 1e-6
-    assert [*leaf_failures("state", got["state"], want["state"], tolerance)] == [], name
-    assert [*leaf_failures("result", got["result"], want["result"], 2 * tolerance)] == [], name
+    assert [*leaf_failures("state", got["state"], want["state"], 2 * TOLERANCE["bf16"])] == [], name
+    assert [*leaf_failures("result", got["result"], want["result"], 4 * TOLERANCE["bf16"])] == [], name
 
 
 def test_a_module_that_is_called_without_jit():
@@ -130,14 +127,10 @@ def test_gradients_are_float32_and_only_of_parameters():
   assert jax.tree.structure(pure(grads)) == jax.tree.structure(pure(nnx.state(net(), nnx.Param)))
 
 
-def test_paths_of_lists_and_shared_modules():
-  rows = mpjax.explain(loss, net(), X, policy="bf16").rows
-  paths = [row.path for row in rows if row.flops]
-  assert paths[0] == "Net/layers/0"
-  assert paths[1].startswith("Net/layers/1")
-  # A shared module has the path of where it is met first in the module.
-  assert paths[2] in ("Net/layers/0", "Net/shared")
-  assert paths[3] == "Net/head"
+def test_a_module_that_is_closed_over_cannot_be_mutated():
+  module = net()
+  with pytest.raises(flax.errors.TraceContextError, match="Cannot mutate"):
+    mpjax.autocast(lambda x: module(x), "bf16")(X)
 
 
 def test_an_error_inside_leaves_the_module_as_it_was():
@@ -152,32 +145,3 @@ def test_an_error_inside_leaves_the_module_as_it_was():
     x for x in jax.tree.leaves(state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
   ]
   jax.tree.map(np.testing.assert_array_equal, numbers(nnx.state(model)), numbers(STATE))
-
-
-def test_modules_and_optimizers_in_a_training_step():
-  @nnx.jit
-  def step(model, optimizer, x):
-    value, grads = nnx.value_and_grad(mpjax.autocast(loss, "bf16"))(model, x)
-    optimizer.update(model, grads)
-    nnx.pop(model, nnx.Intermediate)  # else what is sown grows, and every step is traced again
-    return value
-
-  model = net()
-  optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-  values = [float(step(model, optimizer, X)) for _ in range(12)]
-  assert np.mean(values[-3:]) < np.mean(values[:3])
-  assert int(model.calls[...]) == int(optimizer.step[...]) == 12
-  assert model.head.kernel[...].dtype == np.float32
-
-
-def test_methods_other_than_call_have_the_modules_path():
-  class Tied(nnx.Module):
-    def __init__(self, rngs):
-      self.embed = nnx.Embed(16, 4, rngs=rngs)
-
-    def __call__(self, tokens):
-      return self.embed.attend(self.embed(tokens))
-
-  explain = functools.partial(mpjax.explain, lambda m, t: m(t), policy="bf16", overrides={"embed": "fp32"})
-  rows = explain(Tied(nnx.Rngs(0)), np.arange(3)).rows
-  assert [(row.path, row.after) for row in rows if row.flops] == [("Tied/embed", "float32")]

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -81,23 +80,20 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
-def test_a_sum_of_data_is_float32_for_its_loss_whatever_else_reads_the_data(name):
+def test_a_sum_of_data_is_float32_for_its_loss_whatever_else_reads_the_data():
   params = {"w": W, "v": W, "b": W[0]}
   batch = {"x": X, "boxes": 1000 + X, "a": MATRIX}
-  fun = lambda params, batch: boxes(params, batch) + BESIDE[name](params, batch)
-  dtypes_of = {}
-  for row in mpjax.explain(fun, params, batch, policy="bf16").rows:
-    dtypes_of.setdefault(row.rule, set()).add((row.primitive, row.after))
-  assert dtypes_of["data"] == {("add", "float32")}
+  for name, beside in BESIDE.items():
+    fun = lambda params, batch, beside=beside: boxes(params, batch) + beside(params, batch)
+    rows = mpjax.explain(fun, params, batch, policy="bf16").rows
+    assert {(row.primitive, row.after) for row in rows if row.rule == "data"} == {("add", "float32")}, name
   # The argument of parameters has no data beside it: a bias follows the activation.
   assert mpjax.explain(boxes, params, batch, policy="bf16").matrix_flops().keys() == {"bfloat16"}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_operands_and_results(name):
-  fun, want = PROGRAMS[name]
-  assert products(BF16(fun), X, LABELS) == want
+def test_operands_and_results():
+  for name, (fun, want) in PROGRAMS.items():
+    assert products(BF16(fun), X, LABELS) == want, name
 
 
 # Around `fun(x, y)` of two arrays, of which it returns one.
@@ -131,42 +127,44 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
-def test_values_stay_exact_through_calls_loops_and_devices(around):
-  """An island's value for float32 readers; positions, counts and selections."""
-  wrap = AROUND[around]
+def in_call(wrap):
+  """An island's value for float32 readers; positions and selections; a layer that reads the island."""
   probabilities = wrap(lambda x, y: jax.nn.softmax(x + 0 * y).reshape(-1, 2, 4).reshape(x.shape))
   angles = wrap(lambda x, y: jnp.einsum("i,j->ij", jnp.arange(x.shape[0]) * 1.0, jnp.arange(8.0)) + 0 * x)
   selected = wrap(lambda x, y: jnp.einsum("ij,j->i", jax.nn.log_softmax(x + 0 * y), hot(3))[:, None] + 0 * x)
 
-  def both(x, w):
+  def fun(x, w):
     p = probabilities(x, x)
-    entropy = -jnp.sum(p * jnp.log(p), -1)
-    return p @ w, entropy, angles(x, x), selected(x, x)
+    return p @ w, -jnp.sum(p * jnp.log(p), -1), angles(x, x), selected(x, x)
 
-  x = X / 2
-  derived = jit(lambda x, w: jax.jvp(BF16(both), (x, w), (x, w))[0])(x, W)  # by rules, if it has any
-  got, want = jit(BF16(both))(x, W), jit(both)(x, W)
-  for a, b, c in zip(got[1:], want[1:], derived[1:], strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-6)
-    np.testing.assert_allclose(c, b, rtol=1e-6)
-  assert 1e-4 < np.abs(got[0] - want[0]).max() < 0.1  # the product itself is half precision
+  return fun
 
 
-@pytest.mark.parametrize("order", ["grad of autocast", "autocast of grad"])
-def test_gradients_of_what_is_exact(order):
+def test_values_stay_exact_through_calls_loops_and_devices():
+  run = lambda x, w: {
+    place: (BF16(fun)(x, w), jax.jvp(BF16(fun), (x, w), (x, w))[0], fun(x, w))  # by rules, if it has any
+    for place, fun in ((place, in_call(wrap)) for place, wrap in AROUND.items())
+  }
+  for place, (got, derived, want) in jit(run)(X / 2, W).items():
+    for a, b, c in zip(got[1:], want[1:], derived[1:], strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=place)
+      np.testing.assert_allclose(c, b, rtol=1e-6, err_msg=place)
+    assert 1e-4 < np.abs(got[0] - want[0]).max() < 0.1, place  # the product itself is half precision
+
+
+def test_gradients_of_what_is_exact():
   def loss(w, x):
     log_p = jax.nn.log_softmax(x @ w)
     chosen = jnp.einsum("bi,bi->b", log_p, hot(LABELS))
     p = jnp.exp(log_p).reshape(8, 8, 8).reshape(64, 8)
     return -chosen.mean() - 0.1 * (p * jnp.log(p)).sum(-1).mean()
 
-  cast = {
-    "grad of autocast": jax.grad(mpjax.autocast(loss, "fp16")),
-    "autocast of grad": mpjax.autocast(jax.grad(loss), "fp16"),
-  }
-  got, want = jit(cast[order])(W, X), jax.grad(loss)(W, X)
-  assert np.linalg.norm(got - want) < 3e-3 * np.linalg.norm(want)
+  cast = mpjax.autocast(policy="fp16")
+  *found, want = jit(
+    lambda *args: [f(*args) for f in (jax.grad(cast(loss)), cast(jax.grad(loss)), jax.grad(loss))]
+  )(W, X)
+  for got in found:
+    assert np.linalg.norm(got - want) < 3e-3 * np.linalg.norm(want)
 
 
 def test_a_value_is_rounded_for_half_precision_readers_alone():
@@ -183,42 +181,15 @@ def test_a_value_is_rounded_for_half_precision_readers_alone():
   assert np.abs(half - h @ W).max() > 1e-3
 
 
-def test_steps_with_entropies_and_codebooks_are_not_skipped():
-  def loss_fn(params, batch, model_state):
-    p = jax.jit(lambda x: jax.nn.softmax(3 * (x @ params["w"])))(batch)
-    entropy = jnp.sum(p * jnp.log(p))
-    z = 100 * jax.nn.relu(batch @ params["w"]) + 1
-    sums = model_state + hot(jnp.zeros(len(batch), int)).T @ jax.lax.stop_gradient(z)
-    return jnp.mean((p @ params["w"]) ** 2) + 1e-4 * entropy, {}, sums
-
-  step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), {"base": "fp16", "autocast": True}, donate=False)
-  state = step.init({"w": W}, model_state=jnp.zeros((8, 8)))
-  for _ in range(3):
-    state, metrics = step(state, np.tile(X, (100, 1)))
-  assert metrics["skipped_steps"] == 0
-  assert np.isfinite(state.model_state).all()
-  assert np.abs(state.model_state).max() > 65504
-
-
-NOISE = lambda h: h + jax.random.gumbel(jax.random.key(1), h.shape)
-
-
-def test_draws_are_those_of_float32_noise():
-  """Equal to those of the same half-precision logits with the noise added in float32."""
-  x, w = RNG.standard_normal((128, 16), np.float32), 0.01 * RNG.standard_normal((16, 1000), np.float32)
-  draws = lambda h: (jax.lax.top_k(NOISE(h), 3)[1], jnp.argsort(NOISE(h)), jnp.argmax(NOISE(h), -1))
-  got = jit(BF16(lambda x, w: draws(x @ w)))(x, w)
-  h = jnp.asarray(x, jnp.bfloat16) @ jnp.asarray(w, jnp.bfloat16)
-  for a, b in zip(got, draws(h.astype(np.float32)), strict=True):
-    assert (np.asarray(a) != np.asarray(b)).mean() < 2e-3
-
-
 SMALL = W / 20
-fixed_point = lambda w, x: jax.lax.while_loop(
-  lambda c: (c[1] > 1e-6) & (c[2] < 200),
-  lambda c: ((new := jnp.tanh(c[0] @ w + x)), jnp.abs(new - c[0]).max(), c[2] + 1),
-  (jnp.zeros_like(x), jnp.inf, 0),
-)
+
+
+def fixed_point(w, x, multiply=jnp.matmul):
+  return jax.lax.while_loop(
+    lambda c: (c[1] > 1e-6) & (c[2] < 200),
+    lambda c: ((new := jnp.tanh(multiply(c[0], w) + x)), jnp.abs(new - c[0]).max(), c[2] + 1),
+    (jnp.zeros_like(x), jnp.inf, 0),
+  )
 
 
 def test_a_solver_takes_float32s_steps_and_can_be_told_otherwise():
@@ -228,21 +199,12 @@ def test_a_solver_takes_float32s_steps_and_can_be_told_otherwise():
   assert [row.why for row in explained.rows if row.flops] == [
     "the loop ends by a float that its products make: a solver"
   ]
-  halves = [
-    BF16(_in_a_region),
-    mpjax.autocast(fixed_point, "bf16", overrides={"carry_0": {"loop_carry": "half"}}),
-  ]
-  for cast in halves:
+  own = {"overrides": {"carry_0": {"loop_carry": "half"}}}
+  region = lambda w, x: fixed_point(w, x, mpjax.half_precision(jnp.matmul))
+  for cast in (BF16(region), mpjax.autocast(fixed_point, "bf16", **own)):
     assert products(cast, SMALL, X)[0].startswith("bf16 bf16"), cast
-
-
-def _in_a_region(w, x):
-  multiply = mpjax.half_precision(lambda c, w: c @ w)
-  return jax.lax.while_loop(
-    lambda c: (c[1] > 1e-6) & (c[2] < 200),
-    lambda c: ((new := jnp.tanh(multiply(c[0], w) + x)), jnp.abs(new - c[0]).max(), c[2] + 1),
-    (jnp.zeros_like(x), jnp.inf, 0),
-  )
+  cast = mpjax.autocast(LOOPS["a filter"][0], "bf16", **own)
+  assert any(found.startswith("bf16 bf16") for found in products(cast, SMALL, X))
 
 
 LOOPS = {
@@ -264,35 +226,36 @@ LOOPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_products_of_loops(name):
-  fun, want = LOOPS[name]
-  own = [found for found in products(BF16(fun), SMALL, X) if not found.startswith("f32 f32 > f32 >")]
-  assert {found.split(" >")[0] for found in own} == {want}
+def test_products_of_loops():
+  for name, (fun, want) in LOOPS.items():
+    assert {found.split(" >")[0] for found in products(BF16(fun), SMALL, X)} == {want}, name
 
 
-@pytest.mark.parametrize("nested", [lambda f: f, jax.jit, jax.checkpoint], ids=["flat", "jit", "checkpoint"])
-def test_the_state_of_an_integration_is_float32(nested):
+def attend(cache, token):
+  memory, written = cache
+  memory = memory + jnp.einsum("i,j->ij", token, token)
+  written = jnp.roll(written, 1, 0).at[0].set(token @ W)
+  return (memory, written), (token @ memory, written @ token)
+
+
+def integrated(nested):
   field = nested(lambda t, y, w: jnp.cos(t) * jnp.tanh(y @ w))
-
-  def solve(w, y):
-    step = lambda c, _: ((c[0] + 1e-3 * field(c[1], c[0], w), c[1] + 1e-3), None)
-    return jax.lax.scan(step, (y, jnp.zeros(())), None, length=500)[0][0]
-
-  got, want = jit(BF16(solve))(SMALL, X), jit(solve)(SMALL, X)
-  assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want - X)
+  step = lambda c, _: ((c[0] + 1e-3 * field(c[1], c[0], W), c[1] + 1e-3), None)
+  return lambda x: jax.lax.scan(step, (x, jnp.zeros(())), None, length=500)[0][0]
 
 
-def test_sums_of_a_loop_are_float32_and_its_cache_is_not():
-  def attend(cache, token):
-    memory, written = cache
-    memory = memory + jnp.einsum("i,j->ij", token, token)
-    written = jnp.roll(written, 1, 0).at[0].set(token @ W)
-    return (memory, written), (token @ memory, written @ token)
+CARRIES = {
+  "sums and a cache": (
+    lambda x: jax.lax.scan(attend, (jnp.zeros((8, 8)), jnp.zeros((16, 8))), x), ["float32", "bfloat16"]),
+  "the state of an integration": (integrated(lambda f: f), ["float32"] * 2),
+  "by a jitted field": (integrated(jax.jit), ["float32"] * 2),
+  "by a checkpointed field": (integrated(jax.checkpoint), ["float32"] * 2),
+}  # fmt: skip
 
-  loop = lambda x: jax.lax.scan(attend, (jnp.zeros((8, 8)), jnp.zeros((16, 8))), x)
-  carries = {one.path: one.dtype for one in mpjax.explain(loop, X, policy="bf16").carries}
-  assert carries == {"carry_0": "float32", "carry_1": "bfloat16"}
+
+def test_carries_of_sums_and_states_are_float32():
+  for name, (loop, want) in CARRIES.items():
+    assert [one.dtype for one in mpjax.explain(loop, X, policy="bf16").carries] == want, name
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -314,12 +277,12 @@ def test_a_carry_keeps_the_dtype_that_the_user_chose(policy):
     cache = jnp.roll(cache, 1, 0).at[0].set((token @ W).astype(cache.dtype))
     return cache, (cache.astype(jnp.float32) @ token).sum()
 
-  cache, out = jax.lax.scan(mpjax.autocast(decode, policy), jnp.zeros((16, 8), jnp.bfloat16), X)
+  loop = lambda cache, xs: jax.lax.scan(mpjax.autocast(decode, policy), cache, xs)
+  cache, out = jax.eval_shape(loop, jnp.zeros((16, 8), jnp.bfloat16), X)
   assert (cache.dtype, out.dtype) == (jnp.bfloat16, jnp.float32)
   # What no argument has is in the policy's dtype.
-  assert (
-    jax.eval_shape(mpjax.autocast(lambda x: (x @ W).astype(jnp.bfloat16), policy), X).dtype == jnp.float32
-  )
+  own = lambda x: (x @ W).astype(jnp.bfloat16)
+  assert jax.eval_shape(mpjax.autocast(own, policy), X).dtype == jnp.float32
 
 
 def test_lists_change_where_order_is_float32():
@@ -337,18 +300,8 @@ def network(ws, x):
 
 
 STACK = [W, 2 * W, 3 * W]
-stepped = lambda ws, x: jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(network)(ws, x))
+stepped = lambda ws, x, loss=network: jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x))
 normal = lambda x: x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
-
-
-def attacked(ws, x):
-  return network(ws, x + 0.1 * jnp.sign(jax.grad(network, 1)(ws, x)))
-
-
-def orthogonal(ws, x):
-  for w in ws:
-    x = jax.nn.gelu(normal(x @ jnp.linalg.qr(w)[0]))
-  return jnp.mean(x**2)
 
 
 def decoded(ws, x):
@@ -363,27 +316,17 @@ def decoded(ws, x):
 
 
 def recurrent(ws, x):
-  def step(h, u):
-    gate = jax.nn.sigmoid(h @ ws[0] + u)
-    return gate * h + (1 - gate) * jnp.tanh(h @ ws[1] + u), None
-
+  step = lambda h, u: (jax.nn.sigmoid(h @ ws[0] + u) * jnp.tanh(h @ ws[1] + u), None)
   return jnp.mean(jax.lax.scan(step, x[0], x)[0] ** 2)
 
 
-def whitened_steps(ws, x):
-  def loss(ws, x):
-    z = jnp.tanh(x @ ws[0]) @ ws[1].T
-    return -jnp.log(jnp.diag(jnp.linalg.cholesky(z.T @ z + jnp.eye(8)))).sum() + jnp.mean(z**2)
-
-  step = lambda ws, _: (jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x)), None)
-  return jax.lax.scan(step, ws[:2], None, length=2)[0]
-
-
 ORDINARY = {
-  "adversarial inputs": attacked,
+  "adversarial inputs": lambda ws, x: network(ws, x + 0.1 * jnp.sign(jax.grad(network, 1)(ws, x))),
   "an inner step": lambda ws, x: network(stepped(ws, x), x),
   "training steps": lambda ws, x: jax.lax.scan(lambda ws, _: (stepped(ws, x), None), ws, None, length=2)[0],
-  "orthogonal layers": orthogonal,
+  "orthogonal layers": lambda ws, x: jnp.mean(
+    normal(jax.nn.gelu(normal(x @ jnp.linalg.qr(ws[0])[0])) @ ws[1]) ** 2
+  ),
   "speculative decoding": decoded,
   "a gradient of a recurrent network": jax.grad(recurrent),
   "relative positions by a one-hot": lambda ws, x: jnp.sum(
@@ -392,19 +335,16 @@ ORDINARY = {
 }
 
 
-@pytest.mark.parametrize("name", ORDINARY)
-def test_layers_are_half_precision_beside_gradients_algebra_and_loops(name):
+def whitened(ws, x):
+  z = jnp.tanh(x @ ws[0]) @ ws[1].T
+  return -jnp.log(jnp.diag(jnp.linalg.cholesky(z.T @ z + jnp.eye(8)))).sum() + jnp.mean(z**2)
+
+
+def test_layers_are_half_precision_beside_gradients_algebra_and_loops():
   ws = [w / 20 for w in STACK]
-  assert {found.split(" >")[0] for found in products(BF16(ORDINARY[name]), ws, X)} == {"bf16 bf16"}
-
-
-def test_layers_of_training_steps_with_linear_algebra_are_half_precision():
-  found = products(BF16(whitened_steps), [w / 20 for w in STACK], X)
+  for name, fun in ORDINARY.items():
+    assert {found.split(" >")[0] for found in products(BF16(fun), ws, X)} == {"bf16 bf16"}, name
+  steps = lambda ws, x: jax.lax.scan(lambda ws, _: (stepped(ws, x, whitened), None), ws, None, length=2)[0]
+  found = products(BF16(steps), ws[:2], X)
   exact = [one for one in found if one.startswith("f32 f32")]
   assert 1 <= len(exact) <= 3 < len(found) - len(exact)  # the Gram matrix and its derivative
-
-
-def test_an_override_of_a_solver_is_the_last_word():
-  own = {"carry_0": {"loop_carry": "half"}}
-  cast = mpjax.autocast(LOOPS["a filter"][0], "bf16", overrides=own)
-  assert any(found.startswith("bf16 bf16") for found in products(cast, SMALL, X))
