@@ -6,7 +6,6 @@ import re
 import jax
 import jax.custom_derivatives
 import jax.extend.core.primitives
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -39,21 +38,6 @@ DECISIONS = {  # (list, list in float16): primitives
   ("opaque", "opaque"): """
     dot_product_attention_fwd dot_product_attention_fwd_wrapper rnn_fwd rnn_bwd reduce_precision nextafter
     bitcast_convert_type pure_callback random_bits ffi_call pallas_call complex""",
-}
-
-# Functions that are made of several primitives, or of other ones than their name says.
-ALLOWED = {
-  "einsum": lambda x: jnp.einsum("ij,kj->ik", x, x),
-  "linalg_vecdot": lambda x: jnp.vecdot(x, x),
-  "conv_transpose2d": lambda x: jax.lax.conv_transpose(x[None, None], x[None, None], (2, 2), "SAME"),
-  "Conv2DBackpropFilter": jax.grad(
-    lambda x: jnp.sum(jax.lax.conv(np.ones((1, 1, 4, 4), np.float32), x[None, None], (1, 1), "SAME"))
-  ),
-}
-DENIED = {
-  jnp: "log10 log2 prod sum mean var",
-  jax.nn: "logsumexp softplus log_softmax softmax gelu",
-  jnp.linalg: "norm det inv",
 }
 
 
@@ -141,22 +125,6 @@ def test_a_row_that_nothing_can_act_on_or_of_another_primitive_of_its_name_is_re
 
 
 def test_a_row_by_name_is_of_the_primitive_that_jax_has():
-  of_keys = primitives_in(lambda x: jax.random.key_data(jax.random.key(0)))
-  assert "random_unwrap" in {primitive.name for primitive in of_keys}
-  assert UNKNOWN not in map(facts, of_keys)
-
-
-def test_functions_have_the_decision_that_other_frameworks_make():
-  for name, fun in ALLOWED.items():
-    assert "allow" in lists_in(fun), name
-  for module, names in DENIED.items():
-    for name in names.split():
-      assert "deny" in lists_in(getattr(module, name)), name
-
-
-def primitives_in(fun):
-  return {equation.primitive for equation in equations(fun, np.ones((4, 4), np.float32))}
-
-
-def lists_in(fun):
-  return {facts(primitive).list for primitive in primitives_in(fun)}
+  found = equations(lambda: jax.random.key_data(jax.random.key(0)))
+  assert "random_unwrap" in {equation.primitive.name for equation in found}
+  assert UNKNOWN not in {facts(equation.primitive) for equation in found}
