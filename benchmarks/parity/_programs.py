@@ -58,7 +58,7 @@ def loops() -> Programs:
     yield from _of_case(name, functools.partial(_case, branch, x))
   for name, (fun, *_) in test_higher_order.KEPT.items():
     if name != "while":
-      yield from _of_case(f"call, {name}", functools.partial(_case, fun, x))
+      yield from _of_case(f"call, {name}", functools.partial(_case, kept[0], x))
   for name, (step, carry, _) in test_higher_order.SCANS.items():
     first: Any = {"int32 H": (0, x), "H f32": (x, 0.0), "H H": (x, x)}.get(carry, x)
     scan = functools.partial(_scan, step, first)

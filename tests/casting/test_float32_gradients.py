@@ -196,10 +196,16 @@ def test_grad_dtype_of_a_policy_is_the_way_back():
     mpjax.autocast(jnp.sin, {"base": "fp8", "grad_dtype": "bfloat16"})
 
 
-def test_gradients_of_activations_are_half_precision():
-  loss = lambda w: jnp.sum(jnp.tanh(jnp.tanh(ROWS @ w) @ w) @ w)
-  for order in ORDERS.values():
-    dots = named("dot_general", order(loss, "bf16"), HALVES)
-    by_dtype = [str(e.outvars[0].aval.dtype) for e in dots]
-    assert by_dtype.count("float32") == 3
-    assert set(by_dtype) == {"float32", "bfloat16"}
+def test_gradients_of_activations_are_half_precision_and_of_a_weight_of_several_uses_float32():
+  masked = lambda w: jnp.where(w > 0, w, 0.0)
+  for read in (lambda w: w, masked, jax.jit(jnp.transpose)):
+
+    def loss(w, read=read):
+      w = read(w)
+      return jnp.sum(jnp.tanh(jnp.tanh(ROWS @ w) @ w) @ w)
+
+    for order in ORDERS.values():
+      dots = named("dot_general", order(loss, "bf16"), HALVES)
+      by_dtype = [str(e.outvars[0].aval.dtype) for e in dots]
+      assert by_dtype.count("float32") == 3
+      assert set(by_dtype) == {"float32", "bfloat16"}

@@ -212,18 +212,17 @@ LAX = {
 TABLES = {"nn": NN, "losses": LOSSES, "lax": LAX}
 # What is compiled: about the smallest set that has each primitive in each pass.
 COMPILED = {
-  "nn": "celu, glu, hard_sigmoid, logmeanexp, relu6, sigmoid, standardize, log1mexp, gelu exact, "
-  "dot_product_attention causal",
-  "losses": "safe_softmax_cross_entropy, multiclass_sparsemax_loss, triplet_margin_loss",
-  "lax": "asinh, atan, cos, cosh, cummax, cummin, cumlogsumexp, cumprod, cumsum, erf, erfc, exp2, expm1, logistic, "
-  "optimization_barrier, sinh, tan, bessel_i0e, bessel_i1e, cbrt, digamma, rsqrt, acos, asin, atanh, "
-  "erf_inv, acosh, atan2, complex, le, igamma, pow, zeta, nextafter, top_k, approx_max_k, approx_min_k, "
-  "cholesky, qr, hessenberg, schur, tridiagonal, argmax, clamp, composite, cond, conv, conv 1d, "
-  "custom_root, custom_vjp with constants, dynamic slices, fft, fori_loop, householder_product, eigh, svd, "
-  "tridiagonal_solve, map, movement, platform_dependent, ragged_dot, reduce, reduce_precision, reductions, "
-  "reduce_window, rem, random, scan, scatter_add, scatter_sub, scatter_min, scatter_max, scatter_mul, "
-  "switch, while_loop, while_loop on a value, collectives, conv grouped, conv batch groups, conv dilated, "
-  "dot, dot preferring float32, scan reversed with a product, lu, betainc, random_gamma_grad, polygamma",
+  "nn": "dot_product_attention causal, gelu exact, glu, log1mexp, logmeanexp, relu6, squareplus",
+  "losses": "multiclass_sparsemax_loss, ranking_softmax_loss, safe_softmax_cross_entropy",
+  "lax": "acos, acosh, approx_max_k, argmax, asin, asinh, atan, atan2, atanh, bessel_i0e, bessel_i1e, betainc, "
+  "cbrt, ceil, cholesky, clamp, collectives, composite, conv batch groups, conv dilated, conv grouped, "
+  "cosh, cumlogsumexp, cummax, cummin, cumprod, cumsum, custom_root, custom_vjp with constants, digamma, "
+  "dot preferring float32, dynamic slices, eigh, erf, exp2, fft, floor, hessenberg, householder_product, "
+  "igamma, igammac, index_take, le, lgamma, lu, movement, nextafter, optimization_barrier, "
+  "platform_dependent, polygamma, pow, qr, ragged_dot, random, reciprocal, reduce, reduce_precision, "
+  "reduce_window, reductions, rem, round, rsqrt, scan reversed with a product, scatter_add, "
+  "scatter_apply, scatter_max, scatter_min, scatter_mul, scatter_sub, schur, sinh, svd, tan, top_k, "
+  "triangular_solve, tridiagonal, tridiagonal_solve, while_loop on a value, zeta",
 }
 NAMES = [(table, name) for table, names in COMPILED.items() for name in names.split(", ")]
 
