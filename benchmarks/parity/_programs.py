@@ -54,9 +54,9 @@ def layers() -> Programs:
 def loops() -> Programs:
   """Yields those of scans, whiles, branches and other calls."""
   x = test_higher_order.X
-  for name, branch in test_higher_order.BRANCHES.items():
-    yield from _of_case(name, functools.partial(_case, branch, x))
-  for name, (fun, *_) in test_higher_order.KEPT.items():
+  for name, fun in test_higher_order.BRANCHES.items():
+    yield from _of_case(name, functools.partial(_case, fun, x))
+  for name, kept in test_higher_order.KEPT.items():
     if name != "while":
       yield from _of_case(f"call, {name}", functools.partial(_case, kept[0], x))
   for name, (step, carry, _) in test_higher_order.SCANS.items():

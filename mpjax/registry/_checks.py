@@ -39,7 +39,7 @@ class Section(pydantic.BaseModel):
 
 
 _T = TypeVar("_T")
-_adapter = functools.cache(pydantic.TypeAdapter)
+_adapter: Any = functools.cache(pydantic.TypeAdapter)
 
 # The expected value, by the first word of pydantic's name of the error.
 _EXPECTED = {"int": "an integer", "float": "a number", "finite": "a finite number", "bool": "true or false"}

@@ -253,9 +253,9 @@ def _keys(
   if len(by_position) != len(positional):
     takes = f"takes {', '.join(by_position) or 'nothing'} by position"
     raise TypeError(f"{title}: {fun.__name__} {takes}: the keys of a config come after *: write {example}")
-  keys: Any = typing_extensions.TypedDict(fun.__name__, kinds)  # type: ignore[misc]
-  forbidding: Any = pydantic.with_config(pydantic.ConfigDict(extra="forbid"))(keys)
-  return forbidding, defaults
+  typed_dict: Any = typing_extensions.TypedDict
+  keys = typed_dict(fun.__name__, kinds)
+  return pydantic.with_config(pydantic.ConfigDict(extra="forbid"))(keys), defaults
 
 
 def _annotation(fun: Callable[..., Any], parameter: inspect.Parameter) -> Any:

@@ -28,11 +28,11 @@ _SAMPLED = 1024
 def load_digits() -> Loaded:
   """Loads 1797 images of 8 x 8 in 10 classes; a fixed fifth is held out."""
   package = importlib.util.find_spec("sklearn")
-  if package is None or not package.submodule_search_locations:
+  if package is None or package.origin is None:
     raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
   # Its file, without the second that an import of its functions takes.
-  [folder] = package.submodule_search_locations
-  table = np.loadtxt(pathlib.Path(folder, "datasets", "data", "digits.csv.gz"), np.float32, delimiter=",")
+  file = pathlib.Path(package.origin).with_name("datasets") / "data" / "digits.csv.gz"
+  table = np.loadtxt(file, np.float32, delimiter=",")
   title = "scikit-learn handwritten digits"
   every = Labelled(table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int32), title)
   return images_to_rows([every], title, valid_fraction=0.2)
