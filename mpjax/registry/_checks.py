@@ -60,7 +60,7 @@ def checked(schema: type[_T], data: object, where: str = "", owner: str = "") ->
     ConfigError: for the first mistake; one line that names the key.
   """
   try:
-    made: _T = _adapter(schema).validate_python(data)  # type: ignore[arg-type]
+    made: _T = _adapter(schema).validate_python(data)
   except pydantic.ValidationError as error:
     raise ConfigError(_describe(error, schema, where, owner)) from error
   return made
