@@ -12,9 +12,8 @@ import numpy as np
 
 from mpjax._calls import require_call
 from mpjax._own_autocast import own_autocast
-from mpjax._render.html_sections import Shown
 from mpjax._render.plain_text import bytes_text, percent, with_prefix
-from mpjax._render.text_sections import TextSection, answer_lines, of_rows
+from mpjax._render.tables import Shown, Table, answer_lines
 from mpjax._types import Atom, JaxprEqn, PolicyLike, Var
 from mpjax.casting._autocast import AUTO
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
@@ -212,7 +211,7 @@ class Explanation(Shown):
       first.append(f"In float32, {'or not in FP8, ' if self.fp8 else ''}and why:")
     return answer_lines(first, reasons, [_change(self)], rest="  {} more")
 
-  def _sections(self) -> Iterator[TextSection]:
+  def _sections(self) -> Iterator[Table]:
     heads = ["why", "modules", "primitives", "operations", "flops"]
     for name, title, not_fp8 in ("float32", "In float32", False), ("fp8", "Products not in FP8", True):
       left_out = [row for row in _left_out(self) if (row.code in NOT_FP8) == not_fp8]
@@ -587,9 +586,9 @@ def _few(names: Iterable[str]) -> str:
   return ", ".join(found[:_MOST_NAMES]) + more
 
 
-def _table(name: str, title: str, heads: list[str], rows: Iterable[list[str]]) -> Iterator[TextSection]:
+def _table(name: str, title: str, heads: list[str], rows: Iterable[list[str]]) -> Iterator[Table]:
   """Yields a table without empty columns, numbers on the right, if it has a row."""
   columns = [column for column in zip(heads, *rows, strict=True) if any(column[1:])]
   left = [i for i, (_, *cells) in enumerate(columns) if not "".join(cells)[:1].isdigit()]
   if columns:
-    yield of_rows(title, [*zip(*columns, strict=True)], left=left, name=name)
+    yield Table(name, title, [*zip(*columns, strict=True)], left=left)

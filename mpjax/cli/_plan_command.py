@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import rich.console
 
-from mpjax._render.html_sections import Report
 from mpjax._render.plain_text import bytes_text
+from mpjax._render.tables import Report
 from mpjax._types import PolicyLike
 from mpjax.cli._config_arguments import check_picture, write_file, writing
 from mpjax.cli._exit_status import config_errors

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import yaml
 
-from mpjax._render.html_sections import Shown
 from mpjax._render.plain_data import plain_data
 from mpjax._render.plain_text import fold, percent, power_of_two_text
-from mpjax._render.text_sections import TEXT_WIDTH, TextSection, answer_lines, of_rows
+from mpjax._render.tables import TEXT_WIDTH, Shown, Table, answer_lines
 from mpjax._version import __version__
 from mpjax.formats import FORMATS
 from mpjax.numerics._seen import BINS, FP8, INTEREST, is_half
@@ -216,22 +215,22 @@ class NumericsReport(Shown):
     said = [_finding_line(finding) for finding in self.findings]
     return answer_lines(first, said, policy, rest="{} more in the table findings")
 
-  def _sections(self) -> list[TextSection]:
+  def _sections(self) -> list[Table]:
     of = f" of {self.title}" if self.title else ""
     title = f"numerics{of}: policy {self.policy.full_label}, {_run(self)}\n{_loss(self)}"
-    sections = [of_rows(title, list(_kind_rows(self)), name="kinds")]
+    sections = [Table("kinds", title, list(_kind_rows(self)))]
     errors = [self.error_by_module(kind) for kind in ("activation", "activation gradient")]
     if modules := list(dict.fromkeys(module for found in errors for module in found)):
       cells = lambda module: (f"{found[module]:.2g}" if module in found else "" for found in errors)
       rows = [["module", "values", "gradients"], *([m or "(no module)", *cells(m)] for m in modules)]
-      sections.append(of_rows("Error against float32, by module in program order", rows, name="modules"))
+      sections.append(Table("modules", "Error against float32, by module in program order", rows))
     if self.findings:
       said = [f"{finding.severity}: {finding.text}" for finding in self.findings]
-      sections.append(TextSection("Findings", lines=said, name="findings"))
+      sections.append(Table("findings", "Findings", lines=said))
     if self.advice is not None:
       said = [f"{key}: {buys}" for key, buys in self.advice.lines] or ["no change"]
       said += self.advice.yaml.splitlines()
-      sections.append(TextSection("Advice", lines=said, name="advice"))
+      sections.append(Table("advice", "Advice", lines=said))
     return sections
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpjax._gone import instead
-from mpjax._render.html_sections import Shown
-from mpjax._render.text_sections import TextSection
+from mpjax._render.tables import Shown, Table
 
 # Parts of memory, in the order of tables and pictures. The first six are the arguments of a step, which stay
 # in memory all the time. The others come and go: their bytes are those at the peak.
@@ -354,7 +353,7 @@ class Plan(Shown):
 
     return answer(self)
 
-  def _sections(self) -> Iterator[TextSection]:
+  def _sections(self) -> Iterator[Table]:
     from mpjax.planner.render import sections_of
 
     return sections_of([self])

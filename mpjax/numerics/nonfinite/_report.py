@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mpjax._compat import newer
-from mpjax._render.html_sections import Shown
-from mpjax._render.text_sections import TextSection, answer_lines, of_rows
+from mpjax._render.tables import Shown, Table, answer_lines
 from mpjax.loss_scale import NonFinite
 from mpjax.numerics.nonfinite._origins import Origin
 
@@ -107,12 +106,12 @@ class NonfiniteReport(Shown):
     first, *others = _advice(self)
     return answer_lines([*lines, f"try: {first}"], [f"  or {other}" for other in others])
 
-  def _sections(self) -> list[TextSection]:
+  def _sections(self) -> list[Table]:
     origins = [*([self.origin] if self.origin else ()), *self.others]
     sections = []
     if origins:
       heading = ["operation", "what it did", "result", "operands", "largest", "zeros"]
-      sections.append(of_rows("Origins", [heading, *map(_origin_row, origins)], left=(0, 1), name="origins"))
+      sections.append(Table("origins", "Origins", [heading, *map(_origin_row, origins)], left=(0, 1)))
     for name, title, counts in (
       ("inputs", "Inputs that are not finite", self.inputs),
       ("results", "Results that are not finite, operation by operation", self.results),
@@ -120,7 +119,7 @@ class NonfiniteReport(Shown):
     ):
       if counts:
         rows = [[key, *map(str, (c.nan, c.posinf, c.neginf, c.size))] for key, c in counts.items()]
-        sections.append(of_rows(title, [["array", "NaN", "inf", "-inf", "of"], *rows], name=name))
+        sections.append(Table(name, title, [["array", "NaN", "inf", "-inf", "of"], *rows]))
     return sections
 
 

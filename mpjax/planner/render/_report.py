@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpjax._render.plain_text import bytes_text, table, with_prefix
-from mpjax._render.text_sections import TextRow, TextSection, answer_lines, beside, of_rows
+from mpjax._render.tables import Table, answer_lines
 from mpjax.planner._results import ARGUMENT_PARTS, TIME_PARTS, TRANSIENT_PARTS, Plan, Time
 
 NO_FIT = "DOES NOT FIT"
@@ -66,12 +66,12 @@ def answer_beside(plans: Sequence[Plan], first: Sequence[str] = (), *, rates: bo
   return answer_lines([*(first or _fastest(plans)), _title(plans), *lines], said, rest=_LEFT_OUT)
 
 
-def sections_of(plans: Sequence[Plan]) -> Iterator[TextSection]:
+def sections_of(plans: Sequence[Plan]) -> Iterator[Table]:
   """Yields the tables of plans: first what each needs, then the parts."""
   subjects = dict.fromkeys(plan.subject or plan.label for plan in plans)
   rows, left = _compared(plans)
   lines = [*_each_once(plans, lambda plan: [_facts(plan)]), *_would_fit(plans)]
-  yield of_rows(f"Plan of a step: {'; '.join(subjects)}", rows, left=left, lines=lines, name="summary")
+  yield Table("summary", f"Plan of a step: {'; '.join(subjects)}", rows, lines, left)
   tables: list[tuple[str, str, Callable[[Plan], _Rows], int]] = [
     ("Memory of one device", "memory", _memory, _ABREAST),
     ("Largest saved activations", "activations", _activations, 1),
@@ -84,15 +84,15 @@ def sections_of(plans: Sequence[Plan]) -> Iterator[TextSection]:
   for title, name, of, abreast in tables:
     for i in range(0, len(plans), abreast):
       if found := _joined(plans[i : i + abreast], of):
-        yield beside(title, [plan.label for plan in plans[i : i + abreast]], [found], name=name)
+        yield Table(name, title, [["", *(plan.label for plan in plans[i : i + abreast])], *found])
   if notes := _each_once(plans, lambda plan: (*([f"fp8: {plan.fp8}"] if plan.fp8 else []), *plan.notes)):
-    yield TextSection("Notes", lines=notes, name="notes")
+    yield Table("notes", "Notes", lines=notes)
 
 
 # Tables.
 
 
-def _joined(plans: Sequence[Plan], of: Callable[[Plan], _Rows]) -> list[TextRow]:
+def _joined(plans: Sequence[Plan], of: Callable[[Plan], _Rows]) -> list[list[str]]:
   """Returns a row for each name that a plan has a value of; a new name goes behind the one before it."""
   columns: list[dict[str, list[str]]] = []
   order: list[str] = []
@@ -107,7 +107,7 @@ def _joined(plans: Sequence[Plan], of: Callable[[Plan], _Rows]) -> list[TextRow]
         column.setdefault(name, []).append(value if isinstance(value, str) else bytes_text(value))
     columns.append(column)
   cells = [[name, *("; ".join(column.get(name, ["-"])) for column in columns)] for name in order]
-  return [TextRow(row) for row in cells if any(cell != "-" for cell in row[1:])]
+  return [row for row in cells if any(cell != "-" for cell in row[1:])]
 
 
 def _compared(plans: Sequence[Plan], *, rates: bool = False) -> tuple[list[list[str]], list[int]]:

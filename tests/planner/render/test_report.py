@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mpjax._render.text_sections import sections_text
+from mpjax._render.tables import tables_text
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective, Floor, Note
 from mpjax.planner.render import NO_FIT, answer, answer_beside, sections_of
 from tests.planner._plans import PARAMETERS, a_plan, a_product, a_time, in_words, the_head
@@ -13,7 +13,7 @@ POLICIES = ("fp32", "bf16", "bf16_pure")
 
 
 def as_text(plans):
-  return sections_text(sections_of(plans))
+  return tables_text(sections_of(plans))
 
 
 def lines_of(text, start):
