@@ -18,9 +18,9 @@ from mpjax.cli._subject import locate, open_subject, run_or_config
 from mpjax.cli._tune_proof import proof_text, prove
 from mpjax.planner import get_target
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
-from mpjax.train.config._config import Recompute
+from mpjax.train.config._config import MeshConfig, Recompute
 from mpjax.train.config._config_file import read_tree
-from mpjax.train.setup._setup import mesh_of, on_devices_here
+from mpjax.train.setup._experiment import Place
 from mpjax.tuning import TuneResult, tune
 from mpjax.tuning._tune import parse_tolerance
 
@@ -80,8 +80,11 @@ def run(options: argparse.Namespace) -> None:
     result.save_picture(options.picture)
     say(console, f"picture: {options.picture}")
   if options.prove:
-    config = on_devices_here(config)
-    if result.policy.across_devices and mesh_of(config).size == 1:
+    mesh = Place.of_tools(config).mesh
+    is_one = mesh is not None and mesh.size == 1
+    if is_one:
+      config = config.model_copy(update={"mesh": MeshConfig(data=1)})
+    if result.policy.across_devices and is_one:
       crossing = " and ".join(result.policy.across_devices)
       say(console, f"the proof runs on one device, without transfers: it does not test {crossing}")
     if result.recompute is not None:

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     register_optimizer,
   )
   from mpjax.train.loop._run import RunResult, run
-  from mpjax.train.loop._trackers import Tracker
+  from mpjax.train.loop._sinks import Tracker
+  from mpjax.train.setup._experiment import make_setup, make_task
   from mpjax.train.setup._optimizers import make_optimizer
   from mpjax.train.setup._planner import Planner
-  from mpjax.train.setup._setup import make_setup
-  from mpjax.train.setup._task import make_task
 
 __all__ = [
   "Agreed",
@@ -73,6 +72,7 @@ _MODULES = {
   "config._config_file": ("load_config",),
   "_errors": ("Agreed", "CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
+  "setup._experiment": ("make_setup", "make_task"),
   "setup._optimizers": ("make_optimizer",),
   "setup._planner": ("Planner",),
   "config._plugins": (
@@ -85,9 +85,7 @@ _MODULES = {
     "register_optimizer",
   ),
   "loop._run": ("RunResult", "run"),
-  "loop._trackers": ("Tracker",),
-  "setup._setup": ("make_setup",),
-  "setup._task": ("make_task",),
+  "loop._sinks": ("Tracker",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -12,8 +12,8 @@ import functools
 import inspect
 import json
 import math
+import os
 import pathlib
-import re
 import stat
 from collections.abc import Iterable
 from typing import Any
@@ -43,10 +43,10 @@ from mpjax.registry._task import Task
 from mpjax.step import TrainState
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import unfinished
-from mpjax.train.config._config import Config, MeshConfig, export_dtype, parse_config
+from mpjax.train.config._config import Config, export_dtype, parse_config
 from mpjax.train.setup._evaluation import apply, weights_of
-from mpjax.train.setup._saved_run import read_checkpoint, run_config
-from mpjax.train.setup._setup import build_step, init_state, make_setup
+from mpjax.train.setup._experiment import Experiment, Place
+from mpjax.train.setup._saved_run import SavedRun
 
 _FP8 = "float8_e4m3fn"
 WIDE = ("float32", "float16", _FP8)  # dtypes of an export of master weights
@@ -145,7 +145,8 @@ def save_safetensors(
   """
   path = pathlib.Path(path)
   dtype = export_dtype(dtype)
-  _require_writable(path)
+  if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+    raise ConfigError(f"cannot write {path}: expected a new file, or one to replace")
   policy = config.resolve_policy()
   half = policy.compute_dtype if policy.compute_dtype.itemsize == 2 else jnp.bfloat16
   kept = cast_floating(params, half if dtype == _FP8 else dtype or policy.compute_dtype)
@@ -159,11 +160,11 @@ def save_safetensors(
   sections = _without_folders(config.model_dump(mode="json", exclude={"out"}))
   if config.optimizer.target is not None:  # a plug-in's, which a reader of the file may not have
     del sections["optimizer"]
-  described = _FOLDERS.sub("", info.description)
+  facts = dataclasses.replace(info, description=config.data.kind)  # a description may name folders
   metadata = {
     "format": "mpjax-1",
     "config": json.dumps(sections),
-    "data": json.dumps(_without_folders(dataclasses.asdict(info)) | {"description": described}),
+    "data": json.dumps(_without_folders(dataclasses.asdict(facts))),
   }
   temporary = unfinished(path)
   try:
@@ -193,22 +194,6 @@ def export_text(path: pathlib.Path) -> str:
   )
 
 
-def _require_writable(path: pathlib.Path) -> None:
-  """Raises `ConfigError` if no file can be made or replaced at a path."""
-  if not path.parent.is_dir():
-    raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-  try:
-    mode = path.lstat().st_mode
-  except FileNotFoundError:
-    return
-  except OSError as error:
-    raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-  if not stat.S_ISREG(mode):
-    kinds = {"l": "a link", "d": "a folder", "c": "a device", "b": "a device", "p": "a pipe", "s": "a socket"}
-    kind = kinds.get(stat.filemode(mode)[0], "not a regular file")
-    raise ConfigError(f"cannot write {path}: it is {kind}; expected a new file, or one to replace")
-
-
 def _without_folders(tree: Any) -> Any:
   """Returns plain data with only the last part of each absolute path."""
   if isinstance(tree, dict):
@@ -219,8 +204,6 @@ def _without_folders(tree: Any) -> Any:
   return pathlib.PurePath(tree).name if is_path else tree
 
 
-# The folders of an absolute path at the start of a text, or after a space, a quote or a bracket.
-_FOLDERS = re.compile(r"(?:(?<=[\s'\"\[(])|^)/(?:[^/:,]*/)*(?=[^/\s])")
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 
 
@@ -261,12 +244,12 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     # Tracing takes as long as the file's config says, which may be for ever.
     if MODELS.find(config.model.kind).is_own and layers > len(tensors):
       raise ConfigError(f"{len(tensors)} tensors are too few for a model of {layers} layers")
-    task, step = build_step(config.with_any_attention(), info, policy.without_histories(), mesh=None)
+    experiment = Experiment(config.with_any_attention(), info, policy.without_histories(), Place(None))
+    task, like = experiment.task, experiment.state_shapes
   except (ConfigError, TypeError) as error:  # the latter for such as tokens without a vocabulary
     raise ConfigError(f"{path}: {error}") from error
   except (KeyError, ValueError, RecursionError) as error:
     raise ConfigError(f"{path}: damaged metadata ({' '.join(str(error).split())})") from error
-  like = jax.eval_shape(lambda: init_state(config, task, step, batch=None))
 
   def read(key: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     name = path_text(key)
@@ -301,11 +284,12 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
   fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)
   block = max(BLOCKS.values())
   rows = -(-recipe.min_dim // block) * block  # large enough, and divisible, for every FP8 product
-  task, step = build_step(config.with_any_attention(), info, fp8, mesh=None)
-  batch = info.batch_shapes(rows)
-  state = jax.eval_shape(lambda: init_state(config, task, step, batch))
-  arguments, keywords = step.loss.arguments(state, batch)
-  found = fp8_weights(task.loss_fn, fp8)(*arguments, **keywords)
+  config = config.with_any_attention().model_copy(
+    update={"data": config.data.model_copy(update={"batch_size": rows})}
+  )
+  experiment = Experiment(config, info, fp8, Place(None))
+  arguments, keywords = experiment.step.loss.arguments(*experiment.shapes())
+  found = fp8_weights(experiment.task.loss_fn, fp8)(*arguments, **keywords)
   names = {name.removeprefix("0/") for name in found if name.startswith("0/")}
   if not names:
     raise ConfigError(
@@ -343,19 +327,15 @@ def export_run(
   Raises:
     ConfigError: if the directory does not have that checkpoint or average, or the file cannot be written.
   """
-  directory = pathlib.Path(directory)
-  path = pathlib.Path(out) if out else directory / "model.safetensors"
-  config = run_config(directory)
+  saved = SavedRun(directory)
+  path = pathlib.Path(out) if out else saved.directory / "model.safetensors"
   dtype = export_dtype(dtype)
-  _require_writable(path)
-  # One device is enough, however many the run used.
-  setup = make_setup(config.with_any_attention().model_copy(update={"mesh": MeshConfig(data=1)}))
-  like = setup.abstract_state()
+  run = saved.experiment(Place.one())  # one device is enough, however many the run used
   if weights not in (None, "average", "last"):
     raise ConfigError(f"weights={weights}: expected average or last")
-  if weights == "average" and not keeps_other_weights(like.opt_state):
+  if weights == "average" and not keeps_other_weights(run.state_shapes.opt_state):
     raise ConfigError(f"weights=average: {directory} keeps no average (train.average); expected weights=last")
-  state = read_checkpoint(directory, str(step), like).state
-  chosen = functools.partial(weights_of, setup.step, which=weights or "average", masters=dtype in WIDE)
-  save_safetensors(path, config, setup.info, jax.jit(chosen)(state), state.model_state, dtype)
+  state = saved.restore(str(step), run).state
+  chosen = functools.partial(weights_of, run.step, which=weights or "average", masters=dtype in WIDE)
+  save_safetensors(path, saved.config, run.info, jax.jit(chosen)(state), state.model_state, dtype)
   return path

@@ -89,6 +89,7 @@ WRONG = [
   (["policy=fp61"], ["fp61", "did you mean 'fp16'"]),
   (["policy={base: fp16, compute_dtype: float17}"], ["float17", "expected one of"]),
   (["policy={base: fp16, los_scaling: 1}"], ["los_scaling", "did you mean 'loss_scaling'"]),
+  (["policy={base: fp8, fp8: {recipe: curent}}"], ["fp8.recipe", "did you mean 'current'"]),
   (["policy=fp8", "policy.autocast=false"], ["policy", "fp8", "autocast: true"]),
   (["policy={base: bf16, autocast: false, overrides: {head: fp32}}"], ["overrides", "autocast: true"]),
   (["policy={base: fp16, loss_scaling: {init_scale: .inf}}"], ["init_scale", "inf"]),

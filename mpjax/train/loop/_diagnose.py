@@ -9,8 +9,9 @@ from typing import Any
 from mpjax._types import PyTree
 from mpjax.numerics import find_nonfinite
 from mpjax.policy import LossScaling
+from mpjax.sharding._checksums import NonFiniteLeaves
 from mpjax.step import TrainState, TrainStep
-from mpjax.train.checkpoints import NonFiniteLeaves, nonfinite_text
+from mpjax.train.checkpoints import nonfinite_text
 
 
 def state_report(nonfinite: NonFiniteLeaves) -> str:

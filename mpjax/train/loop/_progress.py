@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import logging
 import pathlib
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,17 +19,12 @@ from mpjax.fp8._hardware import in_force
 from mpjax.policy import Policy
 from mpjax.step import Layout, TrainState
 from mpjax.train.loop._output import LOGGER
+from mpjax.train.setup._experiment import Setup
 from mpjax.train.setup._optimizers import describe_optimizer
-from mpjax.train.setup._setup import Setup
-
-# Least time between two updates of a bar in a notebook.
-_SECONDS = 0.25
 
 
 class Progress:
-  """Shows progress as a bar on a terminal or in a notebook; elsewhere as one line per logged step.
-
-  A bar takes the place of lines of steps, which other handlers of the logger get all the same.
+  """Shows progress as a bar on a terminal; elsewhere as one line per logged step.
 
   Args:
     console: where to show the bar.
@@ -41,12 +35,9 @@ class Progress:
   """
 
   def __init__(self, console: rich.console.Console, steps: int, start: int, units: str, has_scale: bool):
-    self._console = console
     self._steps = steps
     self._units = units
     self._has_scale = has_scale
-    self._cell: Any = None  # the notebook cell that shows the bar
-    self._shown = 0.0
     self._bar = rich.progress.Progress(
       rich.progress.TextColumn("[bold]{task.description}"),
       rich.progress.BarColumn(bar_width=None),
@@ -57,50 +48,35 @@ class Progress:
       disable=not console.is_terminal,
     )
     self._task = self._bar.add_task("train", total=steps, completed=start, status="compiling")
+    # Lines that repeat what a bar shows are for those who ask for them.
+    self._level = logging.DEBUG if console.is_terminal else logging.INFO
 
   def __enter__(self) -> Progress:
     self._bar.start()
-    if self._console.is_jupyter:  # IPython is enough; rich would need ipywidgets
-      display = importlib.import_module("IPython.display").display
-      self._cell = display(self._bar, display_id=True)
-    LOGGER.info("compiling the training step", extra=self._beside_bar)
+    LOGGER.log(self._level, "compiling the training step")
     return self
 
   def __exit__(self, *_: object) -> None:
     self._bar.stop()
-    self._update_cell(at_once=True)
 
-  @property
-  def _beside_bar(self) -> dict[str, Any]:
-    """Returns what keeps lines off the console that repeat what a bar shows."""
-    return {"shown": None} if self._console.is_terminal or self._console.is_jupyter else {}
-
-  def _update_cell(self, at_once: bool = False) -> None:
-    now = time.monotonic()
-    if self._cell is not None and (at_once or now - self._shown > _SECONDS):
-      self._cell.update(self._bar)
-      self._shown = now
-
-  def step(self, step: int, record: Mapping[str, Any], logged: bool) -> None:
-    """Shows the metrics of a finished step."""
-    shown = [f"loss {_number(record['loss'])}"]
+  def write(self, record: Mapping[str, Any], is_logged: bool) -> None:
+    """Shows the record of a step."""
+    step = f"step {record['step']}/{self._steps}"
+    scores = {name: value for name, value in record.items() if name.startswith("eval_")}
+    if scores:
+      shown = "  ".join(f"{name.removeprefix('eval_')} {_number(value)}" for name, value in scores.items())
+      LOGGER.info(f"{step}  eval: {shown}")
+    parts = [f"loss {_number(record['loss'])}"]
     if self._has_scale:
-      shown.append(f"scale {power_of_two_text(record['loss_scale'])}")
+      parts.append(f"scale {power_of_two_text(record['loss_scale'])}")
     if self._has_scale or record["skipped_steps"]:
-      shown.append(f"skipped {record['skipped_steps']}")
-    speed = record[f"{self._units}_per_s"]
-    if speed is not None:
-      shown.append(f"{speed:,.0f} {self._units}/s")
-    status = "  ".join(shown)
-    self._bar.update(self._task, completed=step, status=status)
-    self._update_cell()
-    if logged:
-      LOGGER.info(f"step {step}/{self._steps}  {status}", extra=self._beside_bar)
-
-  def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-    """Shows an evaluation."""
-    shown = "  ".join(f"{name.removeprefix('eval_')} {_number(value)}" for name, value in metrics.items())
-    LOGGER.info(f"step {step}/{self._steps}  eval: {shown}")
+      parts.append(f"skipped {record['skipped_steps']}")
+    if (speed := record[f"{self._units}_per_s"]) is not None:
+      parts.append(f"{speed:,.0f} {self._units}/s")
+    status = "  ".join(parts)
+    self._bar.update(self._task, completed=record["step"], status=status)
+    if is_logged:
+      LOGGER.log(self._level, f"{step}  {status}")
 
 
 def show_header(

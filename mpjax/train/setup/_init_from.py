@@ -17,15 +17,15 @@ from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import load_safetensors
 from mpjax.train.config._config import Config
 from mpjax.train.setup._evaluation import weights_of
-from mpjax.train.setup._saved_run import read_checkpoint, run_config
-from mpjax.train.setup._setup import Setup, build_step
+from mpjax.train.setup._experiment import Experiment
+from mpjax.train.setup._saved_run import SavedRun
 
 
-def start_from(setup: Setup, state: TrainState) -> tuple[TrainState, str]:
+def start_from(setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
   """Returns the first state of a run with the parameters that `train.init_from` names, and says whose.
 
   Args:
-    setup: the new run's setup.
+    setup: the new run.
     state: the new run's first state, on its devices.
 
   Raises:
@@ -44,24 +44,23 @@ def start_from(setup: Setup, state: TrainState) -> tuple[TrainState, str]:
   return _from_export(path, setup, state)
 
 
-def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> tuple[TrainState, str]:
-  theirs = _like(run_config(path), setup.config)
-  policy = theirs.resolve_policy()
-  task, before = build_step(theirs, setup.info, policy, setup.layout.mesh)
-  like = dataclasses.replace(setup, config=theirs, policy=policy, task=task, step=before).abstract_state()
+def _from_run(path: pathlib.Path, setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
+  saved = SavedRun(path)
+  theirs = _like(saved.config, setup.config)
+  before = dataclasses.replace(setup, config=theirs, policy=theirs.resolve_policy())
   try:
-    restored = read_checkpoint(path, "latest", like)
+    restored = saved.restore("latest", before)
   except (CheckpointError, ConfigError) as error:
     raise ConfigError(f"train.init_from={path}: {error}") from error
   old, source = restored.state, f"parameters of step {restored.step} of {path}"
   if not setup.config.train.init_optimizer:
-    masters = jax.jit(functools.partial(weights_of, before, masters=True))(old)
+    masters = jax.jit(functools.partial(weights_of, before.step, masters=True))(old)
     average = "the average of the " if keeps_other_weights(old.opt_state) else ""
     return _with_masters(setup, state, masters, old.model_state), f"{average}{source}"
-  return _with_optimizer(path, setup.step, state, old, before), f"{source}, and its optimizer"
+  return _with_optimizer(path, setup.step, state, old, before.step), f"{source}, and its optimizer"
 
 
-def _with_masters(setup: Setup, state: TrainState, masters: PyTree, model_state: PyTree) -> TrainState:
+def _with_masters(setup: Experiment, state: TrainState, masters: PyTree, model_state: PyTree) -> TrainState:
   """Returns a run's first state with other master weights, from which its optimiser starts, too."""
   step, places = setup.step, setup.layout.shardings(state)
 
@@ -115,7 +114,7 @@ def _without_skips(opt_state: PyTree) -> PyTree:
   return jax.tree.map(lambda x: reset(x) if is_scale(x) else x, opt_state, is_leaf=is_scale)
 
 
-def _from_export(path: pathlib.Path, setup: Setup, state: TrainState) -> tuple[TrainState, str]:
+def _from_export(path: pathlib.Path, setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
   try:
     model = load_safetensors(path)
   except ConfigError as error:

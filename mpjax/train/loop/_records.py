@@ -1,13 +1,10 @@
-"""Measures a run: records of steps, evaluation, time by part, memory, and a profile of chosen steps."""
+"""The records of a run: one mapping for each step, the summary, and the run's time by part."""
 
 from __future__ import annotations
 
-import contextlib
-import pathlib
-import shutil
+import functools
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,16 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._types import Metrics, PyTree
+from mpjax._types import ArrayLike, Metrics
 from mpjax.fp8._hardware import in_force
 from mpjax.loss_scale import find_scaler, find_states
 from mpjax.step import TrainState
-from mpjax.train.loop._metrics_file import plain
-from mpjax.train.loop._output import LOGGER, goes_on_without
-from mpjax.train.setup._setup import Setup
+from mpjax.train.setup._experiment import Setup
 
-# Number of newest steps whose metrics the host does not wait for.
-LAG = 2
 _AVERAGED = 20  # steps over which time and speed are averaged
 _RATES = 2**16  # learning rates computed at once, since each alone would wait for the device
 # The parts of a run's time.
@@ -36,7 +29,6 @@ class Records:
 
   Attributes:
     last: the last recorded value of each name; saved in checkpoints.
-    next_update: the number of the next update, as the schedule counts.
 
   Args:
     setup: the setup of the run.
@@ -52,7 +44,6 @@ class Records:
     self._clock = time.perf_counter()
     self._seconds, self._part, self._since = dict.fromkeys(_PARTS, 0.0), "start", began
     self.last: dict[str, Any] = {}
-    self.next_update = 0
 
   def enter(self, part: str) -> None:
     """Ends a part of the run's time and begins another. The host's time: devices work on meanwhile."""
@@ -65,22 +56,9 @@ class Records:
     scaler = find_scaler(state.opt_state)
     skipped = 0 if scaler is None else int(np.asarray(scaler.skipped_steps))
     counts = find_states(state.opt_state, optax.ScaleByScheduleState).values()
-    counted = next((int(np.asarray(found.count)) for found in counts), start - skipped)
-    self._first_update = self.next_update = counted
-    self._steps_before, self._skipped_before = start, skipped
-    self._rates_from, self._rates = 0, np.zeros(0, np.float32)
-    self._rate(counted)
-
-  def is_first(self, step: int) -> bool:
-    """Returns whether a step is the first of this process."""
-    return step == self._steps_before + 1
-
-  def wait_for_compilation(self, step: int, metrics: Metrics) -> None:
-    """Waits for the first step of this process, so that no later step's time includes compilation."""
-    if self.is_first(step):
-      jax.block_until_ready(metrics)
-      self.enter("step")
-      self.restart_clock()
+    self._first_update = next((int(np.asarray(found.count)) for found in counts), start - skipped)
+    self._start, self._skipped_before = start, skipped
+    self._rates = functools.lru_cache(1)(self._rates_of)
 
   def restart_clock(self) -> None:
     """Leaves the time since the last step out of the next step's time."""
@@ -89,7 +67,7 @@ class Records:
   def of(self, step: int, metrics: Metrics) -> dict[str, Any]:
     """Returns the record of a step; waits for its metrics."""
     values = {name: plain(value) for name, value in metrics.items()}
-    if not self.is_first(step):
+    if step > self._start + 1:
       now = time.perf_counter()
       self._times.append(now - self._clock)
       self._clock = now
@@ -116,13 +94,6 @@ class Records:
     self.last["best_eval_loss"] = eval_loss
     return True
 
-  def scalars(self, record: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record for the trackers, without the loss scale if the policy has none."""
-    hidden = {"step"} if self._has_scale else {"step", "loss_scale"}
-    return {
-      name: value for name, value in record.items() if name not in hidden and isinstance(value, (int, float))
-    }
-
   def summary(self, state: TrainState) -> dict[str, Any]:
     """Returns the summary of a run that has ended with `state`."""
     step_time = self._step_time(len(self._times))
@@ -142,7 +113,7 @@ class Records:
       "best_eval_loss": self.last.get("best_eval_loss"),
       "steps_per_s": None if step_time is None else 1 / step_time,
       "time_s": self._seconds,
-      **({"time_s_from_step": self._steps_before} if self._steps_before else {}),
+      **({"time_s_from_step": self._start} if self._start else {}),
       "peak_memory_bytes": peak_memory(),
       "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.arrays)),
       "resolved_policy": policy.to_dict(),
@@ -159,15 +130,21 @@ class Records:
     """Returns the learning rate of a step, or the rate that a skipped step would have had."""
     was_skipped = record["grads_finite"] is False or record.get("updates_finite") is False
     skipped = record["skipped_steps"] - self._skipped_before - was_skipped
-    return self._rate(self._first_update + record["step"] - 1 - self._steps_before - skipped)
+    block, place = divmod(self._first_update + record["step"] - 1 - self._start - skipped, _RATES)
+    return float(self._rates(block)[place])
 
-  def _rate(self, update: int) -> float:
-    """Returns the learning rate of an update."""
-    if not 0 <= update - self._rates_from < len(self._rates):
-      self._rates_from = update
-      rate = lambda number: jnp.asarray(self._setup.schedule(number), jnp.float32)
-      self._rates = np.asarray(jax.jit(jax.vmap(rate))(jnp.arange(update, update + _RATES)))
-    return float(self._rates[update - self._rates_from])
+  def _rates_of(self, block: int) -> np.ndarray:
+    """Returns the learning rates of a block of updates."""
+    rate = lambda update: jnp.asarray(self._setup.schedule(update), jnp.float32)
+    return np.asarray(jax.jit(jax.vmap(rate))(block * _RATES + jnp.arange(_RATES)))
+
+
+def plain(value: ArrayLike) -> Any:
+  """Returns a JSON value for an array scalar, exact for float32; non-finite floats become strings."""
+  item = np.asarray(value).item()
+  if isinstance(item, float) and not np.isfinite(item):
+    return str(item)  # "nan", "inf", "-inf": JSON has no such numbers
+  return item
 
 
 def peak_memory() -> int | None:
@@ -183,51 +160,3 @@ def peak_memory() -> int | None:
     return None
   unit = 1 if sys.platform == "darwin" else 1024
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class Profile:
-  """Traces chosen steps with JAX's profiler, and waits for the last of them. If it fails, the run goes on.
-
-  Args:
-    steps: the first and the last step, from 1; `None` for no profile.
-    start: the step that the run resumes from; earlier steps are left out.
-    folder: the folder of the trace; made if needed.
-  """
-
-  def __init__(self, steps: tuple[int, ...] | None, start: int, folder: pathlib.Path):
-    first, self._last = steps or (0, 0)
-    self._first, self._folder = max(first, start + 1), folder
-    self._is_on = False
-
-  def before(self, step: int) -> None:
-    """Starts the trace if this step is the first."""
-    if step == self._first <= self._last:
-      self._is_on = self._try(lambda: jax.profiler.start_trace(self._folder))
-
-  def after(self, step: int, state: PyTree) -> None:
-    """Waits for the state after this step and ends the trace, if this step was the last."""
-    if self._is_on and step == self._last:
-      jax.block_until_ready(state)
-      self.stop(step)
-
-  def stop(self, step: int, *, keep: bool = True) -> None:
-    """Ends and writes the trace, if there is one, after a step; deletes it again unless `keep`."""
-    is_written, self._is_on = self._is_on and self._try(jax.profiler.stop_trace), False
-    if is_written and keep:
-      LOGGER.info(
-        f"a profile of steps {self._first} to {step} is in {self._folder}: open it with xprof --logdir "
-        f"{self._folder}, or its trace.json.gz in Perfetto"
-      )
-    elif is_written:
-      shutil.rmtree(self._folder, ignore_errors=True)
-      for parent in list(self._folder.parents)[:2]:  # of a run directory that was moved
-        with contextlib.suppress(OSError):
-          parent.rmdir()
-
-  def _try(self, action: Callable[[], object]) -> bool:
-    try:
-      action()
-    except Exception as error:  # no error of a profiler is worth a run
-      goes_on_without("a profile", error)
-      return False
-    return True
