@@ -13,7 +13,7 @@ from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
   from mpjax.train._errors import Agreed, CheckpointError, ConfigError, DataError, Interrupted, Stuck
-  from mpjax.train._export import ExportedModel, export_run, load_safetensors, save_safetensors
+  from mpjax.train._export import ExportedModel, load_safetensors, save_safetensors
   from mpjax.train.config._config import Config, parse_config
   from mpjax.train.config._config_file import load_config
   from mpjax.train.config._plugins import (
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
   from mpjax.train.setup._experiment import make_setup, make_task
   from mpjax.train.setup._optimizers import make_optimizer
   from mpjax.train.setup._planner import Planner
+  from mpjax.train.setup._saved_run import export_run
 
 __all__ = [
   "Agreed",
@@ -71,10 +72,11 @@ _MODULES = {
   "config._config": ("Config", "parse_config"),
   "config._config_file": ("load_config",),
   "_errors": ("Agreed", "CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
-  "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
+  "_export": ("ExportedModel", "load_safetensors", "save_safetensors"),
   "setup._experiment": ("make_setup", "make_task"),
   "setup._optimizers": ("make_optimizer",),
   "setup._planner": ("Planner",),
+  "setup._saved_run": ("export_run",),
   "config._plugins": (
     "DataInfo",
     "ModelInfo",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import json
 import math
@@ -34,7 +33,6 @@ from mpjax.dtypes import cast_floating
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import BLOCKS
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
-from mpjax.optim import keeps_other_weights
 from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, get_policy
 from mpjax.registry._info import DataInfo
@@ -44,9 +42,7 @@ from mpjax.step import TrainState
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import unfinished
 from mpjax.train.config._config import Config, export_dtype, parse_config
-from mpjax.train.setup._evaluation import apply, weights_of
-from mpjax.train.setup._experiment import Experiment, Place
-from mpjax.train.setup._saved_run import SavedRun
+from mpjax.train.setup._experiment import Experiment, Place, apply
 
 _FP8 = "float8_e4m3fn"
 WIDE = ("float32", "float16", _FP8)  # dtypes of an export of master weights
@@ -297,45 +293,3 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
       "with policy=fp8 policy.fp8.emulate=true says why); use bfloat16"
     )
   return [f"params/{name}" for name in names]
-
-
-def export_run(
-  directory: str | pathlib.Path,
-  dtype: str | None = None,
-  step: str | int = "best",
-  out: str | None = None,
-  weights: str | None = None,
-) -> pathlib.Path:
-  """Exports a checkpoint of a run directory as safetensors.
-
-  ```python
-  path = mpjax.train.export_run("runs/gpt_stdlib-fp16", "bf16")
-  model = mpjax.train.load_safetensors(path)
-  ```
-
-  Args:
-    directory: the run directory.
-    dtype: as for `save_safetensors`.
-    step: `"best"` (lowest evaluation loss), `"latest"`, or a step number.
-    out: the file; `None`: `model.safetensors` in the run directory.
-    weights: `"average"`, which the run evaluated, or `"last"`, which it trained. `None`: the average if the
-      run keeps one.
-
-  Returns:
-    The path of the file.
-
-  Raises:
-    ConfigError: if the directory does not have that checkpoint or average, or the file cannot be written.
-  """
-  saved = SavedRun(directory)
-  path = pathlib.Path(out) if out else saved.directory / "model.safetensors"
-  dtype = export_dtype(dtype)
-  run = saved.experiment(Place.one())  # one device is enough, however many the run used
-  if weights not in (None, "average", "last"):
-    raise ConfigError(f"weights={weights}: expected average or last")
-  if weights == "average" and not keeps_other_weights(run.state_shapes.opt_state):
-    raise ConfigError(f"weights=average: {directory} keeps no average (train.average); expected weights=last")
-  state = saved.restore(str(step), run).state
-  chosen = functools.partial(weights_of, run.step, which=weights or "average", masters=dtype in WIDE)
-  save_safetensors(path, saved.config, run.info, jax.jit(chosen)(state), state.model_state, dtype)
-  return path

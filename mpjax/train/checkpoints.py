@@ -31,7 +31,7 @@ from mpjax.sharding._checksums import Examined, NonFiniteLeaves, examine, kinds
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError, causes, one_line
 from mpjax.train._files import set_aside
-from mpjax.train.config._differences import run_mismatch
+from mpjax.train.config._config_file import run_mismatch
 from mpjax.train.processes import everyone
 
 __all__ = [

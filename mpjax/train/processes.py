@@ -32,7 +32,7 @@ from mpjax._types import Array, PyTree
 from mpjax.train._errors import MENDABLE, TOGETHER, Agreed, ConfigError, Interrupted, one_line
 from mpjax.train._interrupt import Interrupt
 from mpjax.train.config._config import DistributedConfig
-from mpjax.train.config._differences import mismatch
+from mpjax.train.config._config_file import mismatch
 
 T = TypeVar("T")
 
@@ -221,8 +221,7 @@ def _agreed(told_by: list[dict[str, Any]], same: bool) -> Any:
   problems = [(i, told) for i, told in enumerate(told_by) if "problem" in told]
   if problems:
     number, told = problems[0]
-    alike = len(problems) == len(told_by) and len({told["problem"] for _, told in problems}) == 1
-    who = "" if number == 0 or alike else f"process {number}: "
+    who = f"process {number}: " if number else ""
     raise Agreed(f"{who}{told['problem']}", told["status"])
   for i, told in enumerate(told_by[1:] if same else [], 1):
     if (problem := mismatch(told_by[0]["told"], told["told"], i)) is not None:

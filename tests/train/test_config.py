@@ -164,11 +164,6 @@ def test_unreadable_or_incomplete_files(tmp_path):
   raises_one_line(ConfigError, words, load_config, tmp_path / "nothing.yaml")
 
 
-def test_yaml_1_1_exponents_without_a_dot_are_numbers(tmp_path):
-  path = write(tmp_path, yaml.safe_dump(MINIMAL) + "optimizer: {learning_rate: 1e-4}\n")
-  assert load_config(path).optimizer.learning_rate == 1e-4
-
-
 def test_keys_that_went_are_passed_over_where_a_run_has_the_value_that_holds_anyway():
   scaling = {"kind": "dynamic", "consecutive_hysteresis": False}
   older = MINIMAL | {"mesh": {"gather_prefetch": 1}, "policy": {"base": "fp16", "loss_scaling": scaling}}

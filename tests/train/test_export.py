@@ -18,7 +18,7 @@ from mpjax.cli import main
 from mpjax.train import ConfigError, load_config, load_safetensors, make_setup, save_safetensors
 
 # The logits of an evaluation.
-from mpjax.train.setup._evaluation import apply
+from mpjax.train.setup._experiment import apply
 from tests.train._runs import raises_one_line, refused, state_of
 from tests.train._tiny_gpt import write_tiny_gpt
 

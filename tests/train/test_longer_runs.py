@@ -12,7 +12,7 @@ from mpjax.cli import main
 from mpjax.train import load_config, make_setup
 
 # The state that a run begins with is nowhere written.
-from mpjax.train.setup._init_from import start_from
+from mpjax.train.setup._saved_run import start_from
 from tests.train._runs import OVERFLOWING, assert_same_bits, refused, state_of, train, write_line
 from tests.train._tiny_gpt import records
 

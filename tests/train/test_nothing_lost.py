@@ -17,12 +17,11 @@ from mpjax.train import ConfigError, DataError, parse_config, register_data
 from mpjax.train.data import Data
 
 # The lines of a command, and what a run shows of a step, to disturb it there.
-from mpjax.train.loop._output import Output
-from mpjax.train.loop._progress import Progress
+from mpjax.train.loop._output import Output, Progress
 from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._sinks import MetricsFile, Trackers
 from tests._quick_compile import environment as quick_environment
-from tests.train._runs import Points, curve, refused, train, write_line
+from tests.train._runs import Points, curve, raises_one_line, refused, train, write_line
 from tests.train._tiny_gpt import records
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -281,6 +280,37 @@ def test_an_entry_of_the_wrong_kind_is_refused(begun, tmp_path):
   for name in ("metrics.jsonl", "summary.json", "checkpoints", "tensorboard"):
     entry = tmp_path / "run" / name
     entry.mkdir() if "." in name else entry.write_text("x")
-    with pytest.raises(ConfigError, match=f"{name} in it is "):
-      RunDirectory(begun)
+    raises_one_line(ConfigError, [f"{name} in it is "], RunDirectory, begun)
     entry.rmdir() if "." in name else entry.unlink()
+
+
+def test_a_run_directory_with_a_link_in_it_is_refused(begun, tmp_path):
+  out, victim = tmp_path / "run", tmp_path / "victim"
+  victim.write_text("precious")
+  for name in (
+    ".lock",
+    "config.yaml.tmp",
+    "metrics.jsonl",
+    "checkpoints",
+    "checkpoints/8",
+    "tensorboard/events",
+  ):
+    link = out / name
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(victim)
+    raises_one_line(ConfigError, [f"{name} in it is a link"], RunDirectory, begun)
+    assert victim.read_text() == "precious", name
+    link.unlink()
+
+
+def test_a_run_directory_may_itself_be_a_link(begun, tmp_path):
+  (tmp_path / "run").rename(tmp_path / "disk")
+  (tmp_path / "run").symlink_to(tmp_path / "disk")
+  RunDirectory(begun).close()
+
+
+def test_a_run_directory_with_a_damaged_config_is_refused(begun, tmp_path):
+  for text in ("!!python/name:os.system", "[1", "[" * 100_000, "\0"):
+    (tmp_path / "run" / "config.yaml").write_text(text)
+    raises_one_line(ConfigError, ["config.yaml"], RunDirectory, begun)

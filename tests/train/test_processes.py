@@ -18,7 +18,7 @@ from mpjax.cli import main
 from mpjax.cli._start_processes import processes_around
 from mpjax.train import Agreed, ConfigError, processes as several
 from mpjax.train.config._config import DistributedConfig
-from mpjax.train.config._differences import mismatch
+from mpjax.train.config._config_file import mismatch
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
 from tests.train._tiny_gpt import records

@@ -14,8 +14,7 @@ from mpjax.cli import main
 from mpjax.train import ConfigError, load_config, load_plugins
 
 # A bar by itself, without a run.
-from mpjax.train.loop._output import Output
-from mpjax.train.loop._progress import Progress, show_summary
+from mpjax.train.loop._output import Output, Progress, show_summary
 from tests.train._own_config import PLUGIN
 from tests.train._tiny_gpt import records
 
@@ -91,11 +90,3 @@ def test_the_final_table_cuts_no_policy():
   lines = [line.strip("│ ").removeprefix("policy") for line in console.file.getvalue().splitlines()]
   assert "growth_interval" in "".join(line.strip("│ ") for line in lines)
   assert "…" not in "".join(lines)
-
-
-def test_the_module_shows_its_public_names():
-  assert dir(mpjax.train) == sorted(mpjax.train.__all__)
-  assert {"Task", "register_data", "register_model", "run"} <= set(dir(mpjax.train))
-  assert all(getattr(mpjax.train, name) is not None for name in dir(mpjax.train))
-  assert set(dir(mpjax)) >= {*mpjax.__all__, "train"}
-  assert not {"Any", "importlib", "_average"} & set(dir(mpjax))

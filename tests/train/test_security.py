@@ -19,10 +19,8 @@ from mpjax.train import (
   load_config,
   load_safetensors,
   make_setup,
-  parse_config,
   save_safetensors,
 )
-from mpjax.train.loop._run_directory import RunDirectory
 from tests._quick_compile import environment as quick_environment
 from tests.train._runs import raises_one_line
 from tests.train._tiny_gpt import write_tiny_gpt
@@ -131,46 +129,6 @@ def test_scripts_of_hub_datasets_run_only_if_the_environment_says_so(own, monkey
   with pytest.raises(DataError, match="pip install datasets"):
     load("huggingface", name="x", text_column="text")
   assert os.environ["HF_DATASETS_TRUST_REMOTE_CODE"] == (own or "0")
-
-
-@pytest.fixture
-def config(tmp_path):
-  """The config of a run whose directory is there."""
-  config = parse_config({"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}, "out": str(tmp_path / "run")})
-  RunDirectory(config).close()
-  return config
-
-
-def test_a_run_directory_with_a_link_in_it_is_refused(config, tmp_path):
-  out, victim = tmp_path / "run", tmp_path / "victim"
-  victim.write_text("precious")
-  for name in (
-    ".lock",
-    "config.yaml.tmp",
-    "metrics.jsonl",
-    "checkpoints",
-    "checkpoints/8",
-    "tensorboard/events",
-  ):
-    link = out / name
-    link.parent.mkdir(exist_ok=True)
-    link.unlink(missing_ok=True)
-    link.symlink_to(victim)
-    raises_one_line(ConfigError, [f"{name} in it is a link"], RunDirectory, config)
-    assert victim.read_text() == "precious", name
-    link.unlink()
-
-
-def test_a_run_directory_may_itself_be_a_link(config, tmp_path):
-  (tmp_path / "run").rename(tmp_path / "disk")
-  (tmp_path / "run").symlink_to(tmp_path / "disk")
-  RunDirectory(config).close()
-
-
-def test_a_run_directory_with_a_damaged_config_is_refused(config, tmp_path):
-  for text in ("!!python/name:os.system", "[1", "[" * 100_000, "\0"):
-    (tmp_path / "run" / "config.yaml").write_text(text)
-    raises_one_line(ConfigError, ["config.yaml"], RunDirectory, config)
 
 
 # A training run with everything that writes or reads, in a process that notes what Python does meanwhile.

@@ -23,17 +23,22 @@ from mpjax.train._export import WIDE, export_text, save_safetensors
 from mpjax.train._interrupt import signal_name
 from mpjax.train.checkpoints import Checkpoints, nonfinite_text
 from mpjax.train.data import Batch, describe
-from mpjax.train.loop._diagnose import cannot_recover, state_report, step_report, way_on, why_skipped
-from mpjax.train.loop._output import LOGGER, Output
-from mpjax.train.loop._profile import Profile
-from mpjax.train.loop._progress import Progress, show_header, show_summary
-from mpjax.train.loop._records import Records, plain
+from mpjax.train.loop._output import LOGGER, Output, Progress, show_header, show_summary
+from mpjax.train.loop._records import (
+  Profile,
+  Records,
+  cannot_recover,
+  plain,
+  state_report,
+  step_report,
+  way_on,
+  why_skipped,
+)
 from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._sinks import MetricsFile, Tracker, Trackers
 from mpjax.train.processes import Processes, SignalOfAny
-from mpjax.train.setup._evaluation import mean_of_batches, weights_of
-from mpjax.train.setup._experiment import Setup
-from mpjax.train.setup._init_from import start_from
+from mpjax.train.setup._experiment import Setup, mean_of_batches, weights_of
+from mpjax.train.setup._saved_run import start_from
 
 # Number of newest steps whose metrics the host does not wait for.
 LAG = 2

@@ -1,10 +1,12 @@
-"""The records of a run: one mapping for each step, the summary, and the run's time by part."""
+"""The records of a run: one mapping for each step, the summary, the time by part; and what they show."""
 
 from __future__ import annotations
 
 import functools
+import pathlib
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,10 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._types import ArrayLike, Metrics
+from mpjax._types import ArrayLike, Metrics, PyTree
 from mpjax.fp8._hardware import in_force
 from mpjax.loss_scale import find_scaler, find_states
-from mpjax.step import TrainState
+from mpjax.numerics import find_nonfinite
+from mpjax.policy import LossScaling
+from mpjax.sharding._checksums import NonFiniteLeaves
+from mpjax.step import TrainState, TrainStep
+from mpjax.train.checkpoints import nonfinite_text
+from mpjax.train.loop._output import LOGGER, goes_on_without
 from mpjax.train.setup._experiment import Setup
 
 _AVERAGED = 20  # steps over which time and speed are averaged
@@ -160,3 +167,100 @@ def peak_memory() -> int | None:
     return None
   unit = 1 if sys.platform == "darwin" else 1024
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Profile:
+  """Traces chosen steps with JAX's profiler, and waits for the last of them. If it fails, the run goes on.
+
+  Args:
+    steps: the first and the last step, from 1; `None` for no profile.
+    start: the step that the run resumes from; earlier steps are left out.
+    folder: the folder of the trace; made if needed.
+  """
+
+  def __init__(self, steps: tuple[int, ...] | None, start: int, folder: pathlib.Path):
+    first, self._last = steps or (0, 0)
+    self._first, self._folder = max(first, start + 1), folder
+    self._is_on, self._step = False, start
+
+  def before(self, step: int) -> None:
+    """Starts the trace if this step is the first."""
+    if step == self._first <= self._last:
+      self._is_on = self._try(lambda: jax.profiler.start_trace(self._folder))
+
+  def after(self, step: int, state: PyTree) -> None:
+    """Waits for the state after this step and ends the trace, if this step was the last."""
+    self._step = step
+    if self._is_on and step == self._last:
+      jax.block_until_ready(state)
+      self.close()
+
+  def close(self) -> None:
+    """Ends and writes the trace, if there is one."""
+    if self._is_on and self._try(jax.profiler.stop_trace):
+      LOGGER.info(
+        f"a profile of steps {self._first} to {self._step} is in {self._folder}: open it with xprof --logdir "
+        f"{self._folder}, or its trace.json.gz in Perfetto"
+      )
+    self._is_on = False
+
+  def _try(self, action: Callable[[], object]) -> bool:
+    try:
+      action()
+    except Exception as error:  # no error of a profiler is worth a run
+      goes_on_without("a profile", error)
+      return False
+    return True
+
+
+def state_report(nonfinite: NonFiniteLeaves) -> str:
+  """Returns which leaves of a state that is not saved hold NaN or infinity, on one line."""
+  return f"the state is not finite, and no checkpoint of it was saved: {nonfinite_text(nonfinite)}"
+
+
+def step_report(step: TrainStep, state: TrainState, batch: PyTree) -> str:
+  """Returns which tensors of a step are not finite, the first operation to blame, and what to try."""
+  try:
+    return "\n".join(find_nonfinite(step, state, batch)._answer())
+  except (RuntimeError, MemoryError) as error:  # JAX raises RuntimeError if a device is out of memory
+    return f"the operation that began it was not found: {str(error).strip().partition(chr(10))[0]}"
+
+
+def is_update_bad(metrics: Mapping[str, Any]) -> bool:
+  """Returns whether a step with finite gradients was skipped because its update is not finite."""
+  return bool(metrics.get("grads_finite", False)) and not bool(metrics.get("updates_finite", True))
+
+
+def cannot_recover(record: Mapping[str, Any], scaling: LossScaling | None, max_skips: int) -> bool:
+  """Returns whether the last `max_skips` steps, up to a record's, were skipped at the lowest loss scale."""
+  if record.get("consecutive_skips", 0) < max_skips:
+    return False
+  if scaling is None or scaling.kind == "static" or is_update_bad(record):  # no scale fixes an update
+    return True
+  return record["loss_scale"] * scaling.backoff_factor < scaling.min_scale
+
+
+def why_skipped(record: Mapping[str, Any], scaling: LossScaling | None) -> str:
+  """Returns why the steps up to a record's were skipped, as the end of a sentence."""
+  if is_update_bad(record):
+    return "had finite gradients, and an update, model state or parameters that are not finite"
+  if scaling is None:
+    return "had non-finite gradients"
+  return f"had non-finite gradients, and the loss scale of {record['loss_scale']:g} cannot fall further"
+
+
+def way_on(step: int | None, directory: pathlib.Path, skips: bool) -> str:
+  """Returns which checkpoint is the last, and how to start from it. Every checkpoint is finite.
+
+  Args:
+    step: its step; `None` without a checkpoint.
+    directory: the run directory.
+    skips: whether the run skips steps that are not finite.
+  """
+  change = "a lower optimizer.learning_rate" if skips else "train.skip_nonfinite=true"
+  if step is None:
+    return f"no finite checkpoint was saved: start over with another out= and, for example, {change}"
+  return (
+    f"the last finite checkpoint is of step {step}: train.init_from={directory} with another out= starts "
+    f"from it, for example with {change}; the same command resumes there and takes the same steps again"
+  )

@@ -19,8 +19,7 @@ from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
 from mpjax.train.config._plugins import load_plugins, plugin_digests
 from mpjax.train.loop._loop import TrainingRun
-from mpjax.train.loop._output import LOGGER, Output
-from mpjax.train.loop._progress import show_summary
+from mpjax.train.loop._output import LOGGER, Output, show_summary
 from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._sinks import Tracker, check_trackers, require_trackers
 from mpjax.train.processes import Processes, versions

@@ -11,8 +11,7 @@ from mpjax.registry._info import DataInfo
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import unfinished, write_atomically
 from mpjax.train.config._config import Config
-from mpjax.train.config._config_file import read_tree
-from mpjax.train.config._differences import run_mismatch
+from mpjax.train.config._config_file import read_tree, run_mismatch
 from mpjax.train.loop._output import LOGGER
 from mpjax.train.setup._saved_run import FACTS, facts_text
 
@@ -25,7 +24,7 @@ class RunDirectory:
 
   Attributes:
     path: its path.
-    steps_before: the run's earlier number of steps, if it was smaller; else `None`.
+    has_grown: whether the run had fewer steps before.
 
   Args:
     config: the config of the run.
@@ -42,12 +41,12 @@ class RunDirectory:
     if "\0" in str(config.out):
       raise ConfigError(f"out={config.out!r}: expected the name of a directory")
     self.path = pathlib.Path(str(config.out))
-    self.steps_before: int | None = None
+    self.has_grown = False
     if not owner:
       return
     try:
       if self.path.exists():
-        self.steps_before = _require_same(self.path, config)
+        self.has_grown = _require_same(self.path, config)
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = _lock(self.path / ".lock")
       if _never_began(self.path):
@@ -61,7 +60,7 @@ class RunDirectory:
     `None` if the run has not finished, if its steps have grown since, and in a process that does not write.
     """
     file = self.path / "summary.json"
-    if self._lock is None or self.steps_before is not None or not file.exists():
+    if self._lock is None or self.has_grown or not file.exists():
       return None
     try:
       summary = json.loads(file.read_bytes())
@@ -95,8 +94,8 @@ class RunDirectory:
       self._lock.close()
 
 
-def _require_same(path: pathlib.Path, config: Config) -> int | None:
-  """Returns the number of steps in a run directory's config if it is smaller; `None` if it is the same.
+def _require_same(path: pathlib.Path, config: Config) -> bool:
+  """Returns whether the config of a run directory has fewer steps; all else has to be the same.
 
   Raises:
     ConfigError: for another config, or a directory that is not a run's.
@@ -119,7 +118,7 @@ def _require_same(path: pathlib.Path, config: Config) -> int | None:
     name = entry.relative_to(path)
     raise ConfigError(f"out={path}: {name} in it is {wrong}: nothing was changed; choose another out=")
   if not file.exists():
-    return None
+    return False
   try:
     theirs = read_tree(file)
   except ConfigError as error:
@@ -128,13 +127,13 @@ def _require_same(path: pathlib.Path, config: Config) -> int | None:
   grows = config.train.steps > steps > 0
   differ = run_mismatch(theirs, config.tree, may_grow=grows)
   if differ and _never_began(path):
-    return None
+    return False
   if differ:
     raise ConfigError(
       f"out={path} holds a run of another config ({differ}): nothing was changed; choose another out=, "
       f"with train.init_from={path} to start from its parameters, or delete the directory to start over"
     )
-  return steps if grows else None
+  return grows
 
 
 def _never_began(path: pathlib.Path) -> bool:
