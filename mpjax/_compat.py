@@ -303,7 +303,6 @@ class Coordination(NamedTuple):
   client: Any
   process: int
   processes: int
-  address: str | None
 
 
 def coordination() -> Coordination:
@@ -312,7 +311,7 @@ def coordination() -> Coordination:
   Private: waits for a public key-value store in `jax.distributed`. `jax.process_index` would use devices.
   """
   state = distributed.global_state
-  return Coordination(state.client, state.process_id, state.num_processes, state.coordinator_address)
+  return Coordination(state.client, state.process_id, state.num_processes)
 
 
 def cluster_kinds() -> list[type[clusters.ClusterEnv]]:

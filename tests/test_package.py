@@ -77,7 +77,6 @@ def test_an_import_waits_for_what_is_used():
     "matplotlib",
     "grain",
     "orbax",
-    "omegaconf",
     "pydantic",
     "mpjax.planner",
     "mpjax.numerics",

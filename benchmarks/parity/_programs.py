@@ -137,7 +137,7 @@ def _of_model(model: Any) -> tuple[Any, Any]:
 
 def _step(config: str, changes: list[str]) -> Jaxpr:
   setup = make_setup(load_config(f"configs/{config}.yaml", changes))
-  return setup.step.jitted.trace(*setup._step_shapes()).jaxpr
+  return setup.step.jitted.trace(*setup.shapes()).jaxpr
 
 
 def text_of(closed: Jaxpr) -> str:

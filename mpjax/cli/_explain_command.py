@@ -6,19 +6,22 @@ import argparse
 
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
 from mpjax.cli._show import report_console, show
-from mpjax.train import load_config, load_plugins, make_setup
-from mpjax.train.setup._setup import Setup, on_devices_here
+from mpjax.train import load_config, load_plugins
+from mpjax.train.setup._experiment import Experiment, Place
+from mpjax.train.setup._saved_run import facts_of
 
 
 def run(options: argparse.Namespace) -> None:
   """Runs the command: an answer for each policy, one after the other."""
   load_plugins(options.plugin)
   policies, overrides = split_policies(options.overrides)
-  setups: list[Setup] = []
+  setups: list[Experiment] = []
   for override in [[f"policy={name}"] for name in policies] or [[]]:
     config = load_config(options.config, [*override, *overrides])
     warn_of_policy(config.policy)
-    setup = make_setup(on_devices_here(config))
+    info = facts_of(config, options.config)
+    setup = Experiment(config, info, config.resolve_policy(), Place.of_tools(config))
+    setup.check()
     if all(setup.policy != other.policy for other in setups):
       setups.append(setup)
   console = report_console()

@@ -23,6 +23,7 @@ from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch
 from mpjax.planner.render import NO_FIT, answer, answer_beside, save_picture, sections_of
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config import DEFAULT_RECOMPUTE
+from mpjax.train.setup._saved_run import facts_of
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
   check_picture(options.picture)
   for each in configs:
     warn_of_policy(each.policy, target.kind)
-  planner = Planner(configs[0], target)
+  planner = Planner(configs[0], target, facts_of(configs[0], options.config))
   compile: bool | str = False if options.analytic else "auto"
   memory = _memory(options.memory, target) if options.search else 0
   chosen: list[PolicyLike | None] = [each.policy for each in configs] if policies else [None]

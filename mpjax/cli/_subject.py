@@ -12,10 +12,10 @@ import numpy as np
 from mpjax._types import PyTree
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep
-from mpjax.train import Config, ConfigError
+from mpjax.train import Config, ConfigError, make_setup
 from mpjax.train.config._config_file import find_config
-from mpjax.train.setup._saved_run import read_checkpoint, run_config
-from mpjax.train.setup._setup import Setup, build_step, make_setup, on_devices_here
+from mpjax.train.setup._experiment import Experiment, Place, Setup
+from mpjax.train.setup._saved_run import SavedRun
 
 _REFERENCE = {"base": "fp32", "matmul_precision": "highest"}
 
@@ -34,7 +34,7 @@ class Subject:
     self.step: TrainStep = setup.step
     self.state = state
     any_device, float32 = setup.config.with_any_attention(), get_policy(_REFERENCE)
-    self.reference = build_step(any_device, setup.info, float32, mesh=None)[1]
+    self.reference = Experiment(any_device, setup.info, float32, Place(None)).step
 
   @property
   def parameters(self) -> int:
@@ -66,14 +66,14 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
     ConfigError: if there is no such checkpoint, or it belongs to another model.
     DataError: if data is missing or cannot be used.
   """
-  config = on_devices_here(config)
-  setup = make_setup(config)
+  setup = make_setup(config, Place.of_tools(config))
   batches = setup.data.train()
   if checkpoint is None:
     return Subject(setup, setup.first_state(), batches)
   run, step = locate(checkpoint)
   # The run's own policy and optimiser decide the shape of the saved state.
-  theirs = run_config(run)
+  saved = SavedRun(run)
+  theirs = saved.config
   models = [(each.with_any_attention().model.model_dump(), each.data.kind) for each in (theirs, config)]
   if models[0] != models[1]:
     raise ConfigError(
@@ -81,16 +81,15 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
       "the run directory in place of the config"
     )
   # On the devices of this machine, whatever the run used.
-  original = make_setup(theirs.with_any_attention().model_copy(update={"mesh": config.mesh}))
-  restored = read_checkpoint(run, "latest" if step is None else str(step), original.abstract_state())
+  original = saved.experiment(setup.at)
+  restored = saved.restore("latest" if step is None else str(step), original)
   if restored.loop["fingerprint"] == setup.data.info.fingerprint and config.data == theirs.data:
     batches.set_state(restored.data)
   same_optimizer = (config.optimizer, config.train.average) == (theirs.optimizer, theirs.train.average)
   if config.resolve_policy() == original.policy and same_optimizer:
     return Subject(setup, restored.state, batches)
   # A run under another policy has no amax histories for delayed scaling.
-  policy = setup.policy.without_histories()
-  setup = dataclasses.replace(setup, policy=policy, step=setup.step.with_policy(policy))
+  setup = dataclasses.replace(setup, policy=setup.policy.without_histories())
   return Subject(setup, setup.step.adopt(restored.state, original.step, warn=False), batches)
 
 

@@ -7,25 +7,16 @@ import argparse
 from mpjax.cli._exit_status import outcome_of
 from mpjax.cli._start_processes import Flags, start
 from mpjax.policy import bare_dtype_advice
-from mpjax.train import Config, ConfigError, load_config, load_plugins
+from mpjax.train import Config, load_config, load_plugins
 from mpjax.train.config._config_file import read_waits
-from mpjax.train.loop._output import LOGGER, Output, say_last
+from mpjax.train.loop._output import LOGGER, Output
 from mpjax.train.loop._run import train_together
 
 
 def run(options: argparse.Namespace) -> int:
   """Runs the command and returns its exit status."""
-  with Output() as output, output.of_everyone():
-    return _train(options, output)
-
-
-def _train(options: argparse.Namespace, output: Output) -> int:
   flags = Flags(options.coordinator, options.num_processes, options.process_id)
-  try:
-    processes = start(flags, read_waits(options.config, options.overrides), options.interrupt)
-  except ConfigError as error:
-    say_last(f"error: {error}")
-    return 2
+  processes = start(flags, read_waits(options.config, options.overrides), options.interrupt)
 
   def load() -> Config:
     load_plugins(options.plugin)
@@ -35,4 +26,5 @@ def _train(options: argparse.Namespace, output: Output) -> int:
       LOGGER.warning(f"warning: {advice}")
     return config
 
-  return processes.end(lambda: train_together(load, processes, output), outcome_of)
+  with Output() as output:
+    return processes.end(lambda: train_together(load, processes, output), outcome_of)

@@ -13,7 +13,7 @@ from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
   from mpjax.train._errors import Agreed, CheckpointError, ConfigError, DataError, Interrupted, Stuck
-  from mpjax.train._export import ExportedModel, export_run, load_safetensors, save_safetensors
+  from mpjax.train._export import ExportedModel, load_safetensors, save_safetensors
   from mpjax.train.config._config import Config, parse_config
   from mpjax.train.config._config_file import load_config
   from mpjax.train.config._plugins import (
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     register_optimizer,
   )
   from mpjax.train.loop._run import RunResult, run
-  from mpjax.train.loop._trackers import Tracker
+  from mpjax.train.loop._sinks import Tracker
+  from mpjax.train.setup._experiment import make_setup, make_task
   from mpjax.train.setup._optimizers import make_optimizer
   from mpjax.train.setup._planner import Planner
-  from mpjax.train.setup._setup import make_setup
-  from mpjax.train.setup._task import make_task
+  from mpjax.train.setup._saved_run import export_run
 
 __all__ = [
   "Agreed",
@@ -72,9 +72,11 @@ _MODULES = {
   "config._config": ("Config", "parse_config"),
   "config._config_file": ("load_config",),
   "_errors": ("Agreed", "CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
-  "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
+  "_export": ("ExportedModel", "load_safetensors", "save_safetensors"),
+  "setup._experiment": ("make_setup", "make_task"),
   "setup._optimizers": ("make_optimizer",),
   "setup._planner": ("Planner",),
+  "setup._saved_run": ("export_run",),
   "config._plugins": (
     "DataInfo",
     "ModelInfo",
@@ -85,9 +87,7 @@ _MODULES = {
     "register_optimizer",
   ),
   "loop._run": ("RunResult", "run"),
-  "loop._trackers": ("Tracker",),
-  "setup._setup": ("make_setup",),
-  "setup._task": ("make_task",),
+  "loop._sinks": ("Tracker",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import json
 import math
+import os
 import pathlib
-import re
 import stat
 from collections.abc import Iterable
 from typing import Any
@@ -34,7 +33,6 @@ from mpjax.dtypes import cast_floating
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import BLOCKS
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
-from mpjax.optim import keeps_other_weights
 from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, get_policy
 from mpjax.registry._info import DataInfo
@@ -43,10 +41,8 @@ from mpjax.registry._task import Task
 from mpjax.step import TrainState
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import unfinished
-from mpjax.train.config._config import Config, MeshConfig, export_dtype, parse_config
-from mpjax.train.setup._evaluation import apply, weights_of
-from mpjax.train.setup._saved_run import read_checkpoint, run_config
-from mpjax.train.setup._setup import build_step, init_state, make_setup
+from mpjax.train.config._config import Config, export_dtype, parse_config
+from mpjax.train.setup._experiment import Experiment, Place, apply
 
 _FP8 = "float8_e4m3fn"
 WIDE = ("float32", "float16", _FP8)  # dtypes of an export of master weights
@@ -145,7 +141,8 @@ def save_safetensors(
   """
   path = pathlib.Path(path)
   dtype = export_dtype(dtype)
-  _require_writable(path)
+  if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+    raise ConfigError(f"cannot write {path}: expected a new file, or one to replace")
   policy = config.resolve_policy()
   half = policy.compute_dtype if policy.compute_dtype.itemsize == 2 else jnp.bfloat16
   kept = cast_floating(params, half if dtype == _FP8 else dtype or policy.compute_dtype)
@@ -159,11 +156,11 @@ def save_safetensors(
   sections = _without_folders(config.model_dump(mode="json", exclude={"out"}))
   if config.optimizer.target is not None:  # a plug-in's, which a reader of the file may not have
     del sections["optimizer"]
-  described = _FOLDERS.sub("", info.description)
+  facts = dataclasses.replace(info, description=config.data.kind)  # a description may name folders
   metadata = {
     "format": "mpjax-1",
     "config": json.dumps(sections),
-    "data": json.dumps(_without_folders(dataclasses.asdict(info)) | {"description": described}),
+    "data": json.dumps(_without_folders(dataclasses.asdict(facts))),
   }
   temporary = unfinished(path)
   try:
@@ -193,22 +190,6 @@ def export_text(path: pathlib.Path) -> str:
   )
 
 
-def _require_writable(path: pathlib.Path) -> None:
-  """Raises `ConfigError` if no file can be made or replaced at a path."""
-  if not path.parent.is_dir():
-    raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-  try:
-    mode = path.lstat().st_mode
-  except FileNotFoundError:
-    return
-  except OSError as error:
-    raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-  if not stat.S_ISREG(mode):
-    kinds = {"l": "a link", "d": "a folder", "c": "a device", "b": "a device", "p": "a pipe", "s": "a socket"}
-    kind = kinds.get(stat.filemode(mode)[0], "not a regular file")
-    raise ConfigError(f"cannot write {path}: it is {kind}; expected a new file, or one to replace")
-
-
 def _without_folders(tree: Any) -> Any:
   """Returns plain data with only the last part of each absolute path."""
   if isinstance(tree, dict):
@@ -219,8 +200,6 @@ def _without_folders(tree: Any) -> Any:
   return pathlib.PurePath(tree).name if is_path else tree
 
 
-# The folders of an absolute path at the start of a text, or after a space, a quote or a bracket.
-_FOLDERS = re.compile(r"(?:(?<=[\s'\"\[(])|^)/(?:[^/:,]*/)*(?=[^/\s])")
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 
 
@@ -261,12 +240,12 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     # Tracing takes as long as the file's config says, which may be for ever.
     if MODELS.find(config.model.kind).is_own and layers > len(tensors):
       raise ConfigError(f"{len(tensors)} tensors are too few for a model of {layers} layers")
-    task, step = build_step(config.with_any_attention(), info, policy.without_histories(), mesh=None)
+    experiment = Experiment(config.with_any_attention(), info, policy.without_histories(), Place(None))
+    task, like = experiment.task, experiment.state_shapes
   except (ConfigError, TypeError) as error:  # the latter for such as tokens without a vocabulary
     raise ConfigError(f"{path}: {error}") from error
   except (KeyError, ValueError, RecursionError) as error:
     raise ConfigError(f"{path}: damaged metadata ({' '.join(str(error).split())})") from error
-  like = jax.eval_shape(lambda: init_state(config, task, step, batch=None))
 
   def read(key: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     name = path_text(key)
@@ -301,11 +280,12 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
   fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)
   block = max(BLOCKS.values())
   rows = -(-recipe.min_dim // block) * block  # large enough, and divisible, for every FP8 product
-  task, step = build_step(config.with_any_attention(), info, fp8, mesh=None)
-  batch = info.batch_shapes(rows)
-  state = jax.eval_shape(lambda: init_state(config, task, step, batch))
-  arguments, keywords = step.loss.arguments(state, batch)
-  found = fp8_weights(task.loss_fn, fp8)(*arguments, **keywords)
+  config = config.with_any_attention().model_copy(
+    update={"data": config.data.model_copy(update={"batch_size": rows})}
+  )
+  experiment = Experiment(config, info, fp8, Place(None))
+  arguments, keywords = experiment.step.loss.arguments(*experiment.shapes())
+  found = fp8_weights(experiment.task.loss_fn, fp8)(*arguments, **keywords)
   names = {name.removeprefix("0/") for name in found if name.startswith("0/")}
   if not names:
     raise ConfigError(
@@ -313,49 +293,3 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
       "with policy=fp8 policy.fp8.emulate=true says why); use bfloat16"
     )
   return [f"params/{name}" for name in names]
-
-
-def export_run(
-  directory: str | pathlib.Path,
-  dtype: str | None = None,
-  step: str | int = "best",
-  out: str | None = None,
-  weights: str | None = None,
-) -> pathlib.Path:
-  """Exports a checkpoint of a run directory as safetensors.
-
-  ```python
-  path = mpjax.train.export_run("runs/gpt_stdlib-fp16", "bf16")
-  model = mpjax.train.load_safetensors(path)
-  ```
-
-  Args:
-    directory: the run directory.
-    dtype: as for `save_safetensors`.
-    step: `"best"` (lowest evaluation loss), `"latest"`, or a step number.
-    out: the file; `None`: `model.safetensors` in the run directory.
-    weights: `"average"`, which the run evaluated, or `"last"`, which it trained. `None`: the average if the
-      run keeps one.
-
-  Returns:
-    The path of the file.
-
-  Raises:
-    ConfigError: if the directory does not have that checkpoint or average, or the file cannot be written.
-  """
-  directory = pathlib.Path(directory)
-  path = pathlib.Path(out) if out else directory / "model.safetensors"
-  config = run_config(directory)
-  dtype = export_dtype(dtype)
-  _require_writable(path)
-  # One device is enough, however many the run used.
-  setup = make_setup(config.with_any_attention().model_copy(update={"mesh": MeshConfig(data=1)}))
-  like = setup.abstract_state()
-  if weights not in (None, "average", "last"):
-    raise ConfigError(f"weights={weights}: expected average or last")
-  if weights == "average" and not keeps_other_weights(like.opt_state):
-    raise ConfigError(f"weights=average: {directory} keeps no average (train.average); expected weights=last")
-  state = read_checkpoint(directory, str(step), like).state
-  chosen = functools.partial(weights_of, setup.step, which=weights or "average", masters=dtype in WIDE)
-  save_safetensors(path, config, setup.info, jax.jit(chosen)(state), state.model_state, dtype)
-  return path

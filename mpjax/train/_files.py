@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import pathlib
-import shutil
-
-# Errors for a directory that no longer exists; ESTALE if another machine removed it.
-GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
@@ -34,21 +29,11 @@ def unfinished(path: pathlib.Path) -> pathlib.Path:
   return path.with_name(path.name + ".tmp")
 
 
-def set_aside(path: pathlib.Path, run: pathlib.Path | None = None, *, keep: bool = False) -> pathlib.Path:
-  """Moves a file to `damaged/` in a run directory, or copies it there with `keep`; returns the new path.
-
-  Without `run`, the file's own folder is the run directory.
-  """
-  target = unused((run or path.parent) / "damaged" / path.name)
+def set_aside(path: pathlib.Path, run: pathlib.Path) -> pathlib.Path:
+  """Moves a file or folder to `damaged/` in a run directory; returns the new path."""
+  target = run / "damaged" / path.name
   target.parent.mkdir(exist_ok=True)
-  if keep:
-    shutil.copyfile(path, target)
-  else:
-    os.rename(path, target)
+  paths = itertools.chain([target], (target.with_name(f"{path.name}.{i}") for i in itertools.count(1)))
+  target = next(path for path in paths if not os.path.lexists(path))
+  os.rename(path, target)
   return target
-
-
-def unused(path: pathlib.Path) -> pathlib.Path:
-  """Returns the path, or the first of `path.1`, `path.2`, ... that does not exist yet."""
-  paths = itertools.chain([path], (path.with_name(f"{path.name}.{i}") for i in itertools.count(1)))
-  return next(path for path in paths if not os.path.lexists(path))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -13,14 +11,12 @@ from typing import Any
 
 from mpjax.train._errors import Interrupted
 
-_AGAIN_S = 0.01
-
 
 class Interrupt:
   """Within its `with` block, the first SIGTERM, SIGHUP or SIGINT sets `signum`; a second acts as usual.
 
   Nothing is raised then: Python drops what is raised in a destructor, a callback or while it imports. A
-  second Ctrl-C that Python drops is sent again. A SIGHUP that the process ignores (`nohup`) stays ignored.
+  SIGHUP that the process ignores (`nohup`) stays ignored.
 
   Attributes:
     signum: the signal that this process received, or `None`.
@@ -29,8 +25,6 @@ class Interrupt:
   def __init__(self) -> None:
     self.signum: int | None = None
     self._before: dict[int, Any] = {}
-    self._report = sys.unraisablehook
-    self._again = threading.Timer(0, lambda: None)
 
   def __enter__(self) -> Interrupt:
     if threading.current_thread() is threading.main_thread():
@@ -39,27 +33,15 @@ class Interrupt:
       if hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN:
         signals.append(hangup)
       self._before = {signum: signal.signal(signum, self._receive) for signum in signals}
-      sys.unraisablehook = self._dropped
     return self
 
   def __exit__(self, *_: object) -> None:
-    self._again.cancel()
-    if self._before:
-      sys.unraisablehook = self._report
     for signum, handler in self._before.items():
       signal.signal(signum, handler)
 
   def _receive(self, signum: int, _: FrameType | None) -> None:
     self.signum = signum
     signal.signal(signum, self._before[signum])
-
-  def _dropped(self, dropped: sys.UnraisableHookArgs) -> None:
-    if self.signum is not None and dropped.exc_type is KeyboardInterrupt:
-      # Now it would be raised here.
-      self._again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
-      self._again.start()
-    else:
-      self._report(dropped)
 
   def check(self) -> None:
     """Raises `Interrupted` if there was a signal. For before the first step: nothing is to be saved then."""

@@ -1,8 +1,7 @@
-"""Several processes of one run: they start, agree, stop and end together, whatever ends one of them.
+"""Several processes of one run: they agree before the first step, stop after the same one, and never hang.
 
-`jax.distributed` connects them and ends all when heartbeats of one stay away, with status 134 and its own
-lines. What is here ends them sooner, with one line of mpjax: a process that fails tells the others, one that
-is gone without a word is named, and what hangs ends.
+`jax.distributed` connects them, and ends the others when heartbeats of one stay away, with status 134 and its
+own lines. An error in one process ends that one; the others notice that a connection broke, or no heartbeats.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import json
 import os
 import pathlib
 import platform
-import re
-import socket
 import sys
 import threading
 import time
@@ -32,37 +29,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax import _compat
 from mpjax._types import Array, PyTree
-from mpjax.train._errors import (
-  MENDABLE,
-  TOGETHER,
-  Agreed,
-  CheckpointError,
-  ConfigError,
-  Interrupted,
-  causes,
-  one_line,
-)
+from mpjax.train._errors import MENDABLE, TOGETHER, Agreed, ConfigError, Interrupted, one_line
 from mpjax.train._interrupt import Interrupt
 from mpjax.train.config._config import DistributedConfig
-from mpjax.train.config._differences import mismatch
-from mpjax.train.loop._output import say_last
+from mpjax.train.config._config_file import mismatch
 
 T = TypeVar("T")
 
 LOST = 5
 
-# Keys in the key-value store of the coordination service, which is in process 0.
-_WORD, _HERE, _EVERYONE = "mpjax/word", "mpjax/here", "mpjax/everyone"
-# How long the others may take to answer, or to read a word, in seconds.
+# How long the others, which the coordinator in process 0 serves, may take to speak before it ends.
 _ANSWER_S = 2.0
-# Words in errors of JAX's runtime after a lost connection.
-_BROKEN = re.compile(
-  r"gloo|nccl|connection (closed|reset|refused)|socket closed|unavailable|deadline_exceeded|deadline exceeded"
-  r"|heartbeat|coordination|(?<![-_])barrier",
-  re.IGNORECASE,
-)
-# A jitted function that ran before raises them as a ValueError, which begins with the runtime's status.
-_STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED): ")
 _meetings = itertools.count()
 
 
@@ -92,36 +69,23 @@ class Processes:
     self.settings, self._may_exit = settings or DistributedConfig(), may_exit
     self.interrupt = interrupt or Interrupt()
     self.directory: pathlib.Path | None = None
-    self._ending = threading.Lock()
     self._doing, self._since = "the start", time.monotonic()
     self._closed = threading.Event()
-    self._watch = threading.Thread(target=self._watch_over, daemon=True, name="watch over the run")
-    self._client, self.process, self.count, self._address = _compat.coordination()
+    self._client, self.process, self.count = _compat.coordination()
 
   @property
   def first(self) -> bool:
     """Returns whether this process writes files and prints for all."""
     return self.process == 0
 
-  @property
-  def are_watched(self) -> bool:
-    """Returns whether a hang ends this process."""
-    return self.count > 1 or self._may_exit
-
   def __enter__(self) -> Processes:
     self._since = time.monotonic()
-    if self.are_watched:
-      self._watch.start()
-    # Otherwise process 0 may be done before the rest.
-    if self._may_exit and not self.first:
-      threading.Thread(target=self._watch_first, daemon=True, name="watch over process 0").start()
+    if self.count > 1 or self._may_exit:
+      threading.Thread(target=self._watch_over, daemon=True, name="watch over the run").start()
     return self
 
   def __exit__(self, *_: object) -> None:
     self._closed.set()
-    # A thread that comes back from native code while Python exits aborts the process.
-    if self._watch.is_alive():
-      self._watch.join(self.settings.hang_timeout_s)
 
   def doing(self, what: str) -> None:
     """Records that the run has made progress, and what it waits for now."""
@@ -172,7 +136,7 @@ class Processes:
     return jax.tree.map(gather, tree)
 
   def end(self, run: Callable[[], object], outcome: Callable[[BaseException], tuple[int, str] | None]) -> int:
-    """Runs a command in all processes and ends them together.
+    """Runs a command in all processes.
 
     Args:
       run: the command.
@@ -190,117 +154,45 @@ class Processes:
         expected = outcome(error)
         if self.count == 1 and expected is None:
           raise
-        status, line = expected or (1, one_line(f"error: {type(error).__name__}: {error}"))
+        status, line = expected or self._unexpected(error)
         if not self.are_together(error):
-          self._end_alone(error, status, line, expected is not None)
+          self._exit(status, line)
     if line and self.first:
-      say_last(line)
+      _say(line)
     if self._client is not None:  # a barrier, so that none takes another for lost
       jax.distributed.shutdown()
     return status
-
-  def _end_alone(self, error: BaseException, status: int, line: str, is_expected: bool) -> NoReturn:
-    """Ends this process while the others still run."""
-    if _is_broken(error) and (not is_expected or isinstance(error, CheckpointError)):
-      self._tell(LOST, f"the connection to another process broke ({one_line(str(error))})", lost=True)
-      self._end_by(self._word(_ANSWER_S))
-    self._closed.set()  # the word is for the others
-    if not is_expected:
-      traceback.print_exception(error)
-    self._tell(status, line)
-    self._exit(status, line)
 
   def are_together(self, error: BaseException) -> bool:
     """Returns whether all processes raise this error; if not, the others still run."""
     return self.count == 1 or isinstance(error, TOGETHER)
 
+  def _unexpected(self, error: BaseException) -> tuple[int, str]:
+    """Returns the exit status and the line of one process's error; may show a traceback."""
+    line = f"error: {one_line(f'{type(error).__name__}: {error}')}"
+    # JAX raises these where a connection breaks. A step's own code raised its errors where it was traced, or
+    # they have its traceback.
+    of_jax = isinstance(error, (jax.errors.JaxRuntimeError, ValueError, TimeoutError))
+    if not of_jax or "\n" in str(error):
+      traceback.print_exception(error)
+      return 1, line
+    lost = f"{line}, while this one waited for {self._doing}: another process may be gone"
+    return LOST, f"{lost}; {self._resume()}"
+
   def _watch_over(self) -> None:
-    """Ends this process when another one has left a word, or without progress."""
+    """Ends this process without progress."""
     limit = self.settings.hang_timeout_s
     tick = min(1.0, limit / 4)
-    while True:
-      before = time.monotonic()
-      word = self._word(tick)
-      if self._closed.is_set():
-        return
-      if word:
-        self._end_by(word)
+    before = time.monotonic()
+    while not self._closed.wait(tick):
       # The time in which this process was stopped (Ctrl-Z, a suspended machine) does not count.
       asleep = time.monotonic() - before - tick
+      before += asleep + tick
       if asleep > 2 * tick:
         self._since += asleep
-      if time.monotonic() - self._since > limit:
-        line = (
-          f"error: waited for {self._doing} for more than distributed.hang_timeout_s={limit:g} seconds: "
-          f"{self._resume()}"
-        )
-        self._tell(LOST, line)
-        self._exit(LOST, line)
-
-  def _tell(self, status: int, line: str, lost: bool = False) -> None:
-    """Leaves a word for the others, if it is the first one; `lost`: a process is gone, none knows which."""
-    if self._client is not None:
-      word = {"process": self.process, "status": status, "line": line.removeprefix("error: "), "lost": lost}
-      with contextlib.suppress(jax.errors.JaxRuntimeError):
-        self._client.key_value_set(_WORD, json.dumps(word))
-
-  def _word(self, timeout_s: float) -> dict[str, Any]:
-    """Waits for the first word of any process; returns `{}` if there is none."""
-    if self._client is not None:
-      try:
-        text: str = self._client.blocking_key_value_get(_WORD, round(1000 * timeout_s))
-        return dict(json.loads(text))
-      except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" in str(error):
-          return {}
-    self._closed.wait(timeout_s)
-    return {}
-
-  def _watch_first(self) -> None:
-    """Ends this process when the coordinator's port, in process 0, is closed.
-
-    The runtime notices that, too, a moment later, and aborts without naming a process or a checkpoint.
-    """
-    host, _, port = (self._address or "").rpartition(":")
-    began = 0.0
-    # One connection a second at most, where the other end closes each at once.
-    while not self._closed.wait(began + 1 - time.monotonic()):
-      try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=60) as connection:
-          began = time.monotonic()
-          connection.settimeout(None)
-          while connection.recv(4096):  # until the other end closes it, as it does with what says nothing
-            pass
-      except ConnectionResetError:
-        continue
-      except OSError:
-        break
-    if began and not self._closed.is_set():
-      self._lost([0])
-
-  def _end_by(self, word: dict[str, Any]) -> NoReturn:
-    """Ends this process as a word says, or names the processes that are gone."""
-    if not word.get("lost", True):
-      why = f"since process {word['process']} ended: {word['line']}"
-      self._exit(word["status"], f"stopped while waiting for {self._doing}, {why}")
-    self._lost(self._silent(), word.get("line", "the connection to another process broke"))
-
-  def _lost(self, gone: list[int], reason: str = "") -> NoReturn:
-    if gone:
-      who = f"process {gone[0]} is" if len(gone) == 1 else f"processes {', '.join(map(str, gone))} are"
-      reason = f"{who} gone without a word (killed, or the machine lost)"
-    self._exit(LOST, f"error: {reason}, while this one waited for {self._doing}: {self._resume()}")
-
-  def _silent(self) -> list[int]:
-    """Returns the processes that do not answer: each that lives sees the same word, and calls this."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another thread has answered
-      self._client.key_value_set(f"{_HERE}/{self.process}", "")
-    time.sleep(_ANSWER_S)
-    try:
-      here = {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get(_HERE)}
-    except jax.errors.JaxRuntimeError:
-      return [0]
-    return sorted(set(range(self.count)) - here)
+      if before - self._since > limit:
+        waited = f"waited for {self._doing} for more than distributed.hang_timeout_s={limit:g} seconds"
+        self._exit(LOST, f"error: {waited}: {self._resume()}")
 
   def _resume(self) -> str:
     again = "start all processes again, in any number" if self.count > 1 else "the same command again"
@@ -311,14 +203,17 @@ class Processes:
 
   def _exit(self, status: int, line: str) -> NoReturn:
     """Exits at once: Python's usual end would wait for processes that are gone."""
-    self._ending.acquire()  # for ever if another thread is exiting
-    shown = f"process {self.process}: {line}" if self.count > 1 else line
-    with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads
-      print(shown, file=sys.stderr, flush=True)
-      sys.stdout.flush()
-    if self.first and self.count > 1:  # the others read in this process
+    self._closed.set()
+    _say(f"process {self.process}: {line}" if self.count > 1 else line)
+    if self.first and self.count > 1:
       time.sleep(_ANSWER_S)
     os._exit(status)
+
+
+def _say(line: str) -> None:
+  with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads
+    print(line, file=sys.stderr, flush=True)
+    sys.stdout.flush()
 
 
 def _agreed(told_by: list[dict[str, Any]], same: bool) -> Any:
@@ -326,23 +221,12 @@ def _agreed(told_by: list[dict[str, Any]], same: bool) -> Any:
   problems = [(i, told) for i, told in enumerate(told_by) if "problem" in told]
   if problems:
     number, told = problems[0]
-    alike = len(problems) == len(told_by) and len({told["problem"] for _, told in problems}) == 1
-    who = "" if number == 0 or alike else f"process {number}: "
+    who = f"process {number}: " if number else ""
     raise Agreed(f"{who}{told['problem']}", told["status"])
   for i, told in enumerate(told_by[1:] if same else [], 1):
     if (problem := mismatch(told_by[0]["told"], told["told"], i)) is not None:
       raise Agreed(problem, ConfigError.exit_status)
   return told_by[0]["told"]
-
-
-def _is_broken(error: BaseException) -> bool:
-  told = [
-    str(link)
-    for link in causes(error)
-    if isinstance(link, jax.errors.JaxRuntimeError) or (type(link) is ValueError and _STATUS.match(str(link)))
-  ]
-  # The runtime also passes on what Python code in a step raised, with its traceback.
-  return any(_BROKEN.search(text) and "Traceback (most recent call last)" not in text for text in told)
 
 
 def everyone(value: object, timeout_s: float) -> list[Any]:
@@ -353,11 +237,11 @@ def everyone(value: object, timeout_s: float) -> list[Any]:
   Raises:
     TimeoutError: if another process did not call this in time.
   """
-  client, process, count, _ = _compat.coordination()
+  client, process, count = _compat.coordination()
   text = json.dumps(value)
   if client is None:
     return [json.loads(text)]
-  key, milliseconds = f"{_EVERYONE}/{next(_meetings)}", max(1, round(timeout_s * 1000))
+  key, milliseconds = f"mpjax/everyone/{next(_meetings)}", max(1, round(timeout_s * 1000))
   try:
     client.key_value_set(f"{key}/{process}", text)
     if process == 0:  # so that each of thousands of processes asks only once

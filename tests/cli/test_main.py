@@ -56,7 +56,7 @@ for line in [*lines, *([command, "--help"] for command in COMMANDS)]:
     main(line)
   except SystemExit:
     pass
-print([name for name in ("jax", "numpy", "flax", "omegaconf", "pydantic", "rich") if name in sys.modules])
+print([name for name in ("jax", "numpy", "flax", "pydantic", "rich") if name in sys.modules])
 """
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert done.stdout.endswith("\n[]\n")

@@ -62,7 +62,7 @@ def analytic(*arguments):
 
 @pytest.fixture(scope="module")
 def parameters(config):
-  state = make_setup(load_config(config)).abstract_state()
+  state = make_setup(load_config(config)).shapes()[0]
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
 
 

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 
 from mpjax.cli import main
-from mpjax.train.checkpoints import _integrity
+from mpjax.train import checkpoints
 from mpjax.train.data import Data
-from mpjax.train.setup import _setup
+from mpjax.train.setup import _experiment
 
 FAULTS = json.loads(os.environ["FAULTS"])
 
@@ -46,12 +46,12 @@ def full_disk_soon(directory):
 
 
 good, Data.train = Data.train, faulty
-write_a_little = _integrity._write_a_little
+write_a_little = checkpoints._write_a_little
 if str(FAULTS.get("disk")) == sys.argv[sys.argv.index("--process-id") + 1]:
-  _integrity._write_a_little = full_disk_soon
-make_train_step = _setup.make_train_step
+  checkpoints._write_a_little = full_disk_soon
+make_train_step = _experiment.make_train_step
 if str(FAULTS.get("code")) == sys.argv[sys.argv.index("--process-id") + 1]:
-  _setup.make_train_step = other_step
+  _experiment.make_train_step = other_step
 
 if __name__ == "__main__":
   sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,8 +1,6 @@
-"""A plug-in, as a user would write it: a dataset, and a model of it in each of five ways."""
+"""A plug-in, as a user would write it: a dataset, and a model of it in each of three ways."""
 
-import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,49 +99,6 @@ def own_nnx(info, *, width: int = 32, dropout: float = 0.1):
     return cross_entropy(model(batch["x"]), batch["y"])
 
   return mpjax.train.Task(init, loss_fn, evaluate, logits=lambda model, x: model(x))
-
-
-@mpjax.train.register_model("own_equinox")
-def own_equinox(info, *, width: int = 32, depth: int = 1):
-  def make(key):
-    return eqx.nn.MLP(info.features, info.classes, width, depth, key=key)
-
-  shapes = eqx.filter_eval_shape(make, jax.random.key(0))
-  static = eqx.filter(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), inverse=True)
-
-  def logits(params, x):
-    return jax.vmap(eqx.combine(params, static))(x)
-
-  def loss_fn(params, batch):
-    return cross_entropy(logits(params, batch["x"]), batch["y"])
-
-  return mpjax.train.Task(lambda key: eqx.filter(make(key), eqx.is_array), loss_fn, logits=logits)
-
-
-@mpjax.train.register_model("own_haiku")
-def own_haiku(info, *, width: int = 32, dropout: float = 0.1):
-  def forward(x, train):
-    x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(hk.Linear(width)(x), is_training=train))
-    if train:
-      x = hk.dropout(hk.next_rng_key(), dropout, x)
-    return hk.Linear(info.classes)(x)
-
-  net = hk.transform_with_state(forward)
-
-  def init(key):
-    return net.init(key, jnp.zeros((2, info.features)), True)
-
-  def loss_fn(params, batch, model_state, rng):
-    out, state = net.apply(params, model_state, rng, batch["x"], True)
-    return cross_entropy(out, batch["y"]), {}, state
-
-  def logits(params, x, model_state):
-    return net.apply(params, model_state, None, x, False)[0]
-
-  def evaluate(params, batch, model_state):
-    return {"loss": cross_entropy(logits(params, batch["x"], model_state), batch["y"])}
-
-  return mpjax.train.Task(init, loss_fn, evaluate, logits)
 
 
 @mpjax.train.register_model("own_plain")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import yaml
 
 import mpjax
@@ -108,15 +109,23 @@ def interrupt(patch, step, how):
   patch.setattr(TrainStep, "__call__", counted)
 
 
-def kill():
-  raise Killed
+def train_until_killed(arguments, out, step):
+  """Trains, and ends before a step as a process that is gone."""
+
+  def kill():
+    raise Killed
+
+  with pytest.MonkeyPatch.context() as patch:
+    interrupt(patch, step, kill)
+    with pytest.raises(Killed):
+      main(["train", *arguments, f"out={out}"])
 
 
 def state_of(directory, *overrides, step=None):
   """Returns the state of a checkpoint, the newest by default, where a config with these overrides has it."""
   setup = make_setup(load_config(directory / "config.yaml", list(overrides)))
   checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
-  state = checkpoints.restore(step or checkpoints.latest(), setup.abstract_state()).state
+  state = checkpoints.restore(step or checkpoints.latest(), setup.shapes()[0]).state
   checkpoints.close()
   return state
 

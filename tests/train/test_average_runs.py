@@ -13,7 +13,7 @@ from mpjax.optim import evaluation_weights
 from mpjax.train import load_config, load_safetensors, make_setup
 
 # The logits of an evaluation.
-from mpjax.train.setup._evaluation import apply
+from mpjax.train.setup._experiment import apply
 from tests.train._runs import OVERFLOWING, assert_same_bits, curve, refused, state_of, train, write_line
 from tests.train._tiny_gpt import records
 

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,8 @@ from mpjax.cli import main
 # Checksums are written nowhere by themselves.
 from mpjax.sharding._checksums import examine
 from mpjax.step import TrainState
-from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity, quiet
+from mpjax.train import CheckpointError, checkpoints as saving
+from mpjax.train.checkpoints import Checkpoints
 from tests._quick_compile import environment as quick_environment
 from tests.train._runs import interrupt, raises_one_line, refused, write_line
 
@@ -287,24 +287,13 @@ def test_a_failed_write_is_told_at_the_next_save_and_leaves_the_last_good_one(fo
   assert {path.name for path in folder.iterdir()} == {"2", "4"}
 
 
-def test_on_a_full_disk_no_write_is_begun(folder):
-  checkpoints = Checkpoints(folder)
-  with full_disk() as fill:
-    fill(5000)
-    told = f"the checkpoint of step 6 cannot be written in {folder}: File too large; that of step 4 is whole"
-    with pytest.raises(CheckpointError, match=told):
-      checkpoints.save(6, make_state(6), {}, {}, None)
-    checkpoints.close()
-  assert resume(folder).step == 4
-
-
 @pytest.mark.parametrize("noticed", ["before orbax writes", "while it writes"])
 def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path, noticed, monkeypatch, capsys):
   run, save = tmp_path / "run", Checkpoints.save
   # The weights alone are larger than what is left on the disk.
   arguments = [*write_line(tmp_path), "model.columns=30000", "train.steps=8", f"out={run}"]
   if noticed == "while it writes":
-    monkeypatch.setattr(_integrity, "_A_LITTLE", 0)
+    monkeypatch.setattr(saving, "_A_LITTLE", 0)
   with full_disk() as fill, monkeypatch.context() as patch:
 
     def full_at_the_end(self, step, *rest):
@@ -336,7 +325,7 @@ import sys, pathlib, jax
 rank, address = int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, rank)
-from mpjax.train.checkpoints import _integrity
+from mpjax.train import checkpoints as saving
 from tests.train.test_checkpoint_faults import *
 
 folder, mesh = pathlib.Path(sys.argv[1]), jax.make_mesh((2,), ("fsdp",))
@@ -348,12 +337,12 @@ for step in (2, 4, 6):
 checkpoints.close()
 if rank == 0:
   flip(largest_file(folder / "6"))
-read = _integrity.read_state
+read = saving._read_state
 def read_badly(path, *rest):
   if rank == 1 and path.name == "4":
-    raise _integrity.Damaged("is damaged: met by one process")
+    raise saving.Damaged("is damaged: met by one process")
   return read(path, *rest)
-_integrity.read_state = read_badly
+saving._read_state = read_badly
 checkpoints = Checkpoints(folder, keep=5, timeout_s=60)
 resumed = checkpoints.restore_latest(like)
 same = jax.tree.map(lambda x, y: bool((x == y).all()), resumed.state, place(2))
@@ -395,21 +384,3 @@ def test_what_the_caller_changes_while_a_checkpoint_is_written_is_not_in_it(tmp_
     restored = checkpoints.restore(step, make_state(step))
     assert restored.loop["last"].get(f"seen {step}") is None
   checkpoints.close()
-
-
-class Late:
-  def __del__(self):
-    raise RuntimeError("Event loop is closed")
-
-
-def test_only_what_orbax_gave_up_is_hidden(monkeypatch):
-  shown = []
-  monkeypatch.setattr(sys, "unraisablehook", lambda dropped: shown.append(dropped.object))
-  given_up = types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed"))
-  with quiet():
-    sys.unraisablehook(given_up)
-    assert not shown
-    Late()  # of a user's code
-    assert shown == [Late.__del__]
-  sys.unraisablehook(given_up)
-  assert shown == [Late.__del__, None]

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import stat
 
 import jax
@@ -17,7 +18,7 @@ from mpjax.cli import main
 from mpjax.train import ConfigError, load_config, load_safetensors, make_setup, save_safetensors
 
 # The logits of an evaluation.
-from mpjax.train.setup._evaluation import apply
+from mpjax.train.setup._experiment import apply
 from tests.train._runs import raises_one_line, refused, state_of
 from tests.train._tiny_gpt import write_tiny_gpt
 
@@ -127,6 +128,20 @@ def test_logits_of_an_export_in_fp8_are_near(tmp_path):
   assert np.linalg.norm(near - expected) < 0.15 * np.linalg.norm(expected)
 
 
+def test_a_finished_run_needs_its_directory_and_not_its_data(run, tmp_path, capsys):
+  copy = shutil.copytree(run, tmp_path / "copy")
+  facts = copy / "facts.json"
+  for file in (facts, copy / "config.yaml"):
+    file.write_text(file.read_text().replace(str(run.parent), "/gone"))
+  assert main(["export", str(copy), f"out={tmp_path / 'x'}"]) == 0
+  assert main(["explain", str(copy), "policy=fp16"]) == 0
+  assert main(["plan", str(copy), "target=h200", "--analytic"]) == 0
+  capsys.readouterr()
+  for what in ("{", '{"data": 3}'):  # none, or those of other data
+    facts.write_text(what)
+    refused(["export", str(copy)], ["/gone/corpus", "no such file"], capsys)
+
+
 def test_unfit_requests_are_one_line_and_status_2(run, tmp_path, capsys):
   for options, words in [
     (["dtype=float8"], ["'float8'", "bf16", "fp8"]),
@@ -142,15 +157,16 @@ def test_a_target_that_is_no_regular_file_is_refused(run, tmp_path, capsys):
   (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
   os.mkfifo(tmp_path / "pipe")
   before = sorted(tmp_path.iterdir())
-  for target, word in [
-    ("/dev/null", "it is a device"),
-    (tmp_path / "link", "it is a link"),
-    (tmp_path / "pipe", "it is a pipe"),
-    (tmp_path, "it is a folder"),
-    (tmp_path / "missing" / "x", "there is no folder"),
-    ("/proc/x", "cannot write /proc/x"),
-  ]:
-    refused(["export", str(run), f"out={target}"], [word], capsys)
+  targets = [
+    "/dev/null",
+    tmp_path / "link",
+    tmp_path / "pipe",
+    tmp_path,
+    tmp_path / "missing" / "x",
+    "/proc/x",
+  ]
+  for target in targets:
+    refused(["export", str(run), f"out={target}"], [f"cannot write {target}: "], capsys)
     assert sorted(tmp_path.iterdir()) == before, target
 
 

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import mpjax
 from mpjax.cli import main
 from mpjax.step import TrainState
-from mpjax.train import ConfigError, Stuck, load_config, make_setup
-from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity
+from mpjax.train import CheckpointError, ConfigError, Stuck, checkpoints as saving, load_config, make_setup
+from mpjax.train.checkpoints import Checkpoints
 from tests.train._runs import LINE
 from tests.train._tiny_gpt import records
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_nan_that_is_there_is_moved_away_and_not_resumed_from(tm
   folder = tmp_path / "run" / "checkpoints"
   before = opened(folder, keep=3)
   with monkeypatch.context() as patched:  # or none would be saved
-    patched.setattr(_integrity, "nonfinite", lambda *_: {})
+    patched.setattr(saving, "_nonfinite", lambda *_: {})
     for step, bad in ((2, {}), (4, {"w": NAN}), (6, {"w": NAN, "mu": INF})):
       save(before, step, **bad)
     before.close()
@@ -142,7 +142,7 @@ def kept(out):
   """The states of the checkpoints that are there, by step."""
   setup = make_setup(load_config(out / "config.yaml"))
   checkpoints = Checkpoints(out / "checkpoints", read_only=True)
-  states = {step: checkpoints.restore(step, setup.abstract_state()).state for step in checkpoints.steps()}
+  states = {step: checkpoints.restore(step, setup.shapes()[0]).state for step in checkpoints.steps()}
   checkpoints.close()
   return states
 

@@ -11,7 +11,7 @@ from mpjax.cli import main
 from mpjax.train import load_config, make_setup
 from mpjax.train.checkpoints import Checkpoints
 from tests.train import _runs
-from tests.train._runs import Killed, curve, interrupt, kill, refused, train
+from tests.train._runs import curve, train, train_until_killed
 from tests.train._tiny_gpt import write_tiny_gpt
 
 LENGTH = 4
@@ -45,16 +45,13 @@ def flat(tmp_path_factory):
   return _runs.write_line(tmp_path_factory.mktemp("flat"), **FLAT)
 
 
-def test_a_killed_run_resumes_bit_for_bit(flat, tmp_path, monkeypatch, capsys):
+def test_a_killed_run_resumes_bit_for_bit(flat, tmp_path, capsys):
   arguments, out = [*flat, POLICIES["delayed"], *SMALL], tmp_path / "run"
   train(arguments, tmp_path / "whole")
   in_force = "delayed scaling, E4M3FN forward, E5M2 backward, emulated"
   assert in_force in capsys.readouterr().out
   assert json.loads((tmp_path / "whole" / "summary.json").read_text())["fp8"] == in_force
-  with monkeypatch.context() as patch:
-    interrupt(patch, 5, kill)
-    with pytest.raises(Killed):
-      main(["train", *arguments, f"out={out}"])
+  train_until_killed(arguments, out, 5)
   train(arguments, out)
   assert "resumed after step 3" in capsys.readouterr().out
   assert curve(out) == curve(tmp_path / "whole")
@@ -87,21 +84,6 @@ def test_a_checkpoint_knows_of_fp8_only_where_there_is_a_state(flat, tmp_path):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
   return [*write_tiny_gpt(tmp_path_factory.mktemp("fp8")), "model.dim=128", "model.layers=1"]
-
-
-def test_a_policy_that_is_wrong_is_one_line_and_status_2(config, tmp_path, capsys):
-  for policy, words in [
-    ("{base: fp8, fp8: {emulat: true}}", ["'emulat'", "did you mean 'emulate'"]),
-    ("{base: fp8, fp8: {recipe: curent}}", ["fp8.recipe", "'curent'", "did you mean 'current'"]),
-    ("{base: fp8, fp8: {amax_history_len: 4}}", ["'amax_history_len'", "delayed"]),
-    ("{base: fp8, fp8: {recipe: delayed, amax_history_len: 0}}", ["fp8.amax_history_len=0", "at least 1"]),
-    ("{base: fp8, autocast: false}", ["fp8", "autocast: true"]),
-    ("{base: fp32, autocast: true, fp8: {emulate: true}}", ["fp8", "float32", "base: fp8"]),
-    ("{base: fp32, fp8: {emulate: true}}", ["fp8", "autocast: true"]),
-    ("{base: fp8, fp8: {emulate: true, exclude: [head]}}", ["'exclude'", "overrides", ".*/head"]),
-  ]:
-    refused(["train", *config, f"policy={policy}", f"out={tmp_path / 'run'}"], words, capsys)
-    assert not (tmp_path / "run").exists(), policy
 
 
 @pytest.mark.parametrize("recipe", POLICIES)

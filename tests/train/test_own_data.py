@@ -106,10 +106,6 @@ NO_DATA = [
   (lambda: (Rows(8, s=["a"] * 8), Rows(8)), ["'s' of the training rows", "expected numbers"]),
   (lambda: (Rows(8), Rows(8, x=np.zeros(8))), ["evaluation rows hold", "expected the same"]),
   (lambda: (Noise(8), Noise(8)), ["row 0 of the training rows is not the same twice", "default_rng(index)"]),
-  (
-    lambda: (Rows(8, x=[np.zeros(1 + i) for i in range(8)]), Rows(8, x=np.zeros((8, 1)))),
-    ["row 1 of the training rows holds", "(2,)", "row 0", "alike"],
-  ),
   (lambda: (Broken(8), Rows(8)), ["row 0 of the training rows cannot be read", "KeyError: 'no row'"]),
   (lambda: (Rows(8), Rows(8), 3), ["info is a int", "num_classes"]),
   (lambda: (Rows(8), Rows(8), {"f": max}), ["info=", "expected numbers, text"]),

@@ -8,14 +8,14 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import mpjax
-from mpjax.train import load_config, make_setup, make_task
+from mpjax.train import load_config
 
-# A first state of shapes, for a step of another platform's policy.
-from mpjax.train.setup._setup import init_state
+# A step of another platform.
+from mpjax.train.setup._experiment import Experiment, Place
+from mpjax.train.setup._saved_run import facts_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 SMALLER = {
@@ -26,19 +26,15 @@ SMALLER = {
 PRODUCT = re.compile(r"stablehlo\.(dot_general|convolution)\b.*: \(tensor<([^>]+)>, tensor<([^>]+)>\)")
 
 
-def setup_of(name, policy="fp32"):
-  options = [*SMALLER[name], "mesh.data=1", f"policy={policy}"]
-  return make_setup(load_config(CONFIGS / f"{name}.yaml", options))
+def experiment_of(name, policy, *options, backend=None):
+  config = load_config(CONFIGS / f"{name}.yaml", [*SMALLER[name], *options])
+  return Experiment(config, facts_of(config), mpjax.get_policy(policy), Place(None, backend))
 
 
 def exported_step(name, policy, platform, accumulate=1):
   """StableHLO of the whole training step of a shipped config, for another platform."""
-  setup = setup_of(name)
-  task = make_task(setup.config, setup.info, policy)
-  step = mpjax.make_train_step(task.loss_fn, optax.adamw(1e-3), policy, accumulate=accumulate)
-  state = jax.eval_shape(lambda: init_state(setup.config, task, step, None))
-  batch = setup.info.batch_shapes(setup.config.data.batch_size)
-  return jax.export.export(step.jitted, platforms=[platform])(state, batch).mlir_module()
+  experiment = experiment_of(name, policy, f"train.accumulate={accumulate}", backend=platform)
+  return jax.export.export(experiment.step.jitted, platforms=[platform])(*experiment.shapes()).mlir_module()
 
 
 def product_dtypes(text):
@@ -78,10 +74,9 @@ def test_every_product_is_counted():
 
 @pytest.mark.parametrize("name", ["gpt_stdlib", "resnet_digits"])
 def test_saved_arrays_of_the_state_keep_their_dtypes(name):
-  setup = setup_of(name, "fp16")
+  experiment = experiment_of(name, "fp16")
   dtypes = lambda state: jax.tree.map(lambda x: x.dtype, (state.params, state.model_state, state.opt_state))
-  state = setup.abstract_state()
+  state, batch = experiment.shapes()
   assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.model_state))} == {np.dtype("float32")}
-  batch = setup.info.batch_shapes(setup.config.data.batch_size)
-  after, _ = jax.eval_shape(setup.step.jitted, state, batch)
+  after, _ = jax.eval_shape(experiment.step.jitted, state, batch)
   assert dtypes(after) == dtypes(state)

@@ -10,9 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-import types
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,13 +18,13 @@ from mpjax.cli import main
 from mpjax.cli._start_processes import processes_around
 from mpjax.train import Agreed, ConfigError, processes as several
 from mpjax.train.config._config import DistributedConfig
-from mpjax.train.config._differences import mismatch
+from mpjax.train.config._config_file import mismatch
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
-from tests.train._own_config import PLUGIN, write_config
 from tests.train._tiny_gpt import records
 
 ROOT = pathlib.Path(__file__).parents[2]
+LOST = 5
 # How long a run may take on a machine that is busy.
 PATIENCE_S = 900
 OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 5}}"
@@ -142,15 +140,6 @@ def test_one_two_and_four_processes_take_the_same_rows_in_the_same_order(start, 
 
 
 @pytest.mark.slow
-def test_two_processes_train_a_plugin_as_one_with_two_devices(start, tmp_path):
-  arguments = [write_config(tmp_path, "linen"), "--plugin", PLUGIN, "mesh.data=2"]
-  assert main(["train", *arguments, f"out={tmp_path / 'one'}"]) == 0
-  statuses, _, errors = start(2, [*arguments, f"out={tmp_path / 'run'}"]).end()
-  assert statuses == [0, 0], errors
-  assert curve(tmp_path / "run") == curve(tmp_path / "one")
-
-
-@pytest.mark.slow
 def test_two_processes_start_from_a_run_and_grow(start, tiny_gpt, tmp_path):
   plain = [*tiny_gpt, "policy=fp32", "model.dropout=0", "optimizer.schedule_steps=20"]
   assert main(["train", *plain, "train.steps=4", f"out={tmp_path / 'first'}"]) == 0
@@ -160,7 +149,6 @@ def test_two_processes_start_from_a_run_and_grow(start, tiny_gpt, tmp_path):
     run = start(2, [*later, "mesh={data: 1, fsdp: 2}", f"train.steps={steps}", f"out={tmp_path / 'two'}"])
     statuses, shown, errors = run.end()
     assert statuses == [0, 0], errors
-    assert ("train.steps grows from 4 to 8" in shown[0]) == (steps == 8)
     assert shown[1] == ""
   one, two = records(tmp_path / "one"), records(tmp_path / "two")
   for key, tolerance in (("learning_rate", 1e-6), ("loss", 1e-2), ("grad_norm", 0.05)):
@@ -184,14 +172,13 @@ def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, ti
     assert time.monotonic() - killed_at < 60  # two heartbeats, and a machine that is busy
     assert curve(out)[: len(before)] == before
     # Who notices by itself says so; JAX's runtime aborts those that do not before it does.
-    lost, aborted = 5, -signal.SIGABRT
     survivors = set(range(count)) - {killed}
     assert statuses[killed] == -signal.SIGKILL
-    assert {statuses[i] for i in survivors} <= {lost, aborted}, errors
+    assert {statuses[i] for i in survivors} <= {LOST, -signal.SIGABRT}, errors
     for i in survivors:
-      if statuses[i] == lost:
-        assert re.search(rf"process {i}: error: process(es)? .* (is|are|has) (gone|stopped)", errors[i])
-        assert re.search(r"step \d+0 in \S+ is intact; start all processes again", errors[i])
+      if statuses[i] == LOST:
+        assert f"process {i}: error: " in errors[i]
+        assert re.search(r"may be gone; the checkpoint of step \d+0 in \S+ is intact; start all", errors[i])
         # One line of ours; JAX's runtime may log what it meets at the coordinator's port.
         assert len(re.findall(r"^process \d+: ", errors[i], re.MULTILINE)) == 1, errors[i]
   run = start(1, arguments)
@@ -211,12 +198,11 @@ def test_rows_of_one_process_that_overflow_or_are_missing_stop_all_at_the_same_s
   arguments = [str(tmp_path / "vit.yaml"), "policy=fp16", f"out={out}"]
   faults = {"FAULTS": json.dumps({"inf": [1, 3], "missing": [1, 8]})}
   statuses, _, errors = start(2, arguments, "tests/train/_faulty_train.py", **faults).end()
-  assert statuses == [2, 2], errors
+  assert statuses[1] == 2
+  assert statuses[0] in (LOST, -signal.SIGABRT), errors
   told = "process 1: error: the data of step 8 cannot be read: /data/part-7.bin: No such file"
   assert errors[1].startswith(told)
   assert "the same command resumes" in errors[1]
-  stopped = "process 0: stopped while waiting for .*, since process 1 ended: the data of step 8"
-  assert re.match(stopped, errors[0])
   scales = [(r["skipped_steps"], r["loss_scale"]) for r in records(out)[1:4]]
   assert scales == [(0, 2**16), (1, 2**16), (1, 2**15)]
   # With the data back, from the last checkpoint: replicas are what process 0 has.
@@ -274,7 +260,7 @@ def test_processes_go_on_only_if_the_work_went_well_in_all_of_them_and_they_agre
 
   ours = {"ok": lambda: "mine", "bad": failing}
   tell = lambda result: {"data": result.upper()}
-  monkeypatch.setattr(several._compat, "coordination", lambda: (object(), 0, 2, "127.0.0.1:1"))
+  monkeypatch.setattr(several._compat, "coordination", lambda: (object(), 0, 2))
   for work, other, said, status in [
     ("ok", {"told": {"data": "MINE"}}, None, None),
     ("ok", {"told": {"data": "OTHER"}}, "(data: 'MINE' in process 0, 'OTHER' in process 1)", 2),
@@ -332,70 +318,6 @@ def test_what_does_not_move_ends_the_process(tmp_path, monkeypatch, capsys):
   assert f"the checkpoint of step 40 in {tmp_path} is intact" in error
 
 
-class Client:
-  """The coordination service of two processes, the first of which says nothing."""
-
-  def __init__(self):
-    self.asked = threading.Event()
-
-  def blocking_key_value_get(self, key, timeout_ms):
-    self.asked.set()
-    time.sleep(timeout_ms / 1000)
-    raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
-
-  def key_value_set(self, key, value):
-    pass
-
-  def key_value_dir_get(self, key):
-    return [("mpjax/here/1", "")]
-
-
-def test_what_watches_ends_with_the_run(monkeypatch):
-  """Python would end it in native code when the process exits, which aborts the process."""
-  client = Client()
-  monkeypatch.setattr(several._compat, "coordination", lambda: (client, 0, 2, "127.0.0.1:1"))
-  with several.Processes():
-    assert client.asked.wait(60)
-  assert "watch over the run" not in {thread.name for thread in threading.enumerate()}
-
-
-JaxError = jax.errors.JaxRuntimeError
-IN_A_STEP = "INTERNAL: CpuCallback error calling callback: Traceback (most recent call last):\n  own.py\n"
-
-
-@pytest.mark.parametrize(
-  ("error", "is_lost"),
-  [
-    (ValueError("the feature store is unavailable"), False),
-    (RuntimeError("no barrier, no coordination, no heartbeat"), False),
-    (ConnectionResetError("connection reset by peer"), False),
-    (JaxError(f"{IN_A_STEP}ValueError: the feature store is unavailable"), False),
-    (JaxError("RESOURCE_EXHAUSTED: out of memory: 1. 4.00G: %opt-barrier.3"), False),
-    (JaxError("UNKNOWN: Gloo all-reduce failed: Read error [10.0.0.1]:3456: Connection reset by peer"), True),
-    (ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:40370"), True),
-    (JaxError("DEADLINE_EXCEEDED: Barrier timed out. Id: 7"), True),
-  ],
-)
-def test_only_what_the_runtime_says_of_a_connection_hides_an_errors_traceback(
-  monkeypatch, capsys, error, is_lost
-):
-  def run():
-    raise error
-
-  def exit_with(status):
-    raise SystemExit(status)
-
-  monkeypatch.setattr(several._compat, "coordination", lambda: (Client(), 1, 2, "127.0.0.1:1"))
-  monkeypatch.setattr(several, "_ANSWER_S", 0.0)
-  monkeypatch.setattr(os, "_exit", exit_with)
-  with pytest.raises(SystemExit) as ended:
-    several.Processes().end(run, lambda error: None)
-  said = capsys.readouterr().err
-  assert ended.value.code == (5 if is_lost else 1)
-  assert ("process 0 is gone without a word" in said) == is_lost
-  assert ("Traceback" in said and "in run\n" in said) != is_lost
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [0, 1])
 def test_one_whose_disk_fills_during_a_checkpoint_ends_all(start, tiny_gpt, tmp_path, full):
@@ -403,7 +325,8 @@ def test_one_whose_disk_fills_during_a_checkpoint_ends_all(start, tiny_gpt, tmp_
   settings = [f"out={out}", "train.log_every=20", "train.checkpoint_every=4", "mesh={data: 1, fsdp: 2}"]
   group = start(2, [*tiny_gpt, *settings], "tests/train/_faulty_train.py", FAULTS=json.dumps({"disk": full}))
   statuses, _, errors = group.end()
-  assert statuses == [4, 4], errors
+  assert statuses[full] == 4, errors
+  assert statuses[1 - full] in (4, LOST, -signal.SIGABRT), errors
   assert errors[full].count("the checkpoint of step 4 cannot be written") == 1
   assert "File too large" in errors[full]
   # In the one that is full, tensorstore's threads print that a loop is closed, in between too.
@@ -420,27 +343,6 @@ def test_a_port_that_is_taken_is_one_line(capsys, bound, named):
     f"error: --coordinator {named}:{port}: Address already in use: expected a free port of this machine\n"
   )
   assert capsys.readouterr().err == said
-
-
-def test_the_others_see_the_coordinators_port_close_and_no_other_end_of_a_connection(monkeypatch):
-  """What closes each connection at once gets one a second."""
-  waits = []
-  monkeypatch.setattr(several, "time", types.SimpleNamespace(monotonic=lambda: 7.0))
-  with socket.create_server(("127.0.0.1", 0)) as port:
-    address = f"127.0.0.1:{port.getsockname()[1]}"
-    monkeypatch.setattr(several._compat, "coordination", lambda: (object(), 1, 2, address))
-    processes, lost = several.Processes(), []
-    monkeypatch.setattr(processes, "_lost", lost.append)
-    monkeypatch.setattr(processes._closed, "wait", waits.append)
-    watch = threading.Thread(target=processes._watch_first)
-    watch.start()
-    port.accept()[0].close()
-    connection = port.accept()[0]  # there again
-    assert lost == []
-  connection.close()
-  watch.join(60)
-  assert lost == [[0]]
-  assert [max(wait, 0) for wait in waits] == [0, 1, 1]
 
 
 @pytest.mark.slow

@@ -15,10 +15,13 @@ import yaml
 
 from mpjax.cli import _train_command, main
 from mpjax.train import Interrupted
+
+# The command's own, without a run.
+from mpjax.train._interrupt import Interrupt
 from mpjax.train.loop import _run
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
-from tests.train._runs import Killed, curve, interrupt, kill, refused, train, write_line
+from tests.train._runs import curve, interrupt, refused, train, train_until_killed, write_line
 from tests.train._tiny_gpt import records, write_tiny_gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -110,18 +113,14 @@ def test_a_killed_and_interrupted_run_resumes_bit_for_bit(tmp_path, monkeypatch,
   arguments, out = [*write_tiny_gpt(tmp_path, layers=1), *INTERRUPTED], tmp_path / "run"
   train(arguments, tmp_path / "whole")
   command = ["train", *arguments, f"out={out}"]
-  for at, ends in ((3, kill), (7, signal.SIGTERM)):
-    with monkeypatch.context() as patch:
-      interrupt(patch, at, kill if ends is kill else lambda ends=ends: signal.raise_signal(ends))
-      if ends is kill:
-        with pytest.raises(Killed):
-          main(command)
-      else:
-        assert main(command) == 128 + ends
-        shown = capsys.readouterr().err
-        assert shown == f"SIGTERM: checkpoint of step {at} saved in {out}; the same command resumes from it\n"
-        assert records(out)[-1]["step"] == at
-    assert not (out / "summary.json").exists()
+  train_until_killed(arguments, out, 3)
+  with monkeypatch.context() as patch:
+    interrupt(patch, 7, lambda: signal.raise_signal(signal.SIGTERM))
+    assert main(command) == 128 + signal.SIGTERM
+  shown = capsys.readouterr().err
+  assert shown == f"SIGTERM: checkpoint of step 7 saved in {out}; the same command resumes from it\n"
+  assert records(out)[-1]["step"] == 7
+  assert not (out / "summary.json").exists()
   assert main(command) == 0
   assert "resumed after step 7" in capsys.readouterr().out
   expected = curve(tmp_path / "whole")
@@ -160,6 +159,17 @@ def test_a_signal_before_the_first_step_is_not_lost(tmp_path, monkeypatch, capsy
     _run.run(arguments[0], [*arguments[1:], f"out={out}"])
   assert raised.value.signum == signum
   assert not out.exists()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_hangs_up_is_an_interruption_unless_it_is_ignored(ignored):
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else lambda *_: None)
+  try:
+    with Interrupt() as interrupt:
+      signal.raise_signal(signal.SIGHUP)
+    assert interrupt.signum == (None if ignored else signal.SIGHUP)
+  finally:
+    signal.signal(signal.SIGHUP, before)
 
 
 def command(arguments, **environment):

@@ -4,8 +4,6 @@ import io
 import json
 import os
 import pathlib
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -16,8 +14,7 @@ from mpjax.cli import main
 from mpjax.train import ConfigError, load_config, load_plugins
 
 # A bar by itself, without a run.
-from mpjax.train.loop._output import Output
-from mpjax.train.loop._progress import Progress, show_summary
+from mpjax.train.loop._output import Output, Progress, show_summary
 from tests.train._own_config import PLUGIN
 from tests.train._tiny_gpt import records
 
@@ -78,52 +75,18 @@ def test_a_start_that_fails_leaves_nothing_open(tmp_path, monkeypatch):
   assert [file for file in opened if file.startswith(str(tmp_path))] == [], kept
 
 
-def test_a_notebook_has_a_bar_that_moves(monkeypatch):
-  shown = []
-
-  class Cell:
-    def update(self, progress):
-      shown.append(progress._repr_mimebundle_([], [])["text/plain"])
-
-  def display(progress, display_id):
-    assert display_id
-    return Cell()
-
-  monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
-  monkeypatch.setattr("mpjax.train.loop._progress._SECONDS", 0.0)
-  console = rich.console.Console(file=io.StringIO(), force_jupyter=True)
-  with Progress(console, 10, 0, "rows", has_scale=False) as bar:
-    for step in (1, 2):
-      record = {"loss": 0.5, "loss_scale": 1.0, "skipped_steps": 0, "rows_per_s": 3.0, "step": step}
-      bar.step(step, record, logged=True)
-  assert len(shown) == 3
-  assert "1/10" in shown[0]
-  assert "2/10" in shown[-1]
-
-
 def test_without_a_terminal_a_line_says_that_the_step_is_compiled():
-  stream = io.StringIO()
-  with Output() as output:
-    console = output.show_on(rich.console.Console(file=stream), quiet=False)
-    with Progress(console, steps=10, start=0, units="tokens", has_scale=True):
-      pass
-  assert stream.getvalue() == "compiling the training step\n"
+  console = rich.console.Console(file=io.StringIO())
+  with Output(console), Progress(console, steps=10, start=0, units="tokens", has_scale=True):
+    pass
+  assert console.file.getvalue() == "compiling the training step\n"
 
 
 def test_the_final_table_cuts_no_policy():
   policy = str(mpjax.get_policy({"base": "fp16", "loss_scaling": {"init_scale": 1024, "growth_interval": 7}}))
   console = rich.console.Console(width=60, file=io.StringIO())
-  with Output() as output:
-    output.show_on(console, quiet=False)
+  with Output(console):
     show_summary({"policy": policy, "steps": 3}, pathlib.Path("runs/x"))
   lines = [line.strip("│ ").removeprefix("policy") for line in console.file.getvalue().splitlines()]
   assert "growth_interval" in "".join(line.strip("│ ") for line in lines)
   assert "…" not in "".join(lines)
-
-
-def test_the_module_shows_its_public_names():
-  assert dir(mpjax.train) == sorted(mpjax.train.__all__)
-  assert {"Task", "register_data", "register_model", "run"} <= set(dir(mpjax.train))
-  assert all(getattr(mpjax.train, name) is not None for name in dir(mpjax.train))
-  assert set(dir(mpjax)) >= {*mpjax.__all__, "train"}
-  assert not {"Any", "importlib", "_average"} & set(dir(mpjax))

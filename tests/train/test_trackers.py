@@ -15,7 +15,7 @@ import mpjax
 
 # Counts calls of the pass that makes the figures.
 from mpjax.numerics._watcher import Watcher
-from tests.train._runs import Killed, curve, interrupt, kill, refused, train, write_line
+from tests.train._runs import curve, refused, train, train_until_killed, write_line
 
 BOTH = "train.trackers=[tensorboard,wandb]"
 
@@ -74,12 +74,9 @@ def alone(tmp_path_factory):
   return arguments, folder / "run"
 
 
-def test_a_resumed_run_continues_its_run_in_wandb_and_logs_no_step_twice(alone, wandb, tmp_path, monkeypatch):
+def test_a_resumed_run_continues_its_run_in_wandb_and_logs_no_step_twice(alone, wandb, tmp_path):
   arguments, out = [*alone[0], BOTH, "numerics.every=3"], tmp_path / "run"
-  with monkeypatch.context() as patch:
-    interrupt(patch, 11, kill)  # resumes after step 8
-    with pytest.raises(Killed):
-      mpjax.train.run(arguments[0], [*arguments[1:], f"out={out}"])
+  train_until_killed(arguments, out, 11)  # resumes after step 8
   train(arguments, out)
   (run,) = wandb.runs.values()
   rows = {step: row for step, row in run.rows.items() if "loss" in row}
@@ -218,12 +215,9 @@ def traces(out):
   return list(out.glob("profile/plugins/profile/*/*.xplane.pb"))
 
 
-def test_chosen_steps_are_profiled_also_if_the_run_ends_in_between(alone, tmp_path, capsys, monkeypatch):
+def test_chosen_steps_are_profiled_also_if_the_run_ends_in_between(alone, tmp_path, capsys):
   arguments, out = [*alone[0], "train.profile_steps=[3,6]"], tmp_path / "run"
-  with monkeypatch.context() as patch:
-    interrupt(patch, 5, kill)
-    with pytest.raises(Killed):
-      mpjax.train.run(arguments[0], [*arguments[1:], f"out={out}"])
+  train_until_killed(arguments, out, 5)
   assert f"a profile of steps 3 to 4 is in {out / 'profile'}: open it with xprof" in capsys.readouterr().out
   (first,) = traces(out)
   first.parent.rename(out / "profile" / "first")  # a folder is named by the second in which it was made

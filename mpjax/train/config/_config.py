@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -233,7 +234,6 @@ class Config(Section):
   train: TrainConfig = TrainConfig()
   numerics: NumericsConfig = NumericsConfig()
   distributed: DistributedConfig = DistributedConfig()
-  _resolved = pydantic.PrivateAttr(default=None)  # the policy as given, and what it is
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> Config:
@@ -254,20 +254,33 @@ class Config(Section):
       return self
     return self.model_copy(update={"model": self.model.model_copy(update={"attention": "auto"})})
 
+  def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Config:
+    """Returns the config with other values, and nothing that was computed of those before."""
+    copied = super().model_copy(update=update, deep=deep)
+    for name in ("tree", "_policy") if "policy" in (update or ()) else ("tree",):
+      copied.__dict__.pop(name, None)
+    return copied
+
+  @functools.cached_property
+  def _policy(self) -> Policy:
+    return get_policy(self.policy)
+
+  @functools.cached_property
+  def tree(self) -> dict[str, Any]:
+    """The config as plain data, with all defaults and the whole policy; not to be changed."""
+    return self.model_dump(mode="json")
+
   def resolve_policy(self) -> Policy:
     """Returns the policy for this backend, resolved once. Its `reason` says why `auto` chose it."""
-    if self._resolved is None or self._resolved[0] is not self.policy:
-      self._resolved = self.policy, get_policy(self.policy)
-    policy: Policy = self._resolved[1]
-    return policy
+    return self._policy
 
   @pydantic.field_serializer("policy")
   def _whole_policy(self, _: object) -> dict[str, Any]:
-    return self.resolve_policy().to_dict()
+    return self._policy.to_dict()
 
   def to_yaml(self) -> str:
     """Returns the config as YAML, with all defaults and the whole policy."""
-    return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+    return yaml.safe_dump(self.tree, sort_keys=False)
 
 
 def parse_config(data: object) -> Config:

@@ -1,20 +1,20 @@
-"""Reads a config from YAML with `key=value` overrides, or one of the examples that come with mpjax.
+"""Reads a config from YAML with `key=value` overrides, or an example; says how two configs differ.
 
-OmegaConf does the reading. Every mistake is a `ConfigError` of one line that names the file or the key.
+Every mistake is a `ConfigError` of one line that names the file or the key.
 """
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jmp
-import omegaconf
 import yaml
 
-from mpjax._gone import without_old_keys
+from mpjax._gone import instead, without_old_keys
 from mpjax.dtypes import did_you_mean
 from mpjax.policy import get_policy
 from mpjax.registry._checks import checked
@@ -88,31 +88,20 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
 def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
   """Returns a YAML file with `key=value` overrides as plain data. Checks no key.
 
-  A value may refer to another key, as in `${seed}`. OmegaConf's functions, such as `${oc.env:NAME}`, are
-  refused: they would write the environment into the run directory or send it in a request for a dataset.
-
   Raises:
     ConfigError: as for `load_config`.
   """
   title = source if isinstance(source, pathlib.Path) else "the config"
   try:
-    if isinstance(source, pathlib.Path):
-      tree = omegaconf.OmegaConf.load(source)
-    else:
-      tree = omegaconf.OmegaConf.create(dict(source))
-    if not isinstance(tree, omegaconf.DictConfig):
-      raise ConfigError(f"{title}: expected a mapping of keys at the top level")
-    for override in overrides:
-      _apply(tree, override)
-    _require_plain(tree)
-    data: Any = omegaconf.OmegaConf.to_container(tree, resolve=True)
-  except ConfigError:
-    raise
-  except RecursionError as error:
-    raise ConfigError(f"cannot read {title}: values nested too deep") from error
-  except (OSError, ValueError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
-    raise ConfigError(f"cannot read {title}: {' '.join(str(error).split())}") from error
-  known: dict[str, Any] = without_old_keys(data)
+    data = _parsed(source.read_bytes()) if isinstance(source, pathlib.Path) else _plain(dict(source))
+  except _UNREADABLE as error:
+    raise ConfigError(f"cannot read {title}: {_said(error)}") from error
+  tree = {} if data is None else data
+  if not isinstance(tree, dict):
+    raise ConfigError(f"{title}: expected a mapping of keys at the top level")
+  for override in overrides:
+    _apply(tree, override)
+  known: dict[str, Any] = without_old_keys(tree)
   return known
 
 
@@ -139,35 +128,150 @@ def read_waits(source: ConfigSource, overrides: Sequence[str] = ()) -> Distribut
     return DistributedConfig()
 
 
-def _apply(tree: omegaconf.DictConfig, override: str) -> None:
-  key, sign, value = override.partition("=")
+def _apply(tree: dict[str, Any], override: str) -> None:
+  key, sign, text = override.partition("=")
   if not sign or not key:
     raise ConfigError(f"override {override!r}: expected key=value, as in train.steps=200")
-  if key.startswith(("policy.", "policy[")) and not isinstance(
-    policy := tree.get("policy"), omegaconf.DictConfig
-  ):
-    tree["policy"] = {"base": Config.model_fields["policy"].default if policy is None else policy}
   try:
-    parsed: Any = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_dotlist([f"value={value}"]))
-    omegaconf.OmegaConf.update(tree, key, parsed["value"], merge=False)
-  except Exception as error:  # from YAML, OmegaConf or Python
-    raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from error
+    value = _parsed(text)
+  except _UNREADABLE as error:
+    raise ConfigError(f"override {override!r}: {_said(error)}") from error
+  *parents, last = re.split(r"[.[]", key.replace("]", ""))
+  if parents[:1] == ["policy"] and not isinstance(tree.get("policy"), dict):
+    given = tree.get("policy")
+    tree["policy"] = {"base": Config.model_fields["policy"].default if given is None else given}
+  section = tree
+  for parent in parents:
+    if section.get(parent) is None:
+      section[parent] = {}
+    if not isinstance(section[parent], dict):
+      raise ConfigError(f"override {override!r}: {parent} is {section[parent]!r}, which has no keys")
+    section = section[parent]
+  section[last] = value
 
 
-_MOST_REFERENCES = 16
-_REFERENCE = re.compile(r"(?<![\\$])\$\{[\w.\[\]-]+\}")
+class _Loader(yaml.SafeLoader):
+  """Reads plain values: `1e-3` is a number, a date is text, and a file cannot grow by references."""
+
+  def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+    if self.check_event(yaml.AliasEvent):
+      raise _fault(self.peek_event(), "a reference (*name): write the value out")
+    return super().compose_node(parent, index)
+
+  def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    names = [key.value for key, _ in node.value]
+    if repeated := [name for i, name in enumerate(names) if name in names[:i]]:
+      raise _fault(node, f"the key {repeated[0]!r} is there twice")
+    return super().construct_mapping(node, deep)
+
+  def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+    if "${" in str(node.value):
+      raise _fault(node, f"{node.value}{instead('${}', 'config')}")
+    return super().construct_scalar(node)
 
 
-def _require_plain(tree: omegaconf.DictConfig) -> None:
-  """Raises for OmegaConf's functions, and for so many references that they could fill the memory."""
-  rest, found = _REFERENCE.subn("", omegaconf.OmegaConf.to_yaml(tree))
-  for line in rest.splitlines():
-    if "${" in line:
-      raise ConfigError(
-        f"{line.strip()}: only another key may stand in ${{...}}, as in ${{seed}}; a value from the "
-        "environment goes on the command line, as in out=$HOME/runs/x"
-      )
-  if found > _MOST_REFERENCES:
-    raise ConfigError(
-      f"{found} references ${{...}}: expected at most {_MOST_REFERENCES}; write the values out"
-    )
+_Loader.yaml_implicit_resolvers = {
+  first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
+  for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+  "tag:yaml.org,2002:float",
+  re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+  list("-+0123456789"),
+)
+
+
+_UNREADABLE = (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError)
+
+
+def _parsed(text: str | bytes) -> Any:
+  """Returns the value of a YAML text."""
+  return _plain(yaml.load(text, _Loader))
+
+
+def _plain(data: object) -> Any:
+  """Returns a copy of plain data; raises one of `_UNREADABLE` for any other."""
+
+  def refuse(value: object) -> None:
+    raise TypeError(f"expected numbers, text, lists and mappings, not a {type(value).__name__}")
+
+  return json.loads(json.dumps(data, default=refuse))
+
+
+def _fault(where: Any, what: str) -> yaml.MarkedYAMLError:
+  return yaml.MarkedYAMLError(problem=what, problem_mark=where.start_mark)
+
+
+def _said(error: Exception) -> str:
+  """Returns what is wrong with a text, on one line."""
+  if isinstance(error, RecursionError):
+    return "values nested too deep"
+  if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+    return f"line {error.problem_mark.line + 1}: {error.problem}"
+  return " ".join(str(error).split())
+
+
+# Keys that may differ between processes.
+_OWN = frozenset({"distributed", "train.checkpoint_wait"})
+# Keys that may change when a run resumes. Only a mesh changes what a step computes: its rounding.
+_FREE = _OWN | {
+  "out",
+  "numerics",
+  "mesh",
+  "data.workers",
+  "train.log_every",
+  "train.eval_every",
+  "train.checkpoint_every",
+  "train.keep_checkpoints",
+  "train.max_skips",
+  "train.export",
+  "train.export_dtype",
+  "train.profile_steps",
+  "train.trackers",
+}
+# Keys that may change when a run resumes with more steps.
+_GROWING = {"train.steps", "optimizer.schedule_steps"}
+
+
+def mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
+  """Returns an error text if configs, code or data differ between process 0 and another; otherwise `None`."""
+  found = _differences(first, other, "in process 0", f"in process {process}", _OWN)
+  if not found:
+    return None
+  return f"the processes differ ({'; '.join(found[:3])}): give all the same config, code and data"
+
+
+def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any], *, may_grow: bool = True) -> str | None:
+  """Says how the configs of two runs differ in the keys that a run keeps; `None` if they do not.
+
+  Args:
+    theirs: a config as plain data.
+    ours: another config.
+    may_grow: whether the number of steps may differ.
+  """
+  theirs, ours = without_old_keys(theirs), without_old_keys(ours)
+  found = _differences(theirs, ours, "there", "here", _FREE | _GROWING if may_grow else _FREE)
+  return "; ".join([*found[:3], "..."] if len(found) > 3 else found) or None
+
+
+def _differences(
+  theirs: object, ours: object, there: str, here: str, free: frozenset[str], key: str = ""
+) -> list[str]:
+  """Returns a line for each difference between two configs, or between their parts at `key`.
+
+  `there` and `here` say for a person where each config is; keys in `free` may differ.
+  """
+  if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+    return [] if theirs == ours else [f"{key}: {_short(theirs)} {there}, {_short(ours)} {here}"]
+  found = []
+  for name in sorted(theirs.keys() | ours.keys()):
+    path = f"{key}.{name}" if key else name
+    if path not in free:
+      found += _differences(theirs.get(name), ours.get(name), there, here, free, path)
+  return found
+
+
+def _short(value: object) -> str:
+  """Returns a value as text, and a mapping by at most its beginning."""
+  text = repr(value)
+  return f"{text[:60]}...}}" if isinstance(value, dict) and len(text) > 60 else text

@@ -1,32 +1,32 @@
-"""The output of a run: the records of the logger `mpjax.train`, on the console or in `train.log`."""
+"""What a run shows: the records of the logger `mpjax.train`, its header, its progress, its summary."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import copy
 import io
 import logging
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import IO, Any, TextIO, cast
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import jax
+import rich.box
 import rich.console
+import rich.progress
 import rich.table
+import rich.text
 
-LOG = "train.log"
+from mpjax._render.plain_text import bytes_text, power_of_two_text
+from mpjax.fp8._hardware import in_force
+from mpjax.policy import Policy
+from mpjax.step import Layout, TrainState
+from mpjax.train._errors import one_line
+from mpjax.train.setup._experiment import Setup
+from mpjax.train.setup._optimizers import describe_optimizer
+
 LOGGER = logging.getLogger("mpjax.train")
-# The output of the run in this thread: another one's lines are not for it.
-_CURRENT: contextvars.ContextVar[Output | None] = contextvars.ContextVar("output", default=None)
-
-
-def say_last(line: str) -> None:
-  """Shows the line that a command ends with, also if the user's code has turned logging off."""
-  record = LOGGER.makeRecord(LOGGER.name, logging.ERROR, __file__, 0, line, (), None)
-  LOGGER.disabled = False
-  LOGGER.handle(record)
 
 
 def goes_on_without(what: str, error: Exception) -> None:
@@ -35,158 +35,181 @@ def goes_on_without(what: str, error: Exception) -> None:
 
 
 class Output(logging.Handler):
-  """Shows what is logged within its `with` block: warnings and errors on stderr, the rest on a console.
+  """Shows what its thread logs within its block: warnings and errors on stderr, the rest on a console.
 
-  A reader that goes away, a full disk or a closed stream does not end a run: further lines go to `train.log`
-  in the run directory, whose first line says so. A character that the terminal cannot show appears as its
-  code. A record may bring something else for the console, as `extra={"shown": renderable}`, or `None` for
-  nothing.
+  A full disk, or a reader that goes away, does not end a run, which goes on without that stream. A record may
+  bring something else for the console, as `extra={"shown": renderable}`.
+
+  Attributes:
+    console: the console; standard output by default.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, console: rich.console.Console | None = None) -> None:
     super().__init__()
-    _fill_descriptors()
-    self._out, self._err = _Steady(sys.stdout, "stdout"), _Steady(sys.stderr, "stderr")
-    self._console = rich.console.Console(file=cast(TextIO, self._out))
-    self._file: pathlib.Path | None = None
-    self._unwritten: list[str] = []
+    if console is None and isinstance(sys.stdout, io.TextIOWrapper):
+      sys.stdout.reconfigure(errors="backslashreplace")  # a character that it lacks appears as its code
+    self.console = console or rich.console.Console()
+    thread = threading.get_ident()
+    self.addFilter(lambda record: record.thread == thread)
 
   def __enter__(self) -> Output:
-    self._before = _CURRENT.set(self)
-    self.addFilter(lambda _: _CURRENT.get() in (None, self))
     LOGGER.addHandler(self)
     return self
 
   def __exit__(self, *_: object) -> None:
     LOGGER.removeHandler(self)
-    _CURRENT.reset(self._before)
-    self._out.flush()
-    self._err.flush()
-    self.close()
-
-  @contextlib.contextmanager
-  def of_everyone(self) -> Iterator[None]:
-    """Keeps what a plug-in or a library prints from ending the run, too, where nobody reads it."""
-    with (
-      contextlib.redirect_stdout(cast(TextIO, self._out)),
-      contextlib.redirect_stderr(cast(TextIO, self._err)),
-    ):
-      yield
-
-  def show_on(self, console: rich.console.Console | None, *, quiet: bool) -> rich.console.Console:
-    """Sets the console, which is standard output by default; returns one like it that does not raise.
-
-    Args:
-      console: the console, or `None`.
-      quiet: whether to show nothing, except for warnings and errors.
-    """
-    if console is not None:
-      self._out, self._console = _Steady(console.file, "the console"), copy.copy(console)
-      self._console.file = cast(TextIO, self._out)
-    self._console.quiet |= quiet
-    return self._console
-
-  def log_to(self, directory: pathlib.Path) -> None:
-    """Sets the run directory. `train.log` is made there when there is something to write."""
-    self._file = directory / LOG
-    self._log()
 
   def emit(self, record: logging.LogRecord) -> None:
     """Shows a record."""
-    line = self.format(record)
-    stream = self._err if record.levelno >= logging.WARNING else self._out
-    if stream is self._err:
-      stream.write(f"{line}\n")
-    elif self._console.quiet:
-      return
-    elif (shown := getattr(record, "shown", line)) is not None:
-      is_table = isinstance(shown, rich.table.Table)
-      self._console.print(shown, highlight=False, markup=False, soft_wrap=not is_table)
-    if stream.lost:
-      self._log(*self._told(stream), line)
-
-  def _told(self, stream: _Steady) -> list[str]:
-    """Tells once that a stream is lost, on the other one; returns the line for the log."""
-    if stream.is_told:
-      return []
-    stream.is_told = True
-    line = f"{stream.name} cannot be written ({stream.lost}): the run goes on, and writes the rest to "
-    if stream is self._out:
-      self._err.write(f"{line}{self._file or LOG}\n")
-    return [f"{line}this file"]
-
-  def _log(self, *lines: str) -> None:
-    self._unwritten += lines
-    if self._file is not None and self._unwritten:
-      with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in self._unwritten)
-      self._unwritten.clear()
+    line, is_warning = self.format(record), record.levelno >= logging.WARNING
+    shown = getattr(record, "shown", line)
+    try:
+      if is_warning:
+        print(line, file=sys.stderr, flush=True)
+      else:
+        is_table = isinstance(shown, rich.table.Table)
+        self.console.print(shown, highlight=False, markup=False, soft_wrap=not is_table)
+    except (Exception, SystemExit) as error:  # rich exits where nobody reads
+      nowhere = open(os.devnull, "w")  # noqa: SIM115 (otherwise Python's last flush would fail, too)
+      if is_warning:
+        sys.stderr = nowhere
+        return
+      if self.console.file is sys.stdout:
+        sys.stdout = nowhere
+      self.console = rich.console.Console(quiet=True)
+      reason = one_line(str(error.__context__ or error))
+      LOGGER.warning(f"warning: the run goes on without output, which cannot be written ({reason})")
 
 
-class _Steady(io.TextIOBase):
-  """Passes text on to another stream until that one fails; does not raise.
+class Progress:
+  """Shows progress as a bar on a terminal; elsewhere as one line per logged step.
 
-  Attributes:
-    name: what a message calls it.
-    lost: why it failed; empty while it works.
-    is_told: whether the user was told.
+  Args:
+    console: where to show the bar.
+    steps: total number of steps.
+    start: the step that the run resumes from; 0 for a new run.
+    units: the unit of the speed: tokens or images.
+    has_scale: whether to show a loss scale.
   """
 
-  def __init__(self, stream: IO[str] | None, name: str):
-    self._stream: Any = stream
-    self.name = name
-    self.lost, self.is_told = "closed" if stream is None else "", False
+  def __init__(self, console: rich.console.Console, steps: int, start: int, units: str, has_scale: bool):
+    self._steps = steps
+    self._units = units
+    self._has_scale = has_scale
+    self._bar = rich.progress.Progress(
+      rich.progress.TextColumn("[bold]{task.description}"),
+      rich.progress.BarColumn(bar_width=None),
+      rich.progress.MofNCompleteColumn(),
+      rich.progress.TextColumn("{task.fields[status]}"),
+      rich.progress.TimeRemainingColumn(),
+      console=console,
+      disable=not console.is_terminal,
+    )
+    self._task = self._bar.add_task("train", total=steps, completed=start, status="compiling")
+    # Lines that repeat what a bar shows are for those who ask for them.
+    self._level = logging.DEBUG if console.is_terminal else logging.INFO
 
-  @property
-  def encoding(self) -> str:  # type: ignore[override]
-    """Returns the encoding, by which rich chooses the lines of a table."""
-    return getattr(self._stream, "encoding", None) or "utf-8"
+  def __enter__(self) -> Progress:
+    self._bar.start()
+    LOGGER.log(self._level, "compiling the training step")
+    return self
 
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._stream, name)
+  def __exit__(self, *_: object) -> None:
+    self._bar.stop()
 
-  def fileno(self) -> int:
-    """Returns the descriptor of the stream."""
-    return int(self._stream.fileno())
-
-  def isatty(self) -> bool:
-    """Returns whether the stream is a terminal that still works."""
-    return not self.lost and self._stream.isatty()
-
-  def write(self, text: str) -> int:
-    """Writes text, and passes it to the operating system."""
-    shown = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
-    self._try(lambda: self._stream.write(shown))
-    self.flush()
-    return len(text)
-
-  def flush(self) -> None:
-    """Passes all text to the operating system, also what others wrote to the same stream."""
-    self._try(lambda: self._stream.flush())
-
-  def _try(self, action: Callable[[], object]) -> None:
-    if self.lost:
-      return
-    try:
-      action()
-    except (OSError, ValueError) as error:
-      self.lost = getattr(error, "strerror", None) or str(error)
-      with contextlib.suppress(OSError, ValueError):  # other writers, and Python when it ends, would raise
-        if (descriptor := self._stream.fileno()) in (1, 2):
-          _to_nowhere(descriptor)
-
-
-def _fill_descriptors() -> None:
-  """Opens standard descriptors that are closed, so that no file of the run gets their numbers and output."""
-  for descriptor in range(3):
-    try:
-      os.fstat(descriptor)
-    except OSError:
-      _to_nowhere(descriptor)
+  def write(self, record: Mapping[str, Any], is_logged: bool) -> None:
+    """Shows the record of a step."""
+    step = f"step {record['step']}/{self._steps}"
+    scores = {name: value for name, value in record.items() if name.startswith("eval_")}
+    if scores:
+      shown = "  ".join(f"{name.removeprefix('eval_')} {_number(value)}" for name, value in scores.items())
+      LOGGER.info(f"{step}  eval: {shown}")
+    parts = [f"loss {_number(record['loss'])}"]
+    if self._has_scale:
+      parts.append(f"scale {power_of_two_text(record['loss_scale'])}")
+    if self._has_scale or record["skipped_steps"]:
+      parts.append(f"skipped {record['skipped_steps']}")
+    if (speed := record[f"{self._units}_per_s"]) is not None:
+      parts.append(f"{speed:,.0f} {self._units}/s")
+    status = "  ".join(parts)
+    self._bar.update(self._task, completed=record["step"], status=status)
+    if is_logged:
+      LOGGER.log(self._level, f"{step}  {status}")
 
 
-def _to_nowhere(descriptor: int) -> None:
-  nowhere = os.open(os.devnull, os.O_RDWR)
-  if nowhere != descriptor:
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+def show_header(
+  setup: Setup, state: TrainState, directory: pathlib.Path, begins: str, processes: int
+) -> None:
+  """Shows what the run is about to do.
+
+  Args:
+    setup: the run's setup.
+    state: the run's first state.
+    directory: the run directory.
+    begins: says where the first state comes from; empty for a new state.
+    processes: number of processes.
+  """
+  policy = setup.policy
+  parameters = sum(leaf.size for leaf in jax.tree.leaves(state.arrays))
+  scaling, config = policy.loss_scaling, setup.config
+  rows = {
+    "policy": policy.reason or policy.full_label,
+    **({} if policy.fp8 is None else {"fp8": in_force(policy.fp8)}),
+    **({} if scaling is None else {"loss scale": f"{scaling.kind}, from {scaling.init_scale:g}"}),
+    "model": f"{setup.config.model.kind}, {parameters:,} parameters",
+    "data": setup.info.description,
+    "optimizer": describe_optimizer(config.optimizer, config.train.steps),
+    **({} if (decay := config.train.average) is None else {"average": f"of the weights, decay {decay:g}"}),
+    "devices": _devices(setup.layout, policy) + (f", in {processes} processes" if processes > 1 else ""),
+    "run": f"{directory}" + (f", {begins}" if begins else ""),
+  }
+  for name, value in rows.items():
+    row = rich.text.Text.assemble((f"{name:>10}", "bold"), f"  {value}")
+    LOGGER.info(row.plain, extra={"shown": row})
+
+
+def _devices(layout: Layout, policy: Policy) -> str:
+  text = f"{layout.mesh.size} x {jax.devices()[0].device_kind}"
+  if layout.mesh.size == 1:
+    return text
+  axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
+  dtype = "float32" if policy.reduce_dtype is None else policy.reduce_dtype.name
+  return f"{text} ({axes})" + (f", gradients cross in {dtype}" if layout.shards > 1 else "")
+
+
+def show_summary(summary: Mapping[str, Any], directory: pathlib.Path) -> None:
+  """Shows the figures of a finished run, and its directory."""
+  rows = {}
+  for name, value in summary.items():
+    title, text = _SHOWN.get(name, (name.replace("_", " "), _number))
+    hidden = name == "skipped_steps" and not value and "loss_scale" not in summary
+    if name != "resolved_policy" and not hidden:
+      rows[title] = "unknown" if value is None else text(value)
+  table = rich.table.Table(title="run finished", box=rich.box.ROUNDED, show_header=False)
+  table.add_column(style="bold")
+  table.add_column(justify="right", overflow="fold")  # a policy is written out, however long
+  for title, figure in rows.items():
+    table.add_row(rich.text.Text(title), rich.text.Text(figure))
+  lines = "\n".join(f"{title}: {figure}" for title, figure in rows.items())
+  LOGGER.info(f"run finished\n{lines}", extra={"shown": table})
+  LOGGER.info(f"run directory: {directory}")
+
+
+def _number(value: float | str) -> str:
+  if isinstance(value, str):
+    return value
+  return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _parts(seconds: Mapping[str, float]) -> str:
+  """Returns the sum of a time by part, and each part's share of it."""
+  total = sum(seconds.values())
+  return f"{total:.4g} s: " + ", ".join(f"{part} {n / (total or 1):.0%}" for part, n in seconds.items())
+
+
+# The title of a value of the summary and how it is shown, if not as a number.
+_SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
+  "loss_scale": ("loss scale", power_of_two_text),
+  "peak_memory_bytes": ("peak memory", bytes_text),
+  "time_s": ("time", _parts),
+}

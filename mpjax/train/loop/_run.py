@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import pathlib
@@ -10,22 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import rich.console
-import yaml
 
 from mpjax.train._errors import CheckpointError
-from mpjax.train._files import GONE
 from mpjax.train._interrupt import Interrupt
-from mpjax.train.checkpoints import STORAGE_ERRORS, quiet
+from mpjax.train.checkpoints import STORAGE_ERRORS
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
 from mpjax.train.config._plugins import load_plugins, plugin_digests
 from mpjax.train.loop._loop import TrainingRun
-from mpjax.train.loop._output import LOGGER, Output
-from mpjax.train.loop._progress import show_summary
+from mpjax.train.loop._output import LOGGER, Output, show_summary
 from mpjax.train.loop._run_directory import RunDirectory
-from mpjax.train.loop._trackers import Tracker, check_trackers, require_trackers
+from mpjax.train.loop._sinks import Tracker, check_trackers, require_trackers
 from mpjax.train.processes import Processes, versions
-from mpjax.train.setup._setup import Setup, make_setup
+from mpjax.train.setup._experiment import Setup, make_setup
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -119,27 +117,24 @@ def run(
     return load_config(config, overrides)
 
   with (
-    Output() as output,
+    Output(console) as output,
     Interrupt() as interrupt,
     Processes(read_waits(config, overrides), interrupt, may_exit=False) as processes,
   ):
-    summary = train_together(load, processes, output, console, trackers)
+    summary = train_together(load, processes, output, trackers)
     assert processes.directory is not None
     return RunResult(processes.directory, summary)
 
 
 def train_together(
-  load: Callable[[], Config],
-  processes: Processes,
-  output: Output,
-  console: rich.console.Console | None = None,
-  trackers: Sequence[Tracker] = (),
+  load: Callable[[], Config], processes: Processes, output: Output, trackers: Sequence[Tracker] = ()
 ) -> dict[str, Any]:
   """Agrees on config, step and directory with the other processes, then trains; returns the summary."""
   began = time.perf_counter()
-  console = output.show_on(console, quiet=not processes.first)
+  if not processes.first:
+    output.console = rich.console.Console(quiet=True)
   config, _ = processes.agree(load, lambda config: _tell_config(config, processes.count), same=True)
-  processes.directory = pathlib.Path(str(config.out))
+  processes.directory = path = pathlib.Path(str(config.out))
   LOGGER.disabled = False  # plug-ins that configure logging turn other loggers off by default
 
   def set_up() -> Setup:
@@ -153,31 +148,26 @@ def train_together(
   directory, summary = processes.agree(
     lambda: RunDirectory(config, owner=processes.first), lambda directory: directory.summary()
   )
-  try:
-    if processes.first:
-      output.log_to(directory.path)
-    if summary is not None:
-      LOGGER.info("this run has finished already; choose another out= for a new one")
-      if config.train.export is not None and not (directory.path / "model.safetensors").exists():
-        LOGGER.info(f"its weights are not exported: mpjax export {directory.path} does that")
-      show_summary(summary, directory.path)
-      return summary
-    with quiet():
-      return _train(TrainingRun(setup, directory, processes, console, trackers, began))
-  finally:
-    directory.close()
+  with contextlib.closing(directory):
+    if summary is None:
+      return _train(TrainingRun(setup, directory, processes, output, trackers, began))
+    LOGGER.info("this run has finished already; choose another out= for a new one")
+    if config.train.export is not None and not (path / "model.safetensors").exists():
+      LOGGER.info(f"its weights are not exported: mpjax export {path} does that")
+    show_summary(summary, path)
+    return summary
 
 
 def _train(run: TrainingRun) -> dict[str, Any]:
   """Trains, and turns the operating system's errors about the run's own files into a `CheckpointError`."""
+  path = run.directory.path
   try:
     summary = run.train()
   except BaseException as error:
     if run.processes.are_together(error):  # otherwise a pending write would wait for the others
       run.checkpoints.close()
-    is_lost = isinstance(error, OSError) and error.errno in GONE and not run.directory.is_there
-    if isinstance(error, OSError) and (is_lost or error.errno in STORAGE_ERRORS):
-      failed = f"{run.directory.path} cannot be written: {error.strerror}; {run.resumes()}"
+    if isinstance(error, OSError) and (error.errno in STORAGE_ERRORS or not path.exists()):
+      failed = f"{path} cannot be written: {error.strerror}; {run.resumes()}"
       raise CheckpointError(f"{failed} once there is room and permission to write") from error
     raise
   run.checkpoints.close()
@@ -187,7 +177,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
 def _tell_config(config: Config, count: int) -> dict[str, Any]:
   # `jax.distributed` does not compare the number that each process expects.
   about = {"number of processes": count, "versions": versions(), "plug-ins": plugin_digests()}
-  return {**yaml.safe_load(config.to_yaml()), **about}
+  return {**config.tree, **about}
 
 
 def _tell_setup(setup: Setup) -> dict[str, Any]:

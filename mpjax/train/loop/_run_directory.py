@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
 import pathlib
 from typing import IO, Any
 
-import pydantic
-import yaml
-
+from mpjax.registry._info import DataInfo
 from mpjax.train._errors import ConfigError
-from mpjax.train._files import GONE, set_aside, unfinished, unused, write_atomically
+from mpjax.train._files import unfinished, write_atomically
 from mpjax.train.config._config import Config
-from mpjax.train.config._config_file import read_tree
-from mpjax.train.config._differences import run_mismatch
+from mpjax.train.config._config_file import read_tree, run_mismatch
 from mpjax.train.loop._output import LOGGER
+from mpjax.train.setup._saved_run import FACTS, facts_text
 
-_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log", "wandb-id")
+_FILES = ("config.yaml", FACTS, "metrics.jsonl", "summary.json", "wandb-id")
 _FOLDERS = ("checkpoints", "tensorboard", "profile", "wandb", "damaged")
-
-
-class _Summary(pydantic.BaseModel):
-  """What tells a summary from other files: two values that each has, and the types of what is shown."""
-
-  model_config = pydantic.ConfigDict(extra="allow", strict=True)
-  __pydantic_extra__: dict[str, int | float | str | None]
-  steps: int
-  final_loss: float | str
-  loss_scale: float = 1.0
-  peak_memory_bytes: int | None = None
-  time_s: dict[str, float] = {}
-  resolved_policy: dict[str, Any] = {}
 
 
 class RunDirectory:
@@ -41,7 +24,7 @@ class RunDirectory:
 
   Attributes:
     path: its path.
-    steps_before: the run's earlier number of steps, if it was smaller; else `None`.
+    has_grown: whether the run had fewer steps before.
 
   Args:
     config: the config of the run.
@@ -54,23 +37,20 @@ class RunDirectory:
 
   def __init__(self, config: Config, owner: bool = True):
     self._lock: IO[str] | None = None
-    self._held: int | None = None
     self._config = config
     if "\0" in str(config.out):
       raise ConfigError(f"out={config.out!r}: expected the name of a directory")
     self.path = pathlib.Path(str(config.out))
-    self.steps_before: int | None = None
+    self.has_grown = False
     if not owner:
       return
-    text = config.to_yaml()
     try:
       if self.path.exists():
-        self.steps_before = _require_same(self.path, text)
+        self.has_grown = _require_same(self.path, config)
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = _lock(self.path / ".lock")
       if _never_began(self.path):
-        write_atomically(self.path / "config.yaml", text.encode())
-      self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else None
+        self._write_config()
     except OSError as error:
       raise ConfigError(f"out={self.path}: cannot be written ({error.strerror})") from error
 
@@ -80,52 +60,28 @@ class RunDirectory:
     `None` if the run has not finished, if its steps have grown since, and in a process that does not write.
     """
     file = self.path / "summary.json"
-    if self._lock is None or self.steps_before is not None or not file.exists():
+    if self._lock is None or self.has_grown or not file.exists():
       return None
     try:
-      text = file.read_bytes()
-      with contextlib.suppress(ValueError):  # another content, or no JSON
-        _Summary.model_validate_json(text)
-        return dict(json.loads(text))
-      moved = set_aside(file)
+      summary = json.loads(file.read_bytes())
+      if isinstance(summary, dict) and {"steps", "final_loss"} <= summary.keys():
+        return summary
+    except (ValueError, RecursionError):
+      pass
     except OSError as error:
-      raise ConfigError(f"{file}: cannot be read or moved ({error.strerror})") from error
-    LOGGER.info(f"{file.name} is not the summary of a run; it was moved to {moved}, and the run goes on")
+      raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
+    LOGGER.info(f"{file.name} is not the summary of a run: the run goes on")
     return None
 
-  @property
-  def is_there(self) -> bool:
-    """Returns whether the path still leads to this directory; False if it was moved, deleted or replaced."""
-    if self._held is None:
-      return True
-    try:
-      return os.path.samestat(os.stat(self.path), os.fstat(self._held))
-    except OSError as error:
-      if error.errno in GONE:
-        return False
-      raise
-
-  def refuge(self) -> pathlib.Path:
-    """Returns a directory for a checkpoint after the run's directory was moved, deleted or replaced.
-
-    Returns the directory's new path if it was moved. Otherwise makes a directory that holds only the config,
-    at the old path or, if that is taken, next to it.
-    """
-    assert self._held is not None
-    with contextlib.suppress(OSError):  # only Linux knows the path of an open directory
-      now = pathlib.Path(os.readlink(f"/proc/self/fd/{self._held}"))
-      if os.path.samestat(os.stat(now), os.fstat(self._held)):
-        return now
-    path = unused(self.path)
-    path.mkdir(parents=True)
-    write_atomically(path / "config.yaml", self._config.to_yaml().encode())
-    return path
-
-  def begin(self) -> None:
-    """Writes the config as it is now, before a first step; the run no longer counts as finished."""
+  def begin(self, info: DataInfo) -> None:
+    """Writes the config as it is now, and facts about its data; the run no longer counts as finished."""
     if self._lock is None:
       return
     (self.path / "summary.json").unlink(missing_ok=True)
+    self._write_config()
+    write_atomically(self.path / FACTS, facts_text(self._config, info).encode())
+
+  def _write_config(self) -> None:
     write_atomically(self.path / "config.yaml", self._config.to_yaml().encode())
 
   def write_summary(self, summary: dict[str, Any]) -> None:
@@ -136,13 +92,10 @@ class RunDirectory:
     """Releases the lock of the directory."""
     if self._lock is not None:
       self._lock.close()
-    if self._held is not None:
-      os.close(self._held)
-      self._held = None
 
 
-def _require_same(path: pathlib.Path, text: str) -> int | None:
-  """Returns the number of steps in a run directory's config if it is smaller; `None` if it is the same.
+def _require_same(path: pathlib.Path, config: Config) -> bool:
+  """Returns whether the config of a run directory has fewer steps; all else has to be the same.
 
   Raises:
     ConfigError: for another config, or a directory that is not a run's.
@@ -165,23 +118,22 @@ def _require_same(path: pathlib.Path, text: str) -> int | None:
     name = entry.relative_to(path)
     raise ConfigError(f"out={path}: {name} in it is {wrong}: nothing was changed; choose another out=")
   if not file.exists():
-    return None
+    return False
   try:
     theirs = read_tree(file)
   except ConfigError as error:
     raise ConfigError(f"{error}; choose another out=") from error
-  ours = yaml.safe_load(text)
   steps = _steps(theirs)
-  grows = _steps(ours) > steps > 0
-  differ = run_mismatch(theirs, ours, may_grow=grows)
+  grows = config.train.steps > steps > 0
+  differ = run_mismatch(theirs, config.tree, may_grow=grows)
   if differ and _never_began(path):
-    return None
+    return False
   if differ:
     raise ConfigError(
       f"out={path} holds a run of another config ({differ}): nothing was changed; choose another out=, "
       f"with train.init_from={path} to start from its parameters, or delete the directory to start over"
     )
-  return steps if grows else None
+  return grows
 
 
 def _never_began(path: pathlib.Path) -> bool:

@@ -152,17 +152,5 @@ def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
   return ", ".join(parts)
 
 
-def describe_schedule(config: OptimizerConfig, steps: int, update: int) -> str:
-  """Says in one line where the schedule of a run of `steps` steps stands at update `update`, and its end."""
-  end = config.schedule_steps or steps
-  stands = f"update {update} has the learning rate {float(make_schedule(config, steps)(update)):.3g}"
-  if config.schedule == "constant":
-    return stands
-  verb = "ends" if update < end else "has ended"
-  return (
-    f"{stands}, and the {config.schedule} schedule {verb} at {end} (optimizer.schedule_steps sets its end)"
-  )
-
-
 def _matrices(params: PyTree) -> PyTree:
   return jax.tree.map(lambda p: p.ndim > 1, params)

@@ -12,17 +12,17 @@ from jax.sharding import AbstractMesh, AxisType
 from mpjax._types import Mesh, PolicyLike
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
-from mpjax.registry._task import Task
+from mpjax.registry._info import DataInfo
 from mpjax.sharding import AXES, BATCH_AXES, axis_sizes, make_mesh
-from mpjax.step import GATHERS, Layout, TrainStep
+from mpjax.step import GATHERS, Layout
 from mpjax.train._errors import ConfigError
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config
-from mpjax.train.data import Data, load_data
-from mpjax.train.setup._setup import build_step, init_state
+from mpjax.train.setup._experiment import Experiment, Place
+from mpjax.train.setup._saved_run import facts_of
 
 
 class Planner:
-  """Plans one config. Reads its data once, and puts none of it on a device.
+  """Plans one config. Reads facts about its data once, and puts none of it on a device.
 
   ```python
   config = mpjax.train.load_config("vit_digits")
@@ -33,6 +33,7 @@ class Planner:
   Args:
     config: the config.
     target: the device, as `mpjax.planner.get_target` returns it.
+    info: facts about the data; read from it by default.
 
   Attributes:
     config: the config.
@@ -41,7 +42,7 @@ class Planner:
     multiple: batch sizes must be multiples of this number.
   """
 
-  def __init__(self, config: Config, target: Target):
+  def __init__(self, config: Config, target: Target, info: DataInfo | None = None):
     self.config = config
     self.target = target
     try:
@@ -50,9 +51,14 @@ class Planner:
       larger = "name another number of them, as in target=h200:8 or target=v5e:2x4"
       raise ConfigError(f"target={target.name}: mesh.{error}; {larger}") from error
     self.multiple = math.prod(self.sizes[axis] for axis in BATCH_AXES) * config.train.accumulate
-    # One row is enough to see the shapes.
-    small = config.data.model_copy(update={"batch_size": 1, "workers": 0})
-    self._data: Data = load_data(small, seed=config.seed)
+    self._info = info or facts_of(config)
+    mesh: Mesh | None = None  # for one device, unless it offloads
+    if math.prod(self.sizes.values()) > 1 or config.mesh.offload is not None:
+      types = (AxisType.Auto,) * len(AXES)
+      mesh = AbstractMesh(tuple(self.sizes.values()), AXES, axis_types=types)
+      if target.is_here:
+        mesh = make_mesh(self.sizes, jax.devices())
+    self._place = Place(mesh, target.kind, config.mesh.offload)
 
   def plan(
     self,
@@ -78,19 +84,16 @@ class Planner:
       ConfigError: if the values do not fit together.
     """
     batch = self.config.data.batch_size if batch is None else batch
-    self._check_rows(batch)
     spec = self.config.policy if policy is None else policy
-    recompute = self.config.train.recompute if recompute is None else recompute
+    recompute = recompute or self.config.train.recompute
+    gather = gather or self.config.mesh.gather
     try:
       asked = get_policy(spec, backend=self.target.kind)
       resolved, fp8 = policy_on_target(asked, self.target)
-      gather = self.config.mesh.gather if gather is None else gather
-      config, task, step = self._build(resolved, recompute, gather)
-      shapes = self._data.info.batch_shapes(batch)
-      state = jax.eval_shape(lambda: init_state(config, task, step, shapes))
+      experiment = self._experiment(resolved, batch, recompute, gather)
       made = plan(
-        step,
-        *((state, shapes) if step.layout is None else step.layout.shapes(state, shapes)),
+        experiment.step,
+        *experiment.shapes(),
         target=self.target,
         compile=compile,
         label=label or _label(asked, recompute, gather),
@@ -100,7 +103,7 @@ class Planner:
     except ValueError as error:
       raise ConfigError(str(error)) from error
     subject = f"{self.config.model.kind} of {made.parameters:,} parameters, batch of {batch}"
-    item, per_row = task.units
+    item, per_row = experiment.task.units
     return dataclasses.replace(made, fp8=fp8, subject=subject, items=batch * per_row, item=item)
 
   @property
@@ -115,29 +118,23 @@ class Planner:
     Raises:
       ConfigError: if the batch cannot be divided over the devices.
     """
-    self._check_rows(self.config.data.batch_size)
     config = self.config
-    return self._build(get_policy("fp32"), config.train.recompute, config.mesh.gather)[2].layout
+    batch, recompute, gather = config.data.batch_size, config.train.recompute, config.mesh.gather
+    return self._experiment(get_policy("fp32"), batch, recompute, gather).step.layout
 
-  def _check_rows(self, batch: int) -> None:
+  def _experiment(self, policy: Policy, batch: int, recompute: str, gather: str) -> Experiment:
+    """Returns the config with these values on the target."""
     if batch % self.multiple:
       raise ConfigError(
         f"data.batch_size={batch}: expected a multiple of {self.multiple}, which is train.accumulate="
         f"{self.config.train.accumulate} times {self.multiple // self.config.train.accumulate} devices"
       )
-
-  def _build(self, policy: Policy, recompute: str, gather: str) -> tuple[Config, Task, TrainStep]:
-    """Returns the config with these values, its task and its step on the target."""
-    train = self.config.train.model_copy(update={"recompute": recompute})
-    layout = self.config.mesh.model_copy(update={"gather": gather})
-    config = self.config.model_copy(update={"train": train, "mesh": layout})
-    mesh: Mesh | None = None  # for one device, unless it offloads
-    if math.prod(self.sizes.values()) > 1 or config.mesh.offload is not None:
-      types = (AxisType.Auto,) * len(AXES)
-      mesh = AbstractMesh(tuple(self.sizes.values()), AXES, axis_types=types)
-      if self.target.is_here:
-        mesh = make_mesh(self.sizes, jax.devices())
-    return config, *build_step(config, self._data.info, policy, mesh, backend=self.target.kind)
+    changes = {"data": ("batch_size", batch), "train": ("recompute", recompute), "mesh": ("gather", gather)}
+    sections = {
+      name: getattr(self.config, name).model_copy(update={key: value})
+      for name, (key, value) in changes.items()
+    }
+    return Experiment(self.config.model_copy(update=sections), self._info, policy, self._place)
 
 
 def _label(policy: Policy, recompute: str, gather: str) -> str:

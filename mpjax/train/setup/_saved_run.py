@@ -1,53 +1,267 @@
-"""Reads the config and a checkpoint of a run directory, and changes nothing there."""
+"""A run directory as a value: its config, facts and states, for tools, exports and new runs."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import json
 import pathlib
+from typing import Any
 
-from mpjax.step import TrainState
+import jax
+import pydantic
+
+from mpjax._types import Array, PyTree
+from mpjax.loss_scale import LossScaleState
+from mpjax.optim import keeps_other_weights
+from mpjax.patterns import named_leaves
+from mpjax.registry._info import DataInfo
+from mpjax.step import TrainState, TrainStep, can_adopt, merged, state_of, with_masters
 from mpjax.train._errors import CheckpointError, ConfigError
-from mpjax.train.checkpoints import Checkpoints, quiet
-from mpjax.train.checkpoints._checkpoints import Restored
-from mpjax.train.config._config import Config
+from mpjax.train._export import WIDE, load_safetensors, save_safetensors
+from mpjax.train.checkpoints import Checkpoints, Restored
+from mpjax.train.config._config import Config, export_dtype
 from mpjax.train.config._config_file import load_config
+from mpjax.train.data import load_data
+from mpjax.train.setup._experiment import Experiment, Place, weights_of
+
+FACTS = "facts.json"
 
 
-def run_config(directory: pathlib.Path) -> Config:
-  """Returns the config of a run directory.
+class SavedRun:
+  """A run, which may be in progress.
+
+  Attributes:
+    directory: its directory.
+    config: its config.
 
   Raises:
-    ConfigError: if there is none, or it is damaged.
+    ConfigError: if the directory has no config, or a damaged one.
   """
-  file = directory / "config.yaml"
-  if not file.is_file():
-    raise ConfigError(f"{directory} is not a run directory (no config.yaml)")
-  return load_config(file)
+
+  def __init__(self, directory: str | pathlib.Path):
+    self.directory = pathlib.Path(directory)
+    if not (self.directory / "config.yaml").is_file():
+      raise ConfigError(f"{directory} is not a run directory (no config.yaml)")
+    self.config = load_config(self.directory)
+
+  def experiment(self, at: Place) -> Experiment:
+    """Returns what the run computes, at another place: what decides the shapes of its states.
+
+    Raises:
+      DataError: if the directory has no facts about the data, and the data cannot be read either.
+    """
+    config = self.config.with_any_attention()
+    return Experiment(config, facts_of(config, self.directory), config.resolve_policy(), at)
+
+  def restore(self, which: str, experiment: Experiment) -> Restored:
+    """Returns a checkpoint.
+
+    Args:
+      which: `"best"` (lowest evaluation loss), `"latest"`, or a step number as text.
+      experiment: has the shapes, dtypes and shardings of the state.
+
+    Raises:
+      CheckpointError: if it is damaged, not finite, or not like the experiment's states.
+      ConfigError: if there is no such checkpoint.
+    """
+    folder = self.directory / "checkpoints"
+    with contextlib.closing(Checkpoints(folder, read_only=True)) as checkpoints:
+      steps = checkpoints.steps()
+      step = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(which)
+      if step is None and which.isdecimal() and int(which) in steps:
+        step = int(which)
+      if step is None:
+        there = f"{', '.join(map(str, steps))}, best, latest" if steps else "none"
+        raise ConfigError(f"{self.directory} has no checkpoint {which!r}: there are {there}")
+      try:
+        return checkpoints.restore(step, experiment.shapes()[0])
+      except CheckpointError:
+        if (folder / str(step)).exists():
+          raise
+    return self.restore(which, experiment)  # the run has deleted it meanwhile
 
 
-def read_checkpoint(directory: pathlib.Path, which: str, like: TrainState) -> Restored:
-  """Returns a checkpoint of a run, which may be in progress.
+def facts_of(config: Config, source: Any = None) -> DataInfo:
+  """Returns the facts about a config's data.
+
+  Args:
+    config: the config.
+    source: what it was loaded from. The facts are those of a run directory, if they are of the same data.
+
+  Raises:
+    DataError: if they are to be read from the data, which is missing or cannot be used.
+  """
+  with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # other contents, or none
+    saved = json.loads((pathlib.Path(source) / FACTS).read_bytes())
+    if saved["data"] == _which(config):
+      return pydantic.TypeAdapter(DataInfo).validate_python(saved["info"])
+  # One row is enough to see the shapes.
+  return load_data(config.data.model_copy(update={"batch_size": 1, "workers": 0}), seed=config.seed).info
+
+
+def facts_text(config: Config, info: DataInfo) -> str:
+  """Returns the contents of `facts.json`, with which tools and exports need no data."""
+  return json.dumps({"data": _which(config), "info": dataclasses.asdict(info)}, indent=1) + "\n"
+
+
+def _which(config: Config) -> dict[str, Any]:
+  """Returns the keys that decide what the facts are."""
+  ours = ("batch_size", "eval_batches", "workers")
+  return {key: value for key, value in config.tree["data"].items() if key not in ours}
+
+
+def export_run(
+  directory: str | pathlib.Path,
+  dtype: str | None = None,
+  step: str | int = "best",
+  out: str | None = None,
+  weights: str | None = None,
+) -> pathlib.Path:
+  """Exports a checkpoint of a run directory as safetensors.
+
+  ```python
+  path = mpjax.train.export_run("runs/gpt_stdlib-fp16", "bf16")
+  model = mpjax.train.load_safetensors(path)
+  ```
 
   Args:
     directory: the run directory.
-    which: `"best"` (lowest evaluation loss), `"latest"`, or a step number as text.
-    like: the shapes, dtypes and shardings of the state.
+    dtype: as for `save_safetensors`.
+    step: `"best"` (lowest evaluation loss), `"latest"`, or a step number.
+    out: the file; `None`: `model.safetensors` in the run directory.
+    weights: `"average"`, which the run evaluated, or `"last"`, which it trained. `None`: the average if the
+      run keeps one.
+
+  Returns:
+    The path of the file.
 
   Raises:
-    CheckpointError: if it is damaged, not finite, or not like `like`.
-    ConfigError: if there is no such checkpoint.
+    ConfigError: if the directory does not have that checkpoint or average, or the file cannot be written.
   """
-  with quiet(), contextlib.closing(Checkpoints(directory / "checkpoints", read_only=True)) as checkpoints:
-    steps = checkpoints.steps()
-    step = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(which)
-    if step is None and which.isdecimal() and int(which) in steps:
-      step = int(which)
-    if step is None:
-      there = f"{', '.join(map(str, steps))}, best, latest" if steps else "none"
-      raise ConfigError(f"{directory} has no checkpoint {which!r}: there are {there}")
-    try:
-      return checkpoints.restore(step, like)
-    except CheckpointError:
-      if (directory / "checkpoints" / str(step)).exists():
-        raise
-  return read_checkpoint(directory, which, like)  # the run has deleted it meanwhile
+  saved = SavedRun(directory)
+  path = pathlib.Path(out) if out else saved.directory / "model.safetensors"
+  dtype = export_dtype(dtype)
+  run = saved.experiment(Place.one())  # one device is enough, however many the run used
+  if weights not in (None, "average", "last"):
+    raise ConfigError(f"weights={weights}: expected average or last")
+  if weights == "average" and not keeps_other_weights(run.state_shapes.opt_state):
+    raise ConfigError(f"weights=average: {directory} keeps no average (train.average); expected weights=last")
+  state = saved.restore(str(step), run).state
+  chosen = functools.partial(weights_of, run.step, which=weights or "average", masters=dtype in WIDE)
+  save_safetensors(path, saved.config, run.info, jax.jit(chosen)(state), state.model_state, dtype)
+  return path
+
+
+def start_from(setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
+  """Returns the first state of a run with the parameters that `train.init_from` names, and says whose.
+
+  Args:
+    setup: the new run.
+    state: the new run's first state, on its devices.
+
+  Raises:
+    ConfigError: if there is no such run or export, or its parameters or optimiser do not fit.
+  """
+  given = setup.config.train.init_from
+  path = pathlib.Path(str(given))
+  try:
+    if (path / "config.yaml").is_file():
+      return _from_run(path, setup, state)
+    return _from_export(path, setup, state)
+  except (CheckpointError, ConfigError) as error:
+    raise ConfigError(f"train.init_from={given}: {error}") from error
+
+
+def _from_run(path: pathlib.Path, setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
+  saved = SavedRun(path)
+  theirs = _like(saved.config, setup.config)
+  before = dataclasses.replace(setup, config=theirs, policy=theirs.resolve_policy())
+  restored = saved.restore("latest", before)
+  old, source = restored.state, f"parameters of step {restored.step} of {path}"
+  if not setup.config.train.init_optimizer:
+    masters = jax.jit(functools.partial(weights_of, before.step, masters=True))(old)
+    average = "the average of the " if keeps_other_weights(old.opt_state) else ""
+    return _with_masters(setup, state, masters, old.model_state), f"{average}{source}"
+  return _with_optimizer(setup.step, state, old, before.step), f"{source}, and its optimizer"
+
+
+def _with_masters(setup: Experiment, state: TrainState, masters: PyTree, model_state: PyTree) -> TrainState:
+  """Returns a run's first state with other master weights, from which its optimiser starts, too."""
+  step, places = setup.step, setup.layout.shardings(state)
+
+  def taken(state: TrainState, masters: PyTree) -> tuple[PyTree, PyTree]:
+    # An optimiser may keep first weights, and an average starts with them, in the parameters' dtype.
+    opt_state = step.tx.init(step.trained.seen(state, setup.policy.cast_to_param(masters)))
+    layers = step.layers(state.replace(opt_state=opt_state))
+    params, layers = with_masters(setup.policy, step.trained.seen(state, masters), layers)
+    return merged(params, masters), state_of(layers)
+
+  out = (places.arrays, places.opt_state)
+  params, opt_state = jax.jit(taken, out_shardings=out)(state, masters)
+  return state.replace(arrays=params, opt_state=opt_state, model_state=model_state)
+
+
+def _like(theirs: Config, ours: Config) -> Config:
+  """Returns our config with what decides the shape of another run's state: its policy and optimiser."""
+  kept = {name: getattr(theirs.train, name) for name in ("skip_nonfinite", "average")}
+  return ours.with_any_attention().model_copy(
+    update={
+      "policy": theirs.policy,
+      "optimizer": theirs.optimizer,
+      "train": ours.train.model_copy(update=kept),
+    }
+  )
+
+
+def _with_optimizer(step: TrainStep, state: TrainState, old: TrainState, before: TrainStep) -> TrainState:
+  assert step.layout is not None
+  if not can_adopt(step.layers(state), before.layers(old)):
+    raise ConfigError(
+      "its state is of another optimizer: use that run's optimizer section and train.average, or "
+      "train.init_optimizer=false"
+    )
+
+  def adopt(old: TrainState) -> tuple[PyTree, PyTree]:
+    adopted = step.adopt(old, before, warn=False)
+    return adopted.arrays, _without_skips(adopted.opt_state)
+
+  places = step.layout.shardings(state)
+  params, opt_state = jax.jit(adopt, out_shardings=(places.arrays, places.opt_state))(old)
+  return state.replace(arrays=params, model_state=old.model_state, opt_state=opt_state)
+
+
+def _without_skips(opt_state: PyTree) -> PyTree:
+  """Returns an optimiser's state with the counts of skipped steps at zero."""
+  is_scale = lambda x: isinstance(x, LossScaleState)
+  reset = lambda x: x._replace(skipped_steps=0 * x.skipped_steps, consecutive_skips=0 * x.consecutive_skips)
+  return jax.tree.map(lambda x: reset(x) if is_scale(x) else x, opt_state, is_leaf=is_scale)
+
+
+def _from_export(path: pathlib.Path, setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
+  if not path.is_file():
+    raise ConfigError("expected a run directory, or a file that mpjax export wrote")
+  if setup.config.train.init_optimizer:
+    raise ConfigError("it has only parameters; train.init_optimizer=true needs a run directory")
+  model = load_safetensors(path)
+  places = setup.layout.shardings(state)
+  masters = jax.eval_shape(functools.partial(weights_of, setup.step, which="last", masters=True), state)
+  theirs = _taken("params", model.params, masters, places.arrays)
+  model_state = _taken("model_state", model.model_state, state.model_state, places.model_state)
+  return _with_masters(setup, state, theirs, model_state), f"parameters of {path}"
+
+
+def _taken(name: str, theirs: PyTree, ours: PyTree, places: PyTree) -> PyTree:
+  """Returns the arrays of an export, by name, with the dtypes and shardings of the run's own."""
+  found: dict[str, Array] = dict(named_leaves(theirs))
+  expected = dict(named_leaves(ours))
+  for key in sorted(found.keys() | expected.keys()):
+    shapes = [str(list(tree[key].shape)) if key in tree else "not there" for tree in (found, expected)]
+    if shapes[0] != shapes[1]:
+      raise ConfigError(
+        f"{name} {key!r} is {shapes[0]} in it and {shapes[1]} in this model; expected an export of the same "
+        "model section and data"
+      )
+  leaves = [found[key].astype(leaf.dtype) for key, leaf in expected.items()]
+  return jax.device_put(jax.tree.unflatten(jax.tree.structure(ours), leaves), places)

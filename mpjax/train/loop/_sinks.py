@@ -1,9 +1,10 @@
-"""Where a run's numbers go in addition to `metrics.jsonl`: TensorBoard, wandb, trackers of a caller."""
+"""Where a run's numbers go: `metrics.jsonl`, TensorBoard, wandb, trackers of a caller."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import math
+import os
 import pathlib
 import socket
 import time
@@ -11,7 +12,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import yaml
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -20,7 +20,53 @@ from mpjax._render.install_text import pip_install
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import write_atomically
 from mpjax.train.config._config import Config
-from mpjax.train.loop._output import goes_on_without
+from mpjax.train.loop._output import LOGGER, goes_on_without
+
+
+class MetricsFile:
+  """`metrics.jsonl`: one JSON object per line, in the order of steps.
+
+  Drops records of steps after `resume_step`, which the resumed run writes again, and lines that are not
+  records, such as one that a kill cut off. It keeps the first record of a step.
+
+  Args:
+    path: the file.
+    resume_step: the step of the checkpoint that the run resumes from.
+  """
+
+  def __init__(self, path: pathlib.Path, resume_step: int):
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    kept: dict[int, bytes] = {}
+    for line in lines:
+      kept.setdefault(_step(line), line + b"\n")
+    if wrong := kept.pop(_NONE, None):
+      LOGGER.info(f"{path.name}: dropped what is not a record: {wrong[:60]!r}")
+    write_atomically(path, b"".join(line for step, line in kept.items() if step <= resume_step))
+    self._file = path.open("a", buffering=1, encoding="utf-8")
+
+  def write(self, record: dict[str, Any], is_logged: bool) -> None:
+    """Appends a record that is to be logged, and passes the line to the operating system."""
+    if is_logged:
+      self._file.write(json.dumps(record) + "\n")
+
+  def sync(self) -> None:
+    """Waits until all records are on the disk."""
+    os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._file.close()
+
+
+_NONE = -1
+
+
+def _step(line: bytes) -> int:
+  """Returns the step of a record; -1 for a line that is not a record."""
+  try:
+    return int(json.loads(line)["step"])
+  except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+    return _NONE
 
 
 @runtime_checkable
@@ -96,7 +142,7 @@ class WandB:
       id=file.read_text(),
       resume="allow",
       reinit="create_new",  # otherwise it returns a run that the caller has open
-      config=yaml.safe_load(config.to_yaml()),
+      config=config.tree,
       allow_val_change=True,  # a resumed run may have more steps
       settings={"console": "off"},
     )
@@ -133,50 +179,53 @@ class Trackers:
     config: the run's config.
     directory: the run directory.
     start: the step of the checkpoint that the run resumes from.
-    own: a caller's trackers, in addition to those of the config.
-    owner: whether this process tracks; if not, all methods do nothing.
+    own: a caller's trackers, in addition to those of the config; `None` in a process that does not track.
   """
 
-  def __init__(
-    self,
-    config: Config,
-    directory: pathlib.Path,
-    start: int,
-    own: Sequence[Tracker],
-    owner: bool = True,
-  ):
-    self._trackers = list(own) if owner else []
-    for name in config.train.trackers if owner else ():
+  def __init__(self, config: Config, directory: pathlib.Path, start: int, own: Sequence[Tracker] | None):
+    self._trackers = list(own or ())
+    self._hidden = {"step"} if config.resolve_policy().loss_scaling else {"step", "loss_scale"}
+    for name in config.train.trackers if own is not None else ():
       try:
         self._trackers.append(_TRACKERS[name](config, directory, start))
-      except Exception as error:  # as in `each`
+      except Exception as error:  # as in `_each`
         if name == "tensorboard" and isinstance(error, OSError):
           self.close(None)
           raise
         goes_on_without(name, error)
 
+  def write(self, record: Mapping[str, Any], is_logged: bool) -> None:
+    """Gives the trackers the numbers of a record that is to be logged."""
+    numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
+    scalars = {name: value for name, value in numbers.items() if name not in self._hidden}
+    if is_logged:
+      self._each(lambda tracker: tracker.scalars(record["step"], scalars))
+
+  def figures(self, step: int, shares: Mapping[str, float], histograms: Mapping[str, Any]) -> None:
+    """Gives the trackers what `numerics.every` saw of a step."""
+
+    def give(tracker: Tracker) -> None:
+      for name, (edges, counts) in histograms.items():
+        tracker.histogram(step, name, edges, counts)
+      tracker.scalars(step, {f"numerics/{name}": share for name, share in shares.items()})
+
+    self._each(give)
+
   def close(self, summary: Mapping[str, Any] | None) -> None:
     """Closes each tracker that is open; `summary` is `None` if the run did not finish."""
-    self.each(lambda tracker: tracker.close(summary), last=True)
+    self._each(lambda tracker: tracker.close(summary))
     self._trackers = []
 
-  def each(self, action: Callable[[Tracker], None], *, last: bool = False) -> None:
-    """Calls a method of each tracker; `last` says that it closes them. All were called if this raises."""
-    failed: OSError | None = None
+  def _each(self, action: Callable[[Tracker], None]) -> None:
+    """Calls a method of each tracker, and leaves out from then on what raises."""
     for tracker in tuple(self._trackers):
       try:
         action(tracker)
       except Exception as error:  # others' code can raise anything, and the run must go on
         self._trackers.remove(tracker)
-        if not last:
-          with contextlib.suppress(Exception):  # as above
-            tracker.close(None)
         if isinstance(tracker, TensorBoard) and isinstance(error, OSError):
-          failed = error
-        else:
-          goes_on_without(type(tracker).__name__, error)
-    if failed is not None:
-      raise failed
+          raise
+        goes_on_without(type(tracker).__name__, error)
 
 
 def require_trackers(trackers: Sequence[Tracker]) -> None:

@@ -1,13 +1,12 @@
-"""Measures a run: records of steps, evaluation, time by part, memory, and a profile of chosen steps."""
+"""The records of a run: one mapping for each step, the summary, the time by part; and what they show."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import pathlib
-import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,16 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._types import Metrics, PyTree
+from mpjax._types import ArrayLike, Metrics, PyTree
 from mpjax.fp8._hardware import in_force
 from mpjax.loss_scale import find_scaler, find_states
-from mpjax.step import TrainState
-from mpjax.train.loop._metrics_file import plain
+from mpjax.numerics import find_nonfinite
+from mpjax.policy import LossScaling
+from mpjax.sharding._checksums import NonFiniteLeaves
+from mpjax.step import TrainState, TrainStep
+from mpjax.train.checkpoints import nonfinite_text
 from mpjax.train.loop._output import LOGGER, goes_on_without
-from mpjax.train.setup._setup import Setup
+from mpjax.train.setup._experiment import Setup
 
-# Number of newest steps whose metrics the host does not wait for.
-LAG = 2
 _AVERAGED = 20  # steps over which time and speed are averaged
 _RATES = 2**16  # learning rates computed at once, since each alone would wait for the device
 # The parts of a run's time.
@@ -36,7 +36,6 @@ class Records:
 
   Attributes:
     last: the last recorded value of each name; saved in checkpoints.
-    next_update: the number of the next update, as the schedule counts.
 
   Args:
     setup: the setup of the run.
@@ -52,7 +51,6 @@ class Records:
     self._clock = time.perf_counter()
     self._seconds, self._part, self._since = dict.fromkeys(_PARTS, 0.0), "start", began
     self.last: dict[str, Any] = {}
-    self.next_update = 0
 
   def enter(self, part: str) -> None:
     """Ends a part of the run's time and begins another. The host's time: devices work on meanwhile."""
@@ -65,22 +63,9 @@ class Records:
     scaler = find_scaler(state.opt_state)
     skipped = 0 if scaler is None else int(np.asarray(scaler.skipped_steps))
     counts = find_states(state.opt_state, optax.ScaleByScheduleState).values()
-    counted = next((int(np.asarray(found.count)) for found in counts), start - skipped)
-    self._first_update = self.next_update = counted
-    self._steps_before, self._skipped_before = start, skipped
-    self._rates_from, self._rates = 0, np.zeros(0, np.float32)
-    self._rate(counted)
-
-  def is_first(self, step: int) -> bool:
-    """Returns whether a step is the first of this process."""
-    return step == self._steps_before + 1
-
-  def wait_for_compilation(self, step: int, metrics: Metrics) -> None:
-    """Waits for the first step of this process, so that no later step's time includes compilation."""
-    if self.is_first(step):
-      jax.block_until_ready(metrics)
-      self.enter("step")
-      self.restart_clock()
+    self._first_update = next((int(np.asarray(found.count)) for found in counts), start - skipped)
+    self._start, self._skipped_before = start, skipped
+    self._rates = functools.lru_cache(1)(self._rates_of)
 
   def restart_clock(self) -> None:
     """Leaves the time since the last step out of the next step's time."""
@@ -89,7 +74,7 @@ class Records:
   def of(self, step: int, metrics: Metrics) -> dict[str, Any]:
     """Returns the record of a step; waits for its metrics."""
     values = {name: plain(value) for name, value in metrics.items()}
-    if not self.is_first(step):
+    if step > self._start + 1:
       now = time.perf_counter()
       self._times.append(now - self._clock)
       self._clock = now
@@ -116,13 +101,6 @@ class Records:
     self.last["best_eval_loss"] = eval_loss
     return True
 
-  def scalars(self, record: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record for the trackers, without the loss scale if the policy has none."""
-    hidden = {"step"} if self._has_scale else {"step", "loss_scale"}
-    return {
-      name: value for name, value in record.items() if name not in hidden and isinstance(value, (int, float))
-    }
-
   def summary(self, state: TrainState) -> dict[str, Any]:
     """Returns the summary of a run that has ended with `state`."""
     step_time = self._step_time(len(self._times))
@@ -142,7 +120,7 @@ class Records:
       "best_eval_loss": self.last.get("best_eval_loss"),
       "steps_per_s": None if step_time is None else 1 / step_time,
       "time_s": self._seconds,
-      **({"time_s_from_step": self._steps_before} if self._steps_before else {}),
+      **({"time_s_from_step": self._start} if self._start else {}),
       "peak_memory_bytes": peak_memory(),
       "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.arrays)),
       "resolved_policy": policy.to_dict(),
@@ -159,15 +137,21 @@ class Records:
     """Returns the learning rate of a step, or the rate that a skipped step would have had."""
     was_skipped = record["grads_finite"] is False or record.get("updates_finite") is False
     skipped = record["skipped_steps"] - self._skipped_before - was_skipped
-    return self._rate(self._first_update + record["step"] - 1 - self._steps_before - skipped)
+    block, place = divmod(self._first_update + record["step"] - 1 - self._start - skipped, _RATES)
+    return float(self._rates(block)[place])
 
-  def _rate(self, update: int) -> float:
-    """Returns the learning rate of an update."""
-    if not 0 <= update - self._rates_from < len(self._rates):
-      self._rates_from = update
-      rate = lambda number: jnp.asarray(self._setup.schedule(number), jnp.float32)
-      self._rates = np.asarray(jax.jit(jax.vmap(rate))(jnp.arange(update, update + _RATES)))
-    return float(self._rates[update - self._rates_from])
+  def _rates_of(self, block: int) -> np.ndarray:
+    """Returns the learning rates of a block of updates."""
+    rate = lambda update: jnp.asarray(self._setup.schedule(update), jnp.float32)
+    return np.asarray(jax.jit(jax.vmap(rate))(block * _RATES + jnp.arange(_RATES)))
+
+
+def plain(value: ArrayLike) -> Any:
+  """Returns a JSON value for an array scalar, exact for float32; non-finite floats become strings."""
+  item = np.asarray(value).item()
+  if isinstance(item, float) and not np.isfinite(item):
+    return str(item)  # "nan", "inf", "-inf": JSON has no such numbers
+  return item
 
 
 def peak_memory() -> int | None:
@@ -197,7 +181,7 @@ class Profile:
   def __init__(self, steps: tuple[int, ...] | None, start: int, folder: pathlib.Path):
     first, self._last = steps or (0, 0)
     self._first, self._folder = max(first, start + 1), folder
-    self._is_on = False
+    self._is_on, self._step = False, start
 
   def before(self, step: int) -> None:
     """Starts the trace if this step is the first."""
@@ -206,23 +190,19 @@ class Profile:
 
   def after(self, step: int, state: PyTree) -> None:
     """Waits for the state after this step and ends the trace, if this step was the last."""
+    self._step = step
     if self._is_on and step == self._last:
       jax.block_until_ready(state)
-      self.stop(step)
+      self.close()
 
-  def stop(self, step: int, *, keep: bool = True) -> None:
-    """Ends and writes the trace, if there is one, after a step; deletes it again unless `keep`."""
-    is_written, self._is_on = self._is_on and self._try(jax.profiler.stop_trace), False
-    if is_written and keep:
+  def close(self) -> None:
+    """Ends and writes the trace, if there is one."""
+    if self._is_on and self._try(jax.profiler.stop_trace):
       LOGGER.info(
-        f"a profile of steps {self._first} to {step} is in {self._folder}: open it with xprof --logdir "
+        f"a profile of steps {self._first} to {self._step} is in {self._folder}: open it with xprof --logdir "
         f"{self._folder}, or its trace.json.gz in Perfetto"
       )
-    elif is_written:
-      shutil.rmtree(self._folder, ignore_errors=True)
-      for parent in list(self._folder.parents)[:2]:  # of a run directory that was moved
-        with contextlib.suppress(OSError):
-          parent.rmdir()
+    self._is_on = False
 
   def _try(self, action: Callable[[], object]) -> bool:
     try:
@@ -231,3 +211,56 @@ class Profile:
       goes_on_without("a profile", error)
       return False
     return True
+
+
+def state_report(nonfinite: NonFiniteLeaves) -> str:
+  """Returns which leaves of a state that is not saved hold NaN or infinity, on one line."""
+  return f"the state is not finite, and no checkpoint of it was saved: {nonfinite_text(nonfinite)}"
+
+
+def step_report(step: TrainStep, state: TrainState, batch: PyTree) -> str:
+  """Returns which tensors of a step are not finite, the first operation to blame, and what to try."""
+  try:
+    return "\n".join(find_nonfinite(step, state, batch)._answer())
+  except (RuntimeError, MemoryError) as error:  # JAX raises RuntimeError if a device is out of memory
+    return f"the operation that began it was not found: {str(error).strip().partition(chr(10))[0]}"
+
+
+def is_update_bad(metrics: Mapping[str, Any]) -> bool:
+  """Returns whether a step with finite gradients was skipped because its update is not finite."""
+  return bool(metrics.get("grads_finite", False)) and not bool(metrics.get("updates_finite", True))
+
+
+def cannot_recover(record: Mapping[str, Any], scaling: LossScaling | None, max_skips: int) -> bool:
+  """Returns whether the last `max_skips` steps, up to a record's, were skipped at the lowest loss scale."""
+  if record.get("consecutive_skips", 0) < max_skips:
+    return False
+  if scaling is None or scaling.kind == "static" or is_update_bad(record):  # no scale fixes an update
+    return True
+  return record["loss_scale"] * scaling.backoff_factor < scaling.min_scale
+
+
+def why_skipped(record: Mapping[str, Any], scaling: LossScaling | None) -> str:
+  """Returns why the steps up to a record's were skipped, as the end of a sentence."""
+  if is_update_bad(record):
+    return "had finite gradients, and an update, model state or parameters that are not finite"
+  if scaling is None:
+    return "had non-finite gradients"
+  return f"had non-finite gradients, and the loss scale of {record['loss_scale']:g} cannot fall further"
+
+
+def way_on(step: int | None, directory: pathlib.Path, skips: bool) -> str:
+  """Returns which checkpoint is the last, and how to start from it. Every checkpoint is finite.
+
+  Args:
+    step: its step; `None` without a checkpoint.
+    directory: the run directory.
+    skips: whether the run skips steps that are not finite.
+  """
+  change = "a lower optimizer.learning_rate" if skips else "train.skip_nonfinite=true"
+  if step is None:
+    return f"no finite checkpoint was saved: start over with another out= and, for example, {change}"
+  return (
+    f"the last finite checkpoint is of step {step}: train.init_from={directory} with another out= starts "
+    f"from it, for example with {change}; the same command resumes there and takes the same steps again"
+  )

@@ -1,29 +1,60 @@
-"""The folder of a run's checkpoints: asynchronous, atomic, checked, finite; the newest and the best are kept.
+"""Checkpoints with checksums: asynchronous, atomic and finite; the newest and the best are kept.
 
 An `AsyncCheckpointer` of orbax writes each; which ones to keep is decided here. orbax's `CheckpointManager`
 does not open a folder in which the metrics of one checkpoint are damaged. If a process cannot write, it waits
 there for the others, which wait for it. `experimental.v1.training.Checkpointer` has that manager inside.
+
+orbax 0.12.8 reads arrays with a flipped bit, PRNG keys whose description is lost, as numbers, and JSON of
+other contents. So a checkpoint has checksums of all that is in it, and is what was saved or is told apart. On
+a full disk orbax drops writes that it has begun, so a little is written first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
+import json
 import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import orbax.checkpoint as ocp
 
-from mpjax.sharding._checksums import NonFiniteLeaves, examine
+from mpjax._types import PyTree
+from mpjax.sharding._checksums import Examined, NonFiniteLeaves, examine, kinds
 from mpjax.step import TrainState
-from mpjax.train._errors import CheckpointError
+from mpjax.train._errors import CheckpointError, causes, one_line
 from mpjax.train._files import set_aside
-from mpjax.train.checkpoints import _integrity
-from mpjax.train.checkpoints._integrity import Damaged, reason
+from mpjax.train.config._config_file import run_mismatch
 from mpjax.train.processes import everyone
+
+__all__ = [
+  "STORAGE_ERRORS",
+  "Checkpoints",
+  "Restored",
+  "nonfinite_text",
+]
+
+# The operating system's errors for files that cannot be written or read.
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
+# Fields that must be finite. Counters and keys are integers, and FP8 histories forget NaN.
+_FINITE_FIELDS = ("params", "model_state", "opt_state")
+# Two centuries, in seconds; in nanoseconds an int64. orbax counts time in which the process is stopped, and
+# moves of the clock; the watchdog of a run does not.
+_FOR_EVER = 200 * 365 * 24 * 3600
+# More bytes than orbax writes in addition to the arrays.
+_A_LITTLE = 2**20
+
+
+class Damaged(CheckpointError):
+  """A checkpoint is not what was saved, or not finite: an older one may be good."""
 
 
 class Restored(NamedTuple):
@@ -55,12 +86,10 @@ class Checkpoints:
     directory: the folder; made if missing.
     keep: how many of the newest checkpoints to keep, in addition to the best one and the newest whose step
       was not skipped. The next save, `wait` or `close` deletes the others.
-    timeout_s: limit for a write, and for one process's wait for the others, in seconds.
+    timeout_s: limit for one process's wait for the others, in seconds.
     read_only: change nothing in the folder: for a run that may be in progress.
-    run: what identifies this run, in plain data; saved with each checkpoint.
-    mismatch: takes `run` of another run and of this one; says how they differ, or returns `None`. A
-      checkpoint of another run counts as damaged.
-    write_timeout_s: limit for a write, in seconds, if it differs from `timeout_s`.
+    run: the run's config as plain data; saved with each checkpoint. A checkpoint of another run counts as
+      damaged.
 
   Raises:
     CheckpointError: if the folder cannot be made or read.
@@ -74,26 +103,20 @@ class Checkpoints:
     timeout_s: int = 600,
     read_only: bool = False,
     run: dict[str, Any] | None = None,
-    mismatch: Callable[[dict[str, Any], dict[str, Any]], str | None] = lambda theirs, ours: None,
-    write_timeout_s: int | None = None,
   ):
     self._directory, self._keep, self._timeout_s = directory.absolute(), keep, timeout_s
-    self._read_only, self._run, self._mismatch = read_only, run, mismatch
+    self._read_only, self._run = read_only, run
     self.begun_with: NonFiniteLeaves = {}
     self._writing: int | None = None
-    self._held: int | None = None
-    self._target = self._directory
     failed = f"{self._directory} cannot be opened for checkpoints"
     found = self._by_first(self._open, failed, "no checkpoint was changed")
     # The evaluation loss of each, infinity for none, and how many steps in a row were skipped.
     self._ranks: dict[int, tuple[float, int]] = {step: (loss, skips) for step, loss, skips in found}
-    if not read_only:
-      self._hold()
-    self._writer = _integrity.writer(write_timeout_s or timeout_s)
+    self._writer = _writer()
 
   def nonfinite(self, state: TrainState) -> NonFiniteLeaves:
     """Returns the leaves of a state that hold NaN or infinity and did not when the run began."""
-    return _integrity.nonfinite(examine(_to_tree(state)), self.begun_with)
+    return _nonfinite(examine(_to_tree(state)), self.begun_with)
 
   def save(
     self,
@@ -125,14 +148,14 @@ class Checkpoints:
       return {}
     tree = _to_tree(state)
     examined = examine(tree)
-    if held := _integrity.nonfinite(examined, self.begun_with):
+    if held := _nonfinite(examined, self.begun_with):
       return held
     # Without a finite evaluation loss, a checkpoint is never the best.
     rank = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf, skips
     record = {"step": step, "run": self._run, "data": data, "loop": loop, "rank": rank}
     record |= {"leaves": examined.leaves, "begun_with": self.begun_with}
     with self._explained(step):
-      _integrity.write(self._writer, self._target / str(step), tree, record)
+      self._write(self._directory / str(step), tree, record)
     self._ranks[step], self._writing = rank, step
     return {}
 
@@ -161,14 +184,14 @@ class Checkpoints:
     tree: dict[str, Any] = {}
     fault = None
     try:
-      record = _integrity.read_record(self._path(step))
+      record = _read_record(self._path(step))
       self._require_own(step, record)
-      tree = _integrity.read_state(self._path(step), _to_tree(like), record)
+      tree = _read_state(self._path(step), _to_tree(like), record)
     except CheckpointError as error:
       fault = isinstance(error, Damaged), str(error)
     for is_damaged, text in filter(None, everyone(fault, self._timeout_s)):
       raise (Damaged if is_damaged else CheckpointError)(f"the checkpoint of step {step} {text}")
-    if problem := _integrity.difference(record, examine(tree)):
+    if problem := _difference(record, examine(tree)):
       raise Damaged(f"the checkpoint of step {step} {problem}")
     self.begun_with = record["begun_with"]
     return Restored(step, like.replace(**tree), record["data"], record["loop"])
@@ -224,10 +247,6 @@ class Checkpoints:
     finally:
       with contextlib.suppress(Exception):  # every error was reported already
         self._writer.close()
-    # After an error it stays open: threads of tensorstore may still write where its number leads.
-    if self._held is not None:
-      os.close(self._held)
-      self._held = None
 
   @contextlib.contextmanager
   def _explained(self, step: int) -> Iterator[None]:
@@ -240,19 +259,26 @@ class Checkpoints:
       if jax.process_count() == 1:
         self._delete_unfinished(ignore_errors=True)
       whole = [step for step in self.steps() if (self._path(step) / "record").exists()]
-      problem = reason(error).replace(str(self._target), str(self._directory))
       left = f"that of step {whole[-1]} is whole" if whole else "there is no earlier one"
       then = f"resumes from step {whole[-1]}" if whole else "starts over"
       raise CheckpointError(
-        f"the checkpoint of step {step} cannot be written in {self._directory}: {problem}; {left}, "
+        f"the checkpoint of step {step} cannot be written in {self._directory}: {_reason(error)}; {left}, "
         f"and once there is room and permission to write, the same command {then}"
       ) from error
+
+  def _write(self, folder: pathlib.Path, state: PyTree, record: dict[str, Any]) -> None:
+    """Starts writing a checkpoint, of which it takes a copy. Raises anything if it cannot be written."""
+    copy = json.loads(json.dumps(record))
+    copy["checksum"] = _digest(copy)
+    _write_a_little(folder.parent)
+    parts = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(copy))
+    self._writer.save(folder, args=parts, force=True)
 
   def _require_own(self, step: int, record: dict[str, Any]) -> None:
     """Raises `Damaged` if a record is not the one of `step` of this run."""
     if record["step"] != step:
       raise Damaged(f"is damaged: it is of step {record['step']}")
-    if self._run and record["run"] and (differ := self._mismatch(record["run"], self._run)):
+    if self._run and record["run"] and (differ := run_mismatch(record["run"], self._run)):
       raise Damaged(f"is damaged: it is of another run ({differ}), for which there is train.init_from")
 
   def _path(self, step: int) -> pathlib.Path:
@@ -266,16 +292,9 @@ class Checkpoints:
     names = os.listdir(self._directory) if self._directory.exists() else []
     return [(int(name), *self._rank(name)) for name in names if name.isdecimal() and str(int(name)) == name]
 
-  def _hold(self) -> None:
-    """Opens the folder, to write in it and in no other that takes its name: orbax makes what is missing."""
-    with contextlib.suppress(OSError):
-      if os.path.isdir("/proc/self/fd"):  # only Linux has paths of what is open
-        self._held = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        self._target = pathlib.Path(f"/proc/self/fd/{self._held}")
-
   def _rank(self, name: str) -> tuple[float, int]:
     try:
-      loss, skips = _integrity.read_record(self._directory / name)["rank"]
+      loss, skips = _read_record(self._directory / name)["rank"]
     except Damaged:  # said if it is to be restored
       return math.inf, 0
     return loss, skips
@@ -289,13 +308,13 @@ class Checkpoints:
       del self._ranks[step]
       if jax.process_index() == 0:
         try:
-          shutil.rmtree(self._target / str(step))
+          shutil.rmtree(self._directory / str(step))
         except OSError as error:
           what = f"the old checkpoint of step {step} in {self._directory}"
-          raise CheckpointError(f"{what} cannot be deleted: {reason(error)}") from error
+          raise CheckpointError(f"{what} cannot be deleted: {_reason(error)}") from error
 
   def _delete_unfinished(self, ignore_errors: bool = False) -> None:
-    for path in self._target.glob("*.orbax-checkpoint-tmp*"):
+    for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
       shutil.rmtree(path, ignore_errors)
 
   def _moved_aside(self, damaged: dict[int, str]) -> dict[int, str]:
@@ -317,7 +336,7 @@ class Checkpoints:
       try:
         value = work()
       except OSError as error:
-        problem = reason(error)
+        problem = _reason(error)
     value, problem = everyone((value, problem), self._timeout_s)[0]
     if problem:
       raise CheckpointError(f"{failed}: {problem}; {then}")
@@ -329,3 +348,102 @@ def _to_tree(state: TrainState) -> dict[str, Any]:
   fields = ("step", "params", "model_state", "opt_state", "rng", "fp8_state")
   tree = {name: getattr(state, name) for name in fields} | {"params": state.arrays}
   return tree if tree["fp8_state"] else {name: tree[name] for name in fields[:-1]}
+
+
+def _writer() -> ocp.AsyncCheckpointer:
+  """Returns what writes checkpoints of two parts: `state`, arrays, and `record`, a JSON object."""
+  named = set(range(jax.process_count())) if jax.process_count() > 1 else None
+  processes = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=named)
+  handler = ocp.CompositeCheckpointHandler(
+    composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
+    state=ocp.StandardCheckpointHandler(save_concurrent_gb=None, multiprocessing_options=processes),
+    record=ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+  )
+  options = ocp.AsyncOptions(timeout_secs=_FOR_EVER)
+  return ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=processes)
+
+
+def _read_record(folder: pathlib.Path) -> dict[str, Any]:
+  """Returns the record of a checkpoint, without its checksum.
+
+  Raises:
+    Damaged: if it is missing or not what was saved.
+  """
+  try:
+    record: dict[str, Any] = ocp.JsonCheckpointHandler().restore(folder / "record")
+    is_whole = record.pop("checksum") == _digest(record)
+  except Exception as error:  # from files or contents of any kind
+    raise Damaged(f"is damaged: record: {_reason(error)}") from error
+  if not is_whole:
+    raise Damaged("is damaged: record: not what was saved")
+  return record
+
+
+def _read_state(folder: pathlib.Path, like: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the state of a checkpoint, like abstract arrays. `_difference` has to follow, in all processes.
+
+  Raises:
+    Damaged: if it cannot be read.
+    CheckpointError: if it has other leaves, dtypes or shapes.
+  """
+  there, here = {path: text.split()[0] for path, text in record["leaves"].items()}, kinds(like)
+  if differ := sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path)):
+    saved, now = (found.get(differ[0], "not there") for found in (there, here))
+    raise CheckpointError(
+      f"is of another state: {differ[0]} is {saved} in the checkpoint and {now} in this run; nothing was "
+      "changed: restore it with the model, policy and optimizer that it was saved with"
+    )
+  try:
+    # A checkpointer's barriers would wait for a process that found damage and left.
+    return ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(like))
+  except Exception as error:  # every layer that reads may fail on damage
+    raise Damaged(f"is damaged: state: {_reason(error)}") from error
+
+
+def _difference(record: Mapping[str, Any], found: Examined) -> str:
+  """Returns how a state that was read is not the one of its record, or not finite; empty if it is both."""
+  # A PRNG key whose description is lost comes back as numbers with the same bits.
+  if differ := [path for path, leaf in record["leaves"].items() if found.leaves.get(path) != leaf]:
+    more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+    return f"is damaged: state/{differ[0]}{more}: not what was saved"
+  held = _nonfinite(found, record["begun_with"])
+  return f"is not finite: {nonfinite_text(held)}" if held else ""
+
+
+def _nonfinite(examined: Examined, begun_with: NonFiniteLeaves) -> NonFiniteLeaves:
+  """Returns the leaves of an examined state that hold NaN or infinity and did not when the run began.
+
+  Some leaves may start with infinity: the best loss so far (`optax.contrib.reduce_on_plateau`), a mask.
+  """
+  fields = {path: x for path, x in examined.nonfinite.items() if path.split("/")[0] in _FINITE_FIELDS}
+  new = {path: [x for x in held if x not in begun_with.get(path, ())] for path, held in fields.items()}
+  return {path: held for path, held in new.items() if held}
+
+
+def nonfinite_text(nonfinite: NonFiniteLeaves) -> str:
+  """Describes the first three leaves that are not finite, and says how many more there are."""
+  shown = [f"{path} holds {' and '.join(held)}" for path, held in list(nonfinite.items())[:3]]
+  return ", ".join(shown) + (f", and {len(nonfinite) - 3} more" if len(nonfinite) > 3 else "")
+
+
+def _write_a_little(directory: pathlib.Path) -> None:
+  """Raises `OSError` if a directory cannot be written."""
+  with tempfile.TemporaryFile(dir=directory) as file:
+    file.write(bytes(_A_LITTLE))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _reason(error: BaseException) -> str:
+  """Returns one line on what went wrong: the operating system's words if it caused the error."""
+  told = " ".join(map(str, causes(error)))
+  if known := [text for text in map(os.strerror, STORAGE_ERRORS) if text in told]:
+    return known[0]
+  text = str(error).partition(" [tensorstore_spec")[0]
+  return one_line(
+    text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
+  )
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+  return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

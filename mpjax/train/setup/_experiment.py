@@ -1,0 +1,450 @@
+"""A config's training step, for any policy, at any place: what runs, tools and exports have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Float32
+
+from mpjax._average import Average
+from mpjax._types import Array, ArrayLike, Mesh, PyTree
+from mpjax.casting import Explanation, autocast
+from mpjax.dtypes import platform
+from mpjax.optim import average_weights, evaluation_weights, keeps_other_weights
+from mpjax.policy import Policy, matmul_precision
+from mpjax.registry._info import DataInfo, MissingFact, ModelInfo
+from mpjax.registry._registry import MODELS
+from mpjax.registry._task import Task
+from mpjax.sharding import (
+  AXES,
+  Rows,
+  ShardingRules,
+  batch_shards,
+  lacks_host_memory,
+  make_mesh,
+  on_device,
+  place_rows,
+  rows_of_process,
+)
+from mpjax.step import (
+  Layout,
+  TrainState,
+  TrainStep,
+  make_train_step,
+  merged,
+  row_count,
+  row_keys,
+  state_of,
+  unrounded,
+)
+from mpjax.train._errors import ConfigError
+from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config
+from mpjax.train.config._plugins import place
+from mpjax.train.data import Data, load_data
+from mpjax.train.setup._optimizers import make_optimizer, make_schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where a step runs.
+
+  Attributes:
+    mesh: the devices; `None` for one device, without the policy's dtypes of transfers.
+    backend: the platform; `None` for this machine's.
+    offload: what lies in the host's memory between steps, as `mesh.offload` says.
+  """
+
+  mesh: Mesh | None
+  backend: str | None = None
+  offload: Literal["optimizer"] | None = None
+
+  @staticmethod
+  def of_run(config: Config) -> Place:
+    """Returns the devices of a run, in all its processes.
+
+    Raises:
+      ConfigError: if the mesh does not fit the devices or the batch, or they cannot do what `offload` says.
+    """
+    try:
+      mesh = make_mesh(config.mesh.sizes, jax.devices())
+    except ValueError as error:
+      raise ConfigError(f"mesh.{error}") from error
+    batch, parts = config.data.batch_size, config.train.accumulate
+    if (batch // parts) % batch_shards(mesh):
+      raise ConfigError(
+        f"data.batch_size={batch} in train.accumulate={parts} micro-batches of {batch // parts} rows is not "
+        f"divisible by {batch_shards(mesh)} devices (mesh.data x mesh.fsdp)"
+      )
+    if config.mesh.offload and (why := lacks_host_memory(mesh)):
+      raise ConfigError(f"mesh.offload={config.mesh.offload}: {why}")
+    return Place(mesh, offload=config.mesh.offload)
+
+  @staticmethod
+  def of_tools(config: Config) -> Place:
+    """Returns the devices of a run, or one if its mesh does not fit here, with all state on devices."""
+    mesh = config.mesh.model_copy(update={"offload": None})
+    try:
+      return Place.of_run(config.model_copy(update={"mesh": mesh}))
+    except ConfigError:
+      return Place.one()
+
+  @staticmethod
+  def one() -> Place:
+    """Returns the first device of this machine."""
+    return Place(make_mesh(dict.fromkeys(AXES, 1), jax.devices()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+  """What a config computes, under a policy, at a place. Allocates nothing on a device.
+
+  Attributes:
+    config: the config.
+    info: facts about its data.
+    policy: the policy, which may differ from the config's.
+    at: where it runs.
+  """
+
+  config: Config
+  info: DataInfo
+  policy: Policy
+  at: Place
+
+  @functools.cached_property
+  def task(self) -> Task:
+    """The model with its loss.
+
+    Raises:
+      ConfigError: as for `make_task`.
+    """
+    return make_task(self.config, self.info, self.policy, backend=self.at.backend)
+
+  @functools.cached_property
+  def step(self) -> TrainStep:
+    """The training step.
+
+    Raises:
+      ConfigError: if parts of the config do not fit together.
+    """
+    config, train, mesh = self.config, self.config.train, self.at.mesh
+    optimizer = make_optimizer(config.optimizer, train.steps)
+    if train.average is not None:
+      optimizer = average_weights(optimizer, train.average)
+    is_divided = mesh is not None and mesh.shape["fsdp"] > 1
+    return make_train_step(
+      self.task.loss_fn,
+      optimizer,
+      self.policy if mesh is not None else self.policy.without_devices(),
+      accumulate=train.accumulate,
+      skip_nonfinite=train.skip_nonfinite,
+      # For `blocks`, the model does it.
+      recompute=DEFAULT_RECOMPUTE if train.recompute == "blocks" else train.recompute,
+      mesh=mesh,
+      sharding=None if mesh is None else ShardingRules(config.mesh.rules, self.task.sharding),
+      gather=config.mesh.gather if is_divided else "step",
+      offload=self.at.offload,
+      grad_norm=True,
+    )
+
+  @property
+  def schedule(self) -> optax.Schedule:
+    """Returns the learning rate as a function of the update's number."""
+    return make_schedule(self.config.optimizer, self.config.train.steps)
+
+  @property
+  def layout(self) -> Layout:
+    """Returns the layout of the state and the batches on the mesh."""
+    assert self.step.layout is not None
+    return self.step.layout
+
+  @functools.cached_property
+  def rows(self) -> Rows:
+    """The rows of each global batch that this process feeds."""
+    return rows_of_process(self.layout.batch_sharding, self.config.data.batch_size)
+
+  def place(self, batch: PyTree) -> PyTree:
+    """Makes global arrays from this process's rows of a batch, which are on the host."""
+    return place_rows(batch, self.layout.batch_sharding, self.rows, self.config.data.batch_size)
+
+  def first_state(self) -> TrainState:
+    """Makes the state before the first step, on its devices."""
+    if self.layout.mesh.size == 1:  # compiling one program would take longer than it saves
+      return self._init()
+    return jax.jit(self._init, out_shardings=self.layout.shardings(self.state_shapes))()
+
+  def shapes(self, rows: int | None = None) -> tuple[TrainState, PyTree]:
+    """Returns shapes and dtypes of a state and of a batch of so many rows, with shardings on a mesh."""
+    shapes = self.state_shapes, self.batch_shapes(rows)
+    return shapes if self.step.layout is None else self.step.layout.shapes(*shapes)
+
+  def batch_shapes(self, rows: int | None = None) -> PyTree[jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes of a global batch."""
+    return self.info.batch_shapes(rows or self.config.data.batch_size)
+
+  @functools.cached_property
+  def state_shapes(self) -> TrainState:
+    """Shapes and dtypes of the first state, traced once."""
+    self.step.jitted  # noqa: B018 (what is wrong with it is no error of the trace)
+    return jax.eval_shape(self._init)
+
+  def _init(self) -> TrainState:
+    key, step_key = jax.random.split(jax.random.key(self.config.seed))
+    return self.step.init(
+      **self.task.init_arguments(key),
+      rng=step_key if {"rng", "row_rngs"} & set(self.step.loss.keywords) else None,
+      batch=self.batch_shapes() if self.step.needs_batch else None,
+    )
+
+  def check(self) -> None:
+    """Raises `ConfigError` if the model has no first state, or rules or overrides do not fit it."""
+    with model_errors(self.config, self.info):
+      shapes = self.state_shapes
+    try:
+      self.layout.shardings(shapes)
+    except ValueError as error:
+      raise ConfigError(f"mesh.rules or the model's sharding: {error}") from error
+    if self.policy.overrides or self.policy.fp8:
+      self.explain()
+
+  def check_step(self) -> None:
+    """Traces a step and an evaluation. The run does not trace them again.
+
+    Raises:
+      ConfigError: if the loss function or the evaluation is wrong.
+    """
+    state, batch = self.shapes()
+    with model_errors(self.config, self.info):
+      jax.eval_shape(self.step.jitted, state, batch)
+      jax.eval_shape(self.evaluate, jax.eval_shape(self.for_evaluation, state), batch)
+
+  def program(self) -> str:
+    """Returns the StableHLO of a step. It depends only on the code and on versions."""
+    text: str = self.step.jitted.lower(*self.shapes()).as_text()
+    return text
+
+  @functools.cached_property
+  def for_evaluation(self) -> Callable[[TrainState], TrainState]:
+    """Jitted: a state -> what `evaluate` reads of it, with the average of the weights if there is one."""
+    read = lambda state: state.replace(arrays=weights_of(self.step, state), opt_state={}, rng=None)
+    return jax.jit(read)
+
+  @functools.cached_property
+  def evaluate(self) -> Callable[[TrainState, PyTree], dict[str, Array | Average]]:
+    """Jitted: (state of `for_evaluation`, batch) -> means over the batch."""
+
+    def run(state: TrainState, batch: PyTree) -> dict[str, Array | Average]:
+      with self.layout.in_mesh():
+        return evaluate(self.task, self.policy, state, batch)
+
+    return jax.jit(run)
+
+  def explain(self) -> Explanation:
+    """Explains what runs in which dtype under the policy, and why. Computes nothing.
+
+    Raises:
+      ConfigError: if an override of the policy matches no module.
+    """
+    try:
+      return self.step.explain(self.state_shapes, self.batch_shapes())
+    except ValueError as error:
+      raise ConfigError(str(error)) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup(Experiment):
+  """An experiment with its data: the parts of a training run."""
+
+  data: Data
+
+
+def make_setup(config: Config, at: Place | None = None) -> Setup:
+  """Builds the parts of a run, and makes every check that needs the data or the devices.
+
+  ```python
+  setup = mpjax.train.make_setup(mpjax.train.load_config("vit_digits", ["policy=bf16"]))
+  state = setup.first_state()
+  batch = setup.place(next(setup.data.train(setup.rows)))
+  print(setup.explain())
+  ```
+
+  Args:
+    config: the config, as `load_config` returns it.
+    at: where to run, if not where the config says.
+
+  Returns:
+    A `Setup` with the attributes `config`, `policy`, `data`, `info`, `task`, `step` and `schedule`, and the
+    methods `first_state()`, `place(batch)` and `explain()`.
+
+  Raises:
+    ConfigError: if parts of the config do not fit together.
+    DataError: if data is missing or cannot be used.
+  """
+  at = at or Place.of_run(config)
+  data = load_data(config.data, seed=config.seed)
+  setup = Setup(config, data.info, config.resolve_policy(), at, data)
+  setup.check()
+  return setup
+
+
+def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | None = None) -> Task:
+  """Makes the task of a config.
+
+  ```python
+  config = mpjax.train.load_config("vit_digits")
+  setup = mpjax.train.make_setup(config)
+  task = mpjax.train.make_task(config, setup.info, setup.policy)
+  params, model_state = task.init(jax.random.key(0))
+  ```
+
+  Args:
+    config: the config; `model` is the section that is used.
+    info: facts about the data.
+    policy: the policy, which the model's function is told.
+    backend: the platform, `"cpu"`, `"gpu"` or `"tpu"`; by default this machine's.
+
+  Raises:
+    ConfigError: if the model does not take such data, or its sizes do not fit together.
+  """
+  kind = MODELS.find(config.model.kind)
+  facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(DataInfo)}
+  told = ModelInfo(**facts, policy=policy, backend=platform(backend), recompute=config.train.recompute)
+  with model_errors(config, info):
+    task = kind.fun(told, **config.model.options)
+    if not isinstance(task, Task):
+      raise ValueError(f"{kind.fun.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
+    jax.eval_shape(lambda: (task.init(jax.random.key(0)), None)[1])  # a module cannot be a result
+  return task
+
+
+@contextlib.contextmanager
+def model_errors(config: Config, info: DataInfo) -> Iterator[None]:
+  """Turns a ValueError of a model, or of its training step, into a `ConfigError` that names the line.
+
+  Also turns a fact that the model asks for and the data does not give into a `ConfigError`.
+
+  Other errors, such as the TypeError of a product of unequal shapes, are faults of the model's code: their
+  traceback is needed to fix them.
+  """
+  try:
+    yield
+  except ConfigError:
+    raise
+  except MissingFact as error:
+    raise ConfigError(
+      f"model.kind={config.model.kind} does not take the data of data.kind={config.data.kind}, rows of "
+      f"{', '.join(info.row) or 'nothing'}: {error}"
+    ) from error
+  except (ValueError, MemoryError, OverflowError) as error:  # the last two: sizes do not fit into memory
+    text = " ".join(str(error).split()) or type(error).__name__
+    raise ConfigError(f"model: {text}{place(error)}") from error
+
+
+def weights_of(
+  step: TrainStep, state: TrainState, which: str = "average", *, masters: bool = False
+) -> PyTree:
+  """Returns the weights of a run's state, on the devices.
+
+  Args:
+    step: the step of the run.
+    state: the state.
+    which: `"last"`, those that the run trains; `"average"`, those of `mpjax.optim.evaluation_weights`, which
+      are the last if the optimiser keeps no others.
+    masters: in float32, in place of the policy's `param_dtype`.
+  """
+  is_other = which == "average" and keeps_other_weights(state.opt_state)
+  if not (is_other or masters):
+    return state.arrays
+  state = on_device(state)
+  weights, layers = unrounded(step.trained.parameters(state), step.layers(state))
+  if is_other:
+    weights = evaluation_weights(weights, state_of(layers))
+  return merged(weights if masters else step.policy.cast_to_param(weights), state.arrays)
+
+
+def evaluate(
+  task: Task, policy: Policy, state: TrainState, batch: PyTree
+) -> dict[str, Float32[Array, ""] | Average]:
+  """Computes `eval_loss` and the task's other metrics for a batch, under the policy.
+
+  Means are float32[]. An `Average` stays one, with a float32[] total and its count unchanged, so that
+  `mean_of_batches` is exact.
+
+  Delayed FP8 scaling takes its histories from the state; without them, each tensor is scaled by its own amax.
+
+  Raises:
+    ValueError: if the evaluation does not return a loss, with or without metrics.
+  """
+  fun = task.evaluate or task.loss_fn
+  out = apply(fun, policy.with_output_dtype(jnp.float32), state, batch)
+  if isinstance(out, dict):
+    metrics = dict(out)
+  else:
+    loss, *rest = out if isinstance(out, tuple) else (out,)
+    metrics = {"loss": loss, **(rest[0] if rest else {})}
+  named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
+  if "eval_loss" not in named:
+    raise ValueError(f"evaluate returned {', '.join(named) or 'nothing'}: expected a loss among the metrics")
+  return {name: _in_float32(value) for name, value in named.items()}
+
+
+def _in_float32(value: ArrayLike | Average) -> Float32[Array, ""] | Average:
+  if isinstance(value, Average):
+    return Average(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.count))
+  return jnp.asarray(value, jnp.float32)
+
+
+def mean_of_batches(values: Sequence[Array | Average]) -> float:
+  """Returns the mean over batches of one metric that `evaluate` computed; waits for the values.
+
+  The mean of averages is the sum of totals over the sum of counts; batches with count 0 are left out, and the
+  result is NaN if all counts are 0. Plain means are averaged with equal weights.
+
+  Args:
+    values: the metric's value for each batch.
+  """
+  on_host = jax.device_get(list(values))
+  pairs = [(each.total, each.count) if isinstance(each, Average) else (each, 1) for each in on_host]
+  totals, counts = np.array([pair for pair in pairs if pair[1]], np.float64).reshape(-1, 2).T
+  with np.errstate(invalid="ignore"):  # infinities of both signs
+    return float(totals.sum() / counts.sum()) if len(counts) else math.nan
+
+
+def apply(
+  fun: Callable[..., PyTree], policy: Policy, state: TrainState, batch: PyTree, key: Array | None = None
+) -> PyTree:
+  """Applies a function to a state's model and a batch (or other inputs) under a policy.
+
+  Args:
+    fun: takes the parameters or the `nnx.Module`, the batch, and those of the keywords `model_state`, `rng`
+      and `row_rngs` that it names.
+    policy: the policy; floating results have its `output_dtype`.
+    state: a state with the master weights.
+    batch: arrays.
+    key: the key for `rng` and `row_rngs`; by default a fixed one.
+  """
+  names = inspect.signature(fun).parameters
+  keywords: dict[str, PyTree] = {"model_state": state.model_state} if "model_state" in names else {}
+  key = jax.random.key(0) if key is None else key
+  if "rng" in names:
+    keywords["rng"] = key
+  if "row_rngs" in names:
+    keywords["row_rngs"] = row_keys(key, row_count(batch))
+  if policy.autocast:
+    # Passed as a module, so that its parts have their paths.
+    model = state.params if state.graphdef is None else state.model
+    policy = policy if state.fp8_state else policy.without_histories()
+    return autocast(fun, policy, fp8_state=state.fp8_state or None)(model, batch, **keywords)
+  with matmul_precision(policy):
+    cast = state.replace(params=policy.cast_to_compute(state.params))
+    model = cast.params if cast.graphdef is None else cast.model
+    return policy.cast_to_output(fun(model, policy.cast_to_compute(batch), **keywords))
