@@ -216,7 +216,6 @@ def test_this_machine_compiles_the_plan(run):
   assert sum(parts.get(name, 0) for name in ARGUMENT_PARTS) == compiled["arguments"]
   assert plan["peak"] == compiled["peak"]
   assert compiled["explained"] >= 0.9
-  assert plan["memory"]["peak"] == pytest.approx(compiled["peak"], rel=0.3)
 
 
 BAD = {
