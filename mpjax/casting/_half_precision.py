@@ -10,43 +10,76 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._types import AnyJaxpr, Array, ClosedJaxpr
-from mpjax.casting._kinds import castable, own_types
+from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, PyTree
+from mpjax.casting._kinds import castable
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._overrides import Overrides
 from mpjax.jaxpr import (
-  HALF_PRECISION,
   REGION_EDGE,
   bodies_of,
   in_region,
   inside,
   marked_path,
   open_jaxpr,
-  without_marks,
+  region_mark,
+  region_scope,
 )
 
+_MOST_TRACES = 4
+_traces = itertools.count()
 
-class Regions(NamedTuple):
-  """The dtype of the regions of a trace.
 
-  Attributes:
-    half: their half dtype; `None` for float32.
-    instead: where `half` is `None`, the dtype of regions that raise an error for float32.
+class Regions:
+  """The dtype of each region of one trace.
+
+  If all regions are in modules of one policy, all traces share this object, and so JAX's caches. Otherwise
+  the module of a region is known only after the trace: regions are numbered in the order of the trace,
+  which is the same at the next trace.
+
+  Args:
+    usual: the usual half dtype of regions; `None` for float32.
+    others: by number, the dtype of regions in other modules; `None`: not numbered.
+    instead: for regions that do not take float32 where `usual` is float32, the dtype in which they run
+      instead of raising their error.
   """
 
-  half: np.dtype | None
-  instead: np.dtype | None = None
+  def __init__(
+    self,
+    usual: np.dtype | None,
+    others: Mapping[int, np.dtype | None] | None = None,
+    instead: np.dtype | None = None,
+  ):
+    self.usual = usual
+    self.others = others
+    self.instead = instead
+    self.trace = None if others is None else next(_traces)
+    self._key = (usual, instead, self.trace)
+    self._numbers = itertools.count()
+
+  def __hash__(self) -> int:
+    return hash(self._key)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Regions) and self._key == other._key
+
+  def enter(self) -> tuple[np.dtype | None, str]:
+    """Returns the dtype and the scope of the next region."""
+    if self.others is None:
+      return self.usual, region_scope()
+    number = next(self._numbers)
+    return self.others.get(number, self.usual), region_scope(f"{self.trace}.{number}")
 
 
 NO_REGIONS = Regions(None)
-# The dtype of regions, while autocast traces.
+# The dtypes of regions, while autocast traces.
 tracing = jax.make_user_context(default_value=NO_REGIONS)
 
 
@@ -71,13 +104,11 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
 
   Its float32 arguments are cast to the compute dtype (values outside float16's range to its largest ones);
   in an `nnx.Module` the parameters are. Autocast decides nothing inside, and the results are half
-  precision, like the results of a matrix product. A result of the shape and half dtype of an argument, such
-  as a cache, stays half precision. Arrays that `fun` closes over keep their dtype. The region does nothing
-  without an outer autocast, under a policy that computes in float32, in `mpjax.full_precision`, or if no
-  argument is float32. All regions of a program run in one dtype: autocast raises a `ValueError` for an
-  override that puts the module of one into another. Under an FP8 policy it runs in the compute dtype. Also
-  a decorator. Wrap a module at the call, as in `half_precision(self.attention)(x)`: the result is a plain
-  function, so a module that stores it does not have the weights as parameters.
+  precision, like the results of a matrix product. Arrays that `fun` closes over keep their dtype. The region
+  does nothing without an outer autocast, in a module that computes in float32, in `mpjax.full_precision`, or
+  if no argument is float32. Under an FP8 policy it runs in the compute dtype. Also a decorator. Wrap a
+  module at the call, as in `half_precision(self.attention)(x)`: the result is a plain function, so a module
+  that stores it does not have the weights as parameters.
 
   Args:
     fun: any function of pytrees.
@@ -94,7 +125,7 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   @functools.wraps(fun)
   def region(*args: Any, **kwargs: Any) -> Any:
     regions = tracing.value
-    if regions == NO_REGIONS:
+    if regions.usual is None and regions.instead is None:
       return fun(*args, **kwargs)
     inner, given = with_module_argument(fun, args)
     modules = Modules(given, kwargs)
@@ -103,24 +134,45 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     ]
     if not any(wide):
       return fun(*args, **kwargs)
-    half = regions.half
+    half, scope = regions.enter()
     if half is None:
       try:
-        with jax.named_scope(HALF_PRECISION), tracing(NO_REGIONS):
+        with jax.named_scope(scope), tracing(NO_REGIONS):
           return fun(*args, **kwargs)
       except Exception:
         if regions.instead is None:
           raise
         half = regions.instead
-    own = own_types(modules.leaves)  # such as a cache
-    widened = lambda x: _cast(x, np.float32) if _is(x, half) and (x.shape, x.dtype) not in own else x
-    with jax.named_scope(HALF_PRECISION), tracing(NO_REGIONS):
+    call = lambda leaves: modules.call(inner, leaves, scopes=False)
+    own = _halves_of_its_own(call, modules.leaves, half)
+    with jax.named_scope(scope), tracing(NO_REGIONS):
       leaves = [_cast(leaf, half) if cast else leaf for leaf, cast in zip(modules.leaves, wide, strict=True)]
-      out, changed = jax.tree.map(widened, modules.call(inner, leaves, scopes=False))
+      results, structure = jax.tree.flatten(call(leaves))
+      out, changed = jax.tree.unflatten(
+        structure,
+        [_cast(x, np.float32) if _is(x, half) and i not in own else x for i, x in enumerate(results)],
+      )
     modules.update(changed)
     return out
 
   return region
+
+
+def _halves_of_its_own(call: Callable[[list[Any]], PyTree], leaves: list[Any], half: np.dtype) -> set[int]:
+  """Returns the results that are half precision also without autocast, such as a cache in the arguments."""
+  if not any(_is(leaf, half) for leaf in leaves):
+    return set()
+  # A type such as `jnp.float32` has a dtype, too.
+  arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, np.generic))}
+
+  def results(arrays: dict[int, Array]) -> list[Array]:
+    return jax.tree.leaves(call([arrays.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+  try:
+    with tracing(NO_REGIONS):
+      return {i for i, x in enumerate(jax.eval_shape(results, arrays)) if x.dtype == half}
+  except Exception:  # it does not take float32
+    return set()
 
 
 def _is(x: object, dtype: Any) -> bool:
@@ -135,36 +187,44 @@ def _cast(x: Array, dtype: Any) -> Array:
 
 
 def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> ClosedJaxpr:
-  """Returns the trace from `make`, with its regions in the half dtype in use; float32 without overrides.
+  """Returns the trace from `make`, with each region in the dtype of its module; float32 without overrides.
 
-  Raises:
-    ValueError: for a region in a module that an override puts into another dtype. A region has to know its
-      dtype before its module is known.
+  If JAX traces a function once for modules of several dtypes, its regions have the widest.
   """
   known = overrides.halves if overrides is not None else [None]
   if overrides is None or known == [None]:
     with tracing(NO_REGIONS if tracing.value.instead is None else tracing.value):
       return make()
-  half = overrides.any_half
-  with tracing(Regions(half)):
+  usual = overrides.any_half
+  with tracing(Regions(usual)):
     closed = make()
-  for path in _regions(closed, "") if known != [half] else ():
-    own = overrides.half_at(path)
-    if own != half:
-      raise ValueError(
-        f"the region of mpjax.half_precision at {without_marks(path)!r} runs in {half}, and its module in "
-        f"{own or 'float32'}: call its function inside mpjax.full_precision there, or leave its module out "
-        "of the overrides"
-      )
+  if known == [usual]:
+    return closed
+  if all(found == usual for _, found in _regions(closed, overrides, "")):
+    return closed
+  others: dict[int, np.dtype | None] = {}
+  for _ in range(_MOST_TRACES):  # a derivative rule may have other regions in another dtype
+    regions = Regions(usual, others)
+    with tracing(regions):
+      closed = make()
+    found: dict[int, np.dtype | None] = {}
+    for mark, own in _regions(closed, overrides, ""):
+      of_trace, _, number = mark.partition(".")
+      if of_trace == str(regions.trace):  # not of an inner autocast
+        n = int(number)
+        found[n] = None if found.get(n, own) is None else own  # float32 is the widest
+    if all(others.get(i, usual) == own for i, own in found.items()):
+      break
+    others = others | found
   return closed
 
 
-def _regions(jaxpr: AnyJaxpr, path: str) -> Iterator[str]:
-  """Yields the marked paths of the equations in regions."""
+def _regions(jaxpr: AnyJaxpr, overrides: Overrides, path: str) -> Iterator[tuple[str, np.dtype | None]]:
+  """Yields (mark, dtype of its module) for the equations in regions."""
   for equation in open_jaxpr(jaxpr).eqns:
     own = inside(path, marked_path(equation))
     if in_region(own):
-      yield own
+      yield region_mark(own), overrides.half_at(own)
       continue
     for body in bodies_of(equation):
-      yield from _regions(body, own)
+      yield from _regions(body, overrides, own)

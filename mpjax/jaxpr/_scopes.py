@@ -139,6 +139,17 @@ def without_marks(path: str) -> str:
   return "/".join(part for part in path.split("/") if _unnumbered(part) not in _MARKS)
 
 
+def region_scope(mark: str = "") -> str:
+  """Returns the scope of a `half_precision` region; with a mark if a trace has several to tell apart."""
+  return f"{HALF_PRECISION}#{mark}" if mark else HALF_PRECISION
+
+
+def region_mark(path: str) -> str:
+  """Returns the mark of the outermost region that a marked path is in; empty without one."""
+  parts = (part.partition("#") for part in path.split("/"))
+  return next((mark for name, _, mark in parts if name == HALF_PRECISION), "")
+
+
 def autocast_scope(label: str) -> str:
   """The scope of what an autocast with a policy of this label has decided."""
   return f"{AUTOCAST}#{re.sub(r'[^A-Za-z0-9_.,=+ ()-]', '_', label)}"
@@ -153,7 +164,7 @@ def autocast_label(path: str) -> str:
 @functools.lru_cache(maxsize=1 << 16)
 def in_region(path: str) -> bool:
   """Returns whether a marked path is in a region of `half_precision`."""
-  return HALF_PRECISION in path.split("/")
+  return any(_unnumbered(part) == HALF_PRECISION for part in path.split("/"))
 
 
 @once_for_each

@@ -181,7 +181,7 @@ def check_random(program, policy):
     slack=np.inf if grads_of(program, kinked) else 4,
     grad_slack=np.inf if names(program) & kinked else 8,
   )
-  check(case, (policy,))
+  check({"random": case}, (policy,))
 
 
 OPTIONS = {

@@ -39,6 +39,8 @@ def load_huggingface(
   into a stream; with `packed: false` each row comes from one of them, is padded, and has a `mask`. Without
   `eval_split`, the share `valid_fraction` of the training split is held out.
   """
+  # Releases before 4 may run a dataset's own script: only if the user's environment allows it.
+  os.environ.setdefault("HF_DATASETS_TRUST_REMOTE_CODE", "0")
   if importlib.util.find_spec("datasets") is None:
     raise DataError("data.kind=huggingface needs the datasets package: pip install datasets")
   saved = path is not None and pathlib.Path(path).is_dir()
@@ -82,8 +84,6 @@ def load_huggingface(
 
 def _load(source: str, saved: bool, wanted: list[str], columns: list[str]) -> dict[str, Any]:
   """Returns splits by name, with these columns."""
-  # Releases before 4 may run a dataset's own script: only if the user's environment allows it.
-  os.environ.setdefault("HF_DATASETS_TRUST_REMOTE_CODE", "0")
   datasets = importlib.import_module("datasets")
   try:
     splits = datasets.load_from_disk(source) if saved else datasets.load_dataset(source)

@@ -189,6 +189,8 @@ class Images:
 def _check(split: Labelled, bound: int, below: str) -> None:
   """Raises `DataError` for unfit images or labels, or if they do not fit together."""
   title, name, labels = split.title, split.name, split.labels
+  if getattr(split.images, "shape", None) == ():
+    raise DataError(f"{title}: images is one value: expected numbers of shape [N, H, W] or [N, H, W, C]")
   if not len(split.images):
     return  # said of both splits
   if labels.ndim != 1 or labels.dtype.kind not in "ui":
