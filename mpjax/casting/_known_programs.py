@@ -96,5 +96,5 @@ def _key(rules: CastingRules) -> Hashable:
   """Returns a key that is equal for rules only if they decide alike in the present context."""
   settings = (rules.ops, rules.overrides.key, rules.accum_dtype, rules.wide_gradients, rules.recompute)
   support = tuple((recipe, _fp8_products.support(recipe)) for recipe in rules.overrides.recipes)
-  precision = str(jax.config.jax_default_matmul_precision)  # see `states_precision`
+  precision = str(getattr(jax.config, "jax_default_matmul_precision", None))  # see `states_precision`
   return settings, support, precision, known_primitives()

@@ -71,7 +71,7 @@ class Watcher:
       shares[f"{kind}s lost in {half}"] = total.underflow(half, factor)
       shares[f"{kind}s overflown in {half}"] = total.shares(half, factor).overflow
       shares[f"{kind}s zero"] = total.zero / total.count
-    moves = np.sum([u.counts for u in seen.updates.values()], axis=0, dtype=np.int64)
+    moves = np.array([u.counts for u in seen.updates.values()], np.int64).sum(axis=0)
     for name, share in lost(moves).items():
       shares[f"updates lost in {f'bfloat16 with {name}' if name.startswith('int') else name} weights"] = share
     return Figures(shares, histograms)

@@ -174,7 +174,7 @@ def streams_to_rows(
   sizes = (seq_len, [len(tokens) for tokens in streams])
   digest = hashlib.blake2b(repr(sizes).encode(), digest_size=8)
   for tokens in (*streams, *(lengths or ())):
-    digest.update(np.ascontiguousarray(tokens))
+    digest.update(np.ascontiguousarray(tokens).data)
   facts = facts | {
     "seq_len": seq_len,
     "fingerprint": digest.hexdigest(),
