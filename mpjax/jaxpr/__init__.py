@@ -29,7 +29,6 @@ from mpjax.jaxpr._interpret import (
   bind_again,
   closure_as_argument,
   interpret,
-  into_bodies,
   last_reads,
   where_rows,
   while_loop,

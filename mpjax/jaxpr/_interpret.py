@@ -1,8 +1,7 @@
-"""The only evaluator of jaxprs: with a rule for each equation, and into bodies if the rule asks for it."""
+"""The only evaluator of jaxprs, with a rule for each equation."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -14,17 +13,14 @@ from mpjax import _compat
 from mpjax._types import AnyJaxpr, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from mpjax.jaxpr._bodies import (
   as_function,
-  call_layout,
   constants_of,
-  default_branch,
   equations_in,
   open_jaxpr,
-  scan_parts,
   shape_of,
   variables_of,
 )
 from mpjax.jaxpr._flow import live
-from mpjax.jaxpr._primitives import CallKind, Trait, call_kind, has
+from mpjax.jaxpr._primitives import Trait, has
 from mpjax.jaxpr._scopes import as_traced
 
 Rule: TypeAlias = Callable[[JaxprEqn, list[Any]], Sequence[Any]]  # (equation, operands) -> results
@@ -86,38 +82,6 @@ def interpret(
   return [read(atom) for atom in results]
 
 
-def into_bodies(equation: JaxprEqn, operands: list[Any], rule: Rule) -> Sequence[Any]:
-  """Returns the results of a higher-order equation with a rule applied in its bodies.
-
-  Calls that run once are inlined; kernels, `shard_map`s and choices by platform stay as they are.
-  """
-  kind, layout = call_kind(equation), call_layout(equation)
-  bodies = [functools.partial(_evaluate, body.jaxpr, rule) for body in layout.bodies]
-  first, last = layout.carry.start, layout.carry.stop
-  if kind is CallKind.SCAN:
-
-    def step(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
-      out = bodies[0](*operands[:first], *carry, *row)
-      return out[: last - first], out[last - first :]
-
-    *_, options = scan_parts(equation)
-    carry, ys = jax.lax.scan(step, operands[first:last], operands[last:], **options)
-    return [*carry, *ys]
-  if kind is CallKind.WHILE:
-
-    def run(i: int, carry: list[Any]) -> list[Any]:
-      values = [*operands[:first], *carry]
-      return bodies[i](*(values[k] for k in layout.bodies[i].operands))
-
-    goes_on = lambda carry: run(0, carry)[0]
-    return while_loop(equation, goes_on, functools.partial(run, 1), operands[first:])
-  if kind is CallKind.COND and default_branch(equation) is None:
-    return jax.lax.switch(operands[0], bodies, *operands[1:])
-  if kind is not None and kind.runs_once and bodies:
-    return bodies[0](*operands)
-  return bind_again(equation, operands)
-
-
 def while_loop(
   equation: JaxprEqn,
   goes_on: Callable[[list[Any]], Any],
@@ -152,10 +116,6 @@ def where_rows(rows: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
     jnp.where(rows.reshape(*rows.shape, *(1,) * (x.ndim - rows.ndim)), x, y)
     for x, y in zip(new, old, strict=True)
   ]
-
-
-def _evaluate(jaxpr: AnyJaxpr, rule: Rule, *arguments: Any) -> list[Any]:
-  return interpret(jaxpr, arguments, rule)
 
 
 def closure_as_argument(

@@ -1,4 +1,4 @@
-"""The evaluator of jaxprs: evaluation again, into bodies; closures."""
+"""The evaluator of jaxprs, and closures."""
 
 import weakref
 
@@ -8,10 +8,8 @@ import numpy as np
 
 from mpjax.jaxpr import (
   bind_again,
-  call_kind,
   closure_as_argument,
   interpret,
-  into_bodies,
   module_path,
 )
 
@@ -67,30 +65,6 @@ def test_a_value_lives_until_its_last_read_and_one_that_nothing_reads_does_not()
   counts = []
   interpret(traced(lambda x: jnp.sin(jax.lax.cos(jax.lax.top_k(x, 2)[0])), X), iter([X]), rule)
   assert counts == [0, 1, 1]  # of the two results of `top_k` one, which `cos` reads; then that of `cos`
-
-
-CALLS = {  # what `into_bodies` enters
-  "scan": lambda x: jax.lax.scan(lambda c, a: (c + jnp.sin(a), jnp.sin(c)), 0.5, x, reverse=True),
-  "while": lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1])), (0.0, x)),
-  "cond": lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
-  "jit": lambda x: jax.jit(jnp.sin)(x) * 2,
-  "checkpoint": jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))),
-}
-
-
-def test_a_rule_is_applied_in_bodies_of_calls():
-  def rule(equation, operands):
-    if call_kind(equation) is not None:
-      return into_bodies(equation, operands, rule)
-    return [jnp.cos(*operands)] if equation.primitive is jax.lax.sin_p else bind_again(equation, operands)
-
-  for name, fun in CALLS.items():
-    closed = traced(fun, X)
-    assert "sin " in str(closed), name
-    assert "sin " not in str(traced(lambda x, closed=closed: interpret(closed, [x], rule), X)), name
-    again = lambda e, xs: into_bodies(e, xs, bind_again) if call_kind(e) else bind_again(e, xs)
-    for got, want in zip(interpret(closed, [X], again), jax.tree.leaves(fun(X)), strict=True):
-      np.testing.assert_array_equal(got, want, err_msg=name)
 
 
 def test_a_closure_is_passed_as_an_argument_and_its_axes_are_named():
