@@ -19,7 +19,7 @@ from mpjax.casting._explain import (
   explain_as_run,
 )
 from mpjax.casting._fp8_state import init_fp8_state
-from mpjax.casting._half_precision import half_precision
+from mpjax.casting._half_precision import as_its_module as as_its_module, half_precision
 from mpjax.casting._op_lists import OpLists
 
 __all__ = [

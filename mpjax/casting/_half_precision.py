@@ -31,6 +31,7 @@ from mpjax.jaxpr import (
   open_jaxpr,
   region_mark,
   region_scope,
+  without_marks,
 )
 
 _MOST_TRACES = 4
@@ -49,6 +50,9 @@ class Regions:
     others: by number, the dtype of regions in other modules; `None`: not numbered.
     instead: for regions that do not take float32 where `usual` is float32, the dtype in which they run
       instead of raising their error.
+
+  Attributes:
+    strict: the numbers of the regions that run in `usual` alone.
   """
 
   def __init__(
@@ -62,6 +66,7 @@ class Regions:
     self.instead = instead
     self.trace = None if others is None else next(_traces)
     self._key = (usual, instead, self.trace)
+    self.strict: set[int] = set()
     self._numbers = itertools.count()
 
   def __hash__(self) -> int:
@@ -70,11 +75,13 @@ class Regions:
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Regions) and self._key == other._key
 
-  def enter(self) -> tuple[np.dtype | None, str]:
+  def enter(self, strict: bool) -> tuple[np.dtype | None, str]:
     """Returns the dtype and the scope of the next region."""
     if self.others is None:
       return self.usual, region_scope()
     number = next(self._numbers)
+    if strict:
+      self.strict.add(number)
     return self.others.get(number, self.usual), region_scope(f"{self.trace}.{number}")
 
 
@@ -105,8 +112,9 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   Its float32 arguments are cast to the compute dtype (values outside float16's range to its largest ones);
   in an `nnx.Module` the parameters are. Autocast decides nothing inside, and the results are half
   precision, like the results of a matrix product. Arrays that `fun` closes over keep their dtype. The region
-  does nothing without an outer autocast, in a module that computes in float32, in `mpjax.full_precision`, or
-  if no argument is float32. Under an FP8 policy it runs in the compute dtype. Also a decorator. Wrap a
+  does nothing without an outer autocast, under a policy that computes in float32, in `mpjax.full_precision`,
+  or if no argument is float32. Under an FP8 policy it runs in the compute dtype. Autocast raises a
+  `ValueError` for an override that puts the module of a region into another dtype. Also a decorator. Wrap a
   module at the call, as in `half_precision(self.attention)(x)`: the result is a plain function, so a module
   that stores it does not have the weights as parameters.
 
@@ -121,7 +129,15 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   """
   if not callable(fun):
     raise TypeError(f"half_precision of {fun!r}: expected a function")
+  return _region(fun, strict=True)
 
+
+def as_its_module(fun: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns `fun`, which takes any dtype, as a region that runs in the dtype of its module."""
+  return _region(fun, strict=False)
+
+
+def _region(fun: Callable[..., Any], strict: bool) -> Callable[..., Any]:
   @functools.wraps(fun)
   def region(*args: Any, **kwargs: Any) -> Any:
     regions = tracing.value
@@ -134,7 +150,7 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     ]
     if not any(wide):
       return fun(*args, **kwargs)
-    half, scope = regions.enter()
+    half, scope = regions.enter(strict)
     if half is None:
       try:
         with jax.named_scope(scope), tracing(NO_REGIONS):
@@ -190,6 +206,9 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
   """Returns the trace from `make`, with each region in the dtype of its module; float32 without overrides.
 
   If JAX traces a function once for modules of several dtypes, its regions have the widest.
+
+  Raises:
+    ValueError: for a strict region in a module of another dtype than the policy's.
   """
   known = overrides.halves if overrides is not None else [None]
   if overrides is None or known == [None]:
@@ -200,7 +219,7 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
     closed = make()
   if known == [usual]:
     return closed
-  if all(found == usual for _, found in _regions(closed, overrides, "")):
+  if all(found == usual for *_, found in _regions(closed, overrides, "")):
     return closed
   others: dict[int, np.dtype | None] = {}
   for _ in range(_MOST_TRACES):  # a derivative rule may have other regions in another dtype
@@ -208,10 +227,16 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
     with tracing(regions):
       closed = make()
     found: dict[int, np.dtype | None] = {}
-    for mark, own in _regions(closed, overrides, ""):
-      of_trace, _, number = mark.partition(".")
+    for path, own in _regions(closed, overrides, ""):
+      of_trace, _, number = region_mark(path).partition(".")
       if of_trace == str(regions.trace):  # not of an inner autocast
         n = int(number)
+        if n in regions.strict and own != usual and overrides.is_set(path):
+          raise ValueError(
+            f"a half_precision region in {without_marks(path)!r}, which an override computes in "
+            f"{own or 'float32'}, and regions in {usual}: write mpjax.full_precision in its place, or leave "
+            "the module out of the override"
+          )
         found[n] = None if found.get(n, own) is None else own  # float32 is the widest
     if all(others.get(i, usual) == own for i, own in found.items()):
       break
@@ -220,11 +245,11 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
 
 
 def _regions(jaxpr: AnyJaxpr, overrides: Overrides, path: str) -> Iterator[tuple[str, np.dtype | None]]:
-  """Yields (mark, dtype of its module) for the equations in regions."""
+  """Yields (marked path, dtype of its module) for the equations in regions."""
   for equation in open_jaxpr(jaxpr).eqns:
     own = inside(path, marked_path(equation))
     if in_region(own):
-      yield region_mark(own), overrides.half_at(own)
+      yield own, overrides.half_at(own)
       continue
     for body in bodies_of(equation):
       yield from _regions(body, overrides, own)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mpjax import _compat
 from mpjax._average import Average
-from mpjax.casting import half_precision
+from mpjax.casting import as_its_module
 from mpjax.dtypes import at_least_float32
 from mpjax.ops._check_arguments import check_arguments
 from mpjax.products import half_product
@@ -98,7 +98,7 @@ def linear_cross_entropy(
       of_arrays = jax.sharding.auto_axes(of_arrays, out_sharding=PartitionSpec())
     return of_arrays(x, *arrays)
 
-  value = half_precision(loss)(x)
+  value = as_its_module(loss)(x)
   if not as_average:
     return value
   return Average(value, jnp.asarray(labels.size, jnp.int32) if where is None else where.sum(dtype=jnp.int32))

@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from mpjax.casting import half_precision
+from mpjax.casting import as_its_module
 from mpjax.zoo.models._fused_attention import IMPLEMENTATIONS, on_parts, takes, takes_dtype
 
 
@@ -63,7 +63,7 @@ def attention(
   return _attention(q, k, v, causal)
 
 
-@half_precision
+@as_its_module
 def _in_its_dtype(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, implementation: str) -> jax.Array:
   """Applies a kernel if the module computes in its dtype; an override or `flax`'s `init` may not."""
   if takes_dtype(implementation, q.dtype):
