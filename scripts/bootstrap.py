@@ -2,21 +2,24 @@
 
 The environment is `.venv` next to this folder, or `MPJAX_VENV`. It is made once, and updated when
 pyproject.toml changes. `MPJAX_EXTRAS` names more extras of the package, such as plan-tpu. Needs only Python
-3.11 or later with pip; the newest Python gets the newest JAX.
+3.11 or later with pip.
 
-`test` runs the checks and the tests. `test --all` also runs slow tests (compiling for other devices,
-training, killing and joining processes), and then the tests that depend on JAX's internals with the oldest
-supported versions (scripts/oldest.txt). Other arguments go to pytest.
+`test` uses the newest Python on this machine, and with it the newest JAX. It runs the checks and the tests.
+`test --all` also runs slow tests (compiling for other devices, training, killing and joining processes), and
+then the tests that depend on JAX's internals with the oldest supported versions (scripts/oldest.txt). Other
+arguments go to pytest.
 """
 
 import hashlib
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+NEWER = (13, 12)  # minor versions of Python 3 to look for, newest first
 OLDEST = ROOT / "scripts" / "oldest.txt"
 # Code that prints the versions in an environment before it is used.
 VERSIONS = """
@@ -42,13 +45,13 @@ def main() -> int:
     if not arguments or "=" in arguments[0]:  # a third of its steps; `mpjax train gpt_stdlib` takes the rest
       first = ["train.steps=200", "train.eval_every=100", "train.checkpoint_every=100"]
       arguments[:0] = [str(ROOT / "configs" / "gpt_stdlib.yaml"), *first]
-    python = environment("train")
+    python = environment(sys.executable, "train")
     line = [python, str(ROOT / "scripts" / "train.py"), *arguments]
     if status := subprocess.call(line, env=variables(python)):
       return status
     print(f"next: {pathlib.Path(python).with_name('mpjax')} explain gpt_stdlib policy=bf16,fp16")
     return 0
-  python = environment("test")
+  python = environment(newest_python(), "test")
   if arguments not in ([], ["--all"]):
     return run(python, "pytest", *arguments)
   minutes = "up to 90 minutes" if arguments else "about 9 minutes at first, 4 later"
@@ -59,7 +62,7 @@ def main() -> int:
       return status
   if not arguments:
     return 0
-  oldest = environment("test-core", OLDEST)
+  oldest = environment(sys.executable, "test-core", OLDEST)
   return run(oldest, "pytest", "-n", "2", "-m", "not slow", *(f"tests/{name}" for name in INTERNALS))
 
 
@@ -80,10 +83,23 @@ def variables(python: str) -> dict[str, str]:
   return {**kept, "PYTHONPYCACHEPREFIX": str(pathlib.Path(python).absolute().parents[1] / "bytecode")}
 
 
-def environment(extra: str, constraints: pathlib.Path | None = None) -> str:
+def newest_python() -> str:
+  """Returns the newest working Python on the path or in pyenv; this one if none is newer."""
+  pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
+  for minor in (minor for minor in NEWER if minor > sys.version_info.minor):
+    of_pyenv = map(str, sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python")))
+    # A shim of pyenv may be on the path and not start, if pyenv does not select that version.
+    for found in filter(None, (shutil.which(f"python3.{minor}"), *of_pyenv)):
+      if subprocess.call([found, "-c", "import venv"], stderr=subprocess.DEVNULL) == 0:
+        return found
+  return sys.executable
+
+
+def environment(base: str, extra: str, constraints: pathlib.Path | None = None) -> str:
   """Makes or updates a virtual environment with an extra of the package; returns its Python.
 
   Args:
+    base: the Python that makes it.
     extra: an extra of the package; the extras in `MPJAX_EXTRAS` are added.
     constraints: a file of versions; it gets an environment of its own.
   """
@@ -98,7 +114,7 @@ def environment(extra: str, constraints: pathlib.Path | None = None) -> str:
   if not stamp.exists() or stamp.read_text() != wanted.hexdigest():
     print(f"setting up {folder} (once)", flush=True)
     if not python.exists():
-      subprocess.check_call([sys.executable, "-m", "venv", str(folder)])
+      subprocess.check_call([base, "-m", "venv", str(folder)])
     # Modules are compiled when first imported; compiling them all would take half of the time.
     install = [str(python), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check"]
     install += ["--progress-bar", "off", *(["--constraint", str(constraints)] if constraints else [])]
