@@ -86,7 +86,7 @@ def variables(python: str) -> dict[str, str]:
 def newest_python() -> str:
   """Returns the newest working Python on the path or in pyenv; this one if none is newer."""
   pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
-  for minor in (minor for minor in NEWER if minor > sys.version_info.minor):
+  for minor in (minor for minor in NEWER if (3, minor) > sys.version_info[:2]):
     of_pyenv = map(str, sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python")))
     # A shim of pyenv may be on the path and not start, if pyenv does not select that version.
     for found in filter(None, (shutil.which(f"python3.{minor}"), *of_pyenv)):

@@ -23,18 +23,36 @@ SPEC.loader.exec_module(bootstrap)
   ids=str,
 )
 def test_what_is_run_after_test(arguments, suites, monkeypatch, capsys):
-  ran, status = [], []
-  monkeypatch.setattr(bootstrap, "environment", lambda extra, constraints=None: "python")
+  ran, made, status = [], [], []
+  monkeypatch.setattr(bootstrap, "newest_python", lambda: "newest")
+  monkeypatch.setattr(bootstrap, "environment", lambda base, *_: made.append(base) or "python")
   monkeypatch.setattr(bootstrap, "INTERNALS", ("jaxpr",))
   monkeypatch.setattr(bootstrap, "run", lambda python, *line: ran.append(list(line)) or len(ran) in status)
   monkeypatch.setattr("sys.argv", ["bootstrap.py", "test", *arguments])
   assert bootstrap.main() == 0
   assert [line for line in ran if line[0] == "pytest"] == suites
+  assert (
+    made == ["newest", sys.executable][: len(suites)]
+  )  # the oldest versions are not on every newer Python
   assert ("on two free cores" in capsys.readouterr().out) == ("-k" not in arguments)
   checked = [line[0] for line in ran if line[0] != "pytest"]
   assert checked == ([] if "-k" in arguments else ["ruff", "ruff", "mypy", "mkdocs"])
   status.append(len(ran) + 1)  # the first check fails
   assert bootstrap.main() == 1
+
+
+def test_the_newest_python_that_starts_is_used(tmp_path, monkeypatch):
+  for version, starts in (("3.13.0", False), ("3.13.1", True), ("3.12.4", True)):
+    python = tmp_path / "versions" / version / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\nexit {int(not starts)}\n")
+    python.chmod(0o755)
+  monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+  monkeypatch.setattr(bootstrap.shutil, "which", lambda name: None)
+  monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+  assert bootstrap.newest_python() == str(tmp_path / "versions" / "3.13.1" / "bin" / "python")
+  monkeypatch.setattr(sys, "version_info", (3, 13, 0))
+  assert bootstrap.newest_python() == sys.executable
 
 
 def test_what_a_process_compiles_is_kept_in_its_environment(tmp_path, monkeypatch):
