@@ -127,7 +127,11 @@ def require_transform(name: str, inner: object, call: str) -> None:
 
 
 def require_arrays_only(params: PyTree) -> None:
-  """Raises `TypeError` for parameters that include functions, as an Equinox module does."""
+  """Raises `TypeError` for a linen module, or parameters that include functions, as an Equinox module."""
+  if is_linen_module(params):
+    raise TypeError(
+      f"the linen module {type(params).__name__} holds no parameters: pass model.init(key, x)['params']"
+    )
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     if callable(leaf) and not hasattr(leaf, "dtype"):
       raise TypeError(

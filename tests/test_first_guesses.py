@@ -99,6 +99,10 @@ GUESSES = {
     lambda: mpjax.dynamic_loss_scale(optax.adam(0.1)).init(MLP),
     "eqx.partition(model, eqx.is_inexact_array)",
   ),
+  "flax: tx.init(module)": (
+    lambda: mpjax.dynamic_loss_scale(optax.adam(0.1)).init(DENSE),
+    "pass model.init(key, x)['params']",
+  ),
   "equinox: value_and_grad of a module": (
     lambda: mpjax.value_and_grad(module_loss, TX.init(PARAMS))(MLP, BATCH),
     "eqx.partition(model, eqx.is_inexact_array)",
