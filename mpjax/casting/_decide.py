@@ -214,7 +214,15 @@ class Body:
 
 @dataclasses.dataclass(frozen=True)
 class Bodies:
-  """Decides about the bodies of one call (`_cast_plan.DecideBody`)."""
+  """Decides about the bodies of one call.
+
+  Attributes:
+    outside: the jaxpr around the call.
+    equation: the call.
+    path: its module path.
+    half: the compute dtype of its bodies; `None` for float32.
+    solver: why that is float32, if it is the body of a solver.
+  """
 
   outside: Body
   equation: JaxprEqn
@@ -232,6 +240,10 @@ class Bodies:
     tangents: int = 0,
     gradients: Sequence[bool] | None = None,
   ) -> CastPlan:
+    """Returns the plan of a body, given how its constants and inputs are held.
+
+    `gradients` is for a backward rule: which outputs are gradients of parameters.
+    """
     place, kind = self.outside.place, call_kind(self.equation)
     roles, i = None, _number(jaxpr, self.equation)
     if place.roles is not None and kind is not None and kind.is_plain:  # a derivative rule is its own program

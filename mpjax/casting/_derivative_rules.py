@@ -7,7 +7,7 @@ decided about as a whole, and emitted with its casts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _compat
 from mpjax._types import Array, Atom, ClosedJaxpr, PyTree
-from mpjax.casting._cast_plan import Call, CastPlan, Emit
+from mpjax.casting._cast_plan import Call, CastPlan
 from mpjax.casting._half_precision import Regions, tracing
 from mpjax.casting._kinds import Held, Kind, as_held, initial
 from mpjax.jaxpr import (
@@ -29,8 +29,11 @@ from mpjax.jaxpr import (
   shape_of,
 )
 
+if TYPE_CHECKING:
+  from mpjax.casting._emit import Emitter
 
-def emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+
+def emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   """Emits a `custom_jvp_call` with the user's rule."""
   body = call.body(emit)
   rule = custom_jvp_rule(call.equation)
@@ -60,7 +63,7 @@ def emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
     return list(f(*operands))
 
 
-def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   """Emits a `custom_vjp_call` with the user's rules."""
   body = call.body(emit)
   forward, backward = custom_vjp_rules(call.equation)
@@ -125,7 +128,7 @@ def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
     return list(f(*operands))
 
 
-def emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   """Emits a `custom_vmap_call` with the user's rule."""
   body = call.body(emit)
   f = jax.custom_batching.custom_vmap(lambda *xs: tuple(body(*xs)))
@@ -176,7 +179,7 @@ def _decide_rule(
 
 def _emit_rule(
   call: Call,
-  emit: Emit,
+  emit: Emitter,
   flat: Callable[..., list[Array]],
   like: Sequence[jax.ShapeDtypeStruct],
   held: Sequence[Held],

@@ -91,7 +91,7 @@ def execute(
 
 @dataclasses.dataclass(frozen=True)
 class Emitter:
-  """Executes plans (`_cast_plan.Emit`).
+  """Executes plans.
 
   Attributes:
     side: what the program reads in addition to its inputs.

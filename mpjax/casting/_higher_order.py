@@ -7,7 +7,7 @@ A rule keeps the primitive's promises: the name, shardings and donation of a `ji
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -15,11 +15,15 @@ import numpy as np
 from mpjax import _compat
 from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, PyTree
 from mpjax.casting import _derivative_rules, _loop_carry
-from mpjax.casting._cast_plan import Call, DecideBody, Emit
+from mpjax.casting._cast_plan import Call
 from mpjax.casting._gradient_sums import MANY, use, widened
 from mpjax.casting._kinds import Held, Kind, Where, as_held, initial, meet
 from mpjax.jaxpr import CallKind, as_traced, bodies_of, joined_branches, open_jaxpr, scan_parts, while_loop
 from mpjax.products import as_product, spread
+
+if TYPE_CHECKING:
+  from mpjax.casting._decide import Bodies
+  from mpjax.casting._emit import Emitter
 
 # Entered if their operands are half precision, even without a product inside.
 LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
@@ -35,21 +39,21 @@ class Rule(NamedTuple):
     emit: (call, operands, emit) -> results, as `call.outs` says.
   """
 
-  decide: Callable[[JaxprEqn, Sequence[Held], Wanted, DecideBody], Call]
-  emit: Callable[[Call, Sequence[Array], Emit], list[Array]]
+  decide: Callable[[JaxprEqn, Sequence[Held], Wanted, Bodies], Call]
+  emit: Callable[[Call, Sequence[Array], Emitter], list[Array]]
 
 
 def _constants(jaxpr: AnyJaxpr) -> list[Held]:
   return [initial(v.aval) for v in open_jaxpr(jaxpr).constvars]
 
 
-def _decide_simple(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
+def _decide_simple(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   (body,) = bodies_of(equation)[:1]
   plan = bodies(body, [*_constants(body), *held], wanted)
   return Call(equation, tuple(held), (plan,), plan.outs, bodies)
 
 
-def _emit_jit(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_jit(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
   within = emit.replace(side)
 
@@ -61,19 +65,19 @@ def _emit_jit(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
     return _compat.bind_jit(call.equation, list(operands), side.arrays, closed)
 
 
-def _emit_inline(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_inline(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   with as_traced(call.equation):
     return call.body(emit)(*operands)
 
 
-def _decide_remat(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
+def _decide_remat(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   (body,) = bodies_of(equation)[:1]
   # Islands would be recomputed twice: by this checkpoint and by their own.
   plan = bodies(body, [*_constants(body), *held], wanted, islands=False)
   return Call(equation, tuple(held), (plan,), plan.outs, bodies)
 
 
-def _emit_remat(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_remat(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   jaxpr, constants = _compat.trace_open(call.body(emit), list(operands))
   policy = call.equation.params["policy"]
   if policy is not None:
@@ -82,7 +86,7 @@ def _emit_remat(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array
     return _compat.bind(call.equation, [*constants, *operands], jaxpr=jaxpr, policy=policy)
 
 
-def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
+def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   body = equation.params["jaxpr"]
   k, n, _ = scan_parts(equation)
   consts = _constants(body)
@@ -94,7 +98,7 @@ def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodie
   return Call(equation, (*held[:k], *kept, *held[k + n :]), (plan,), outs, bodies, carry)
 
 
-def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_scan(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   k, n, options = scan_parts(call.equation)
   side = emit.within(call.plans)
   captured = list(zip(operands[:k], call.ins[:k], strict=True))
@@ -122,7 +126,7 @@ def _as_carry(call: Call, out: Sequence[Array]) -> list[Array]:
   return [as_held(x, one.held) for x, one in zip(out, call.carry, strict=True)]
 
 
-def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
+def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   p = equation.params
   first, second = p["cond_nconsts"], p["body_nconsts"]
   in_condition, in_body, entering = held[:first], held[first : first + second], held[first + second :]
@@ -138,7 +142,7 @@ def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodi
   return Call(equation, ins, plans, _loop_carry.after_loop(kept), bodies, carry)
 
 
-def _emit_while(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_while(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   p = call.equation.params
   first, second = p["cond_nconsts"], p["body_nconsts"]
   keys = [key for key in p if key in ("cond_jaxpr", "body_jaxpr")]
@@ -153,14 +157,14 @@ def _emit_while(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array
     return while_loop(call.equation, go_on, step, list(operands[first + second :]))
 
 
-def _decide_cond(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
+def _decide_cond(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   branches = equation.params["branches"]
   plans = tuple(bodies(branch, [*_constants(branch), *held[1:]], wanted) for branch in branches)
   outs = tuple(meet(column, Where.BRANCHES) for column in zip(*(plan.outs for plan in plans), strict=True))
   return Call(equation, tuple(held), plans, outs, bodies)
 
 
-def _emit_cond(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_cond(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   def branch(i: int) -> tuple[Jaxpr, list[Array]]:
     body = call.body(emit, i)
 
@@ -176,7 +180,7 @@ def _emit_cond(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]
     return _compat.bind(call.equation, [operands[0], *consts, *operands[1:]], branches=branches)
 
 
-def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
   scales, probes = jax.tree.leaves(side.scales), jax.tree.leaves(side.amax_probes)
 

@@ -6,16 +6,19 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 
 from mpjax._types import Atom, JaxprEqn, Var
-from mpjax.casting._cast_plan import CastPlan, DecideBody, LoopCarry, Mode
+from mpjax.casting._cast_plan import CastPlan, LoopCarry, Mode
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Where, is_float, meet
 from mpjax.casting._reasons import Code
 from mpjax.jaxpr import Trait, bodies_of, has, is_variable, open_jaxpr, variables_of
+
+if TYPE_CHECKING:
+  from mpjax.casting._decide import Bodies
 
 
 def settle(
@@ -23,7 +26,7 @@ def settle(
   decide_with: Callable[[Sequence[Held]], CastPlan],
   offset: int,
   layers: Sequence[bool],
-  bodies: DecideBody,
+  bodies: Bodies,
 ) -> tuple[CastPlan, tuple[LoopCarry, ...]]:
   """Decides about a loop's body whose carry leaves as it enters.
 
@@ -110,7 +113,7 @@ def _way(equation: JaxprEqn) -> _Way:
   return _Way.NONE if moves else _Way.ADDED
 
 
-def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: DecideBody) -> _Flow:
+def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Bodies) -> _Flow:
   """Returns the path of a carry through the body of its loop.
 
   A carry that reaches a matrix product in the body is an activation that passes through layers, or a cache
