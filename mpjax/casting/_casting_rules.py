@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from jax.extend.core import Primitive
@@ -24,6 +24,9 @@ from mpjax.jaxpr import (
   open_jaxpr,
 )
 from mpjax.policy import Policy, brief
+
+if TYPE_CHECKING:
+  from mpjax.casting._loop_facts import LoopFacts
 
 F = TypeVar("F")
 RECOMPUTE = ("islands", "nothing")
@@ -50,7 +53,7 @@ class CastingRules:
   wide_gradients: bool = True
   recompute: str = "islands"
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
-  found_in_loops: dict[tuple[JaxprEqn, str], Any] = dataclasses.field(default_factory=dict)
+  found_in_loops: dict[JaxprEqn, LoopFacts] = dataclasses.field(default_factory=dict)
 
   def list_of(self, primitive: Primitive, half: np.dtype | None = None) -> str:
     """Returns the list that a primitive is on if `half` is the compute dtype.

@@ -21,7 +21,7 @@ from mpjax.casting._decision_table import decision_of
 from mpjax.casting._gradient_sums import adds_many
 from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
-from mpjax.casting._loop_facts import layers_of_steps, why_in_solver
+from mpjax.casting._loop_facts import loop_facts, why_in_solver
 from mpjax.casting._place import Place
 from mpjax.casting._product_roles import Lineage, Lineages
 from mpjax.casting._readers import Readers, Reads, in_half_alone
@@ -298,7 +298,7 @@ class Bodies:
 
   def layers(self) -> list[bool]:
     """Returns, for each carry of a loop, whether a product multiplies it by weights of the step's own."""
-    return list(layers_of_steps(self.equation, self.outside.rules))
+    return list(loop_facts(self.equation, self.outside.rules).layers)
 
   def carry_setting(self, i: int) -> str | None:
     """Returns the user's setting for the i-th carry of a loop: `float32`, `half`, or `None`."""

@@ -17,7 +17,7 @@ import jax
 from mpjax._types import AnyJaxpr, JaxprEqn
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import castable, is_float, size
-from mpjax.casting._loop_facts import is_recurrent, why_in_solver
+from mpjax.casting._loop_facts import loop_facts, why_in_solver
 from mpjax.casting._product_roles import (
   Ends,
   Lineage,
@@ -120,7 +120,7 @@ def why_float32(
     return Code.POSITIONS
   if not backward and is_filter(operands):
     return Code.FILTER
-  if any(is_recurrent(equation, call, rules) for call, _ in calls):
+  if any(equation in loop_facts(call, rules).recurrent for call, _ in calls):
     return Code.RECURRENCE
   if backward or not _only_float32(reads):
     return None
