@@ -1,6 +1,6 @@
 """Decides about a program: the dtype of each equation and of each value, with the reason.
 
-`decide` reads a jaxpr and returns a frozen `CastPlan`. Only custom derivative and batching rules
+`Body` reads a jaxpr and returns a frozen `CastPlan`. Only custom derivative and batching rules
 are decided later: they are not programs until JAX differentiates or batches (`Call.decide_rule`).
 """
 
@@ -14,21 +14,21 @@ import jax
 import numpy as np
 
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
-from mpjax.casting._case import Case
 from mpjax.casting._cast_plan import CastPlan, Decision, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._decision_table import decision_of
+from mpjax.casting._decision_table import Case, decision_of
+from mpjax.casting._fp8_products import Sites
 from mpjax.casting._gradient_sums import adds_many
 from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
-from mpjax.casting._loop_facts import loop_facts, why_in_solver
-from mpjax.casting._place import Place
-from mpjax.casting._product_roles import Lineage, Lineages
+from mpjax.casting._loop_facts import why_in_solver
+from mpjax.casting._product_roles import Lineage, Lineages, ProductRoles
 from mpjax.casting._readers import Readers, Reads, in_half_alone
 from mpjax.casting._reasons import Code
 from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import (
   CallKind,
+  Calls,
   Facts,
   Trait,
   backward_depth,
@@ -36,7 +36,6 @@ from mpjax.jaxpr import (
   call_kind,
   dtype_of,
   has,
-  inside,
   is_variable,
   live,
   open_jaxpr,
@@ -45,54 +44,79 @@ from mpjax.jaxpr import (
 )
 
 
-def decide(
-  jaxpr: AnyJaxpr,
-  held: Sequence[Held],
-  rules: CastingRules,
-  place: Place,
-  *,
-  wanted: Sequence[np.dtype | None] = (),
-  full_outputs: bool = False,
-  tangents: int = 0,
-) -> CastPlan:
-  """Returns autocast's decisions about a program.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+  """Facts about a jaxpr from its place in the program.
+
+  Attributes:
+    gradients: the gradients of parameters in it.
+    roles: the roles of its products; `None` if unknown, as in a derivative rule.
+    lineages: the sources of its values; `None` if unknown, as in a backward rule.
+    readers: the readers of its values; `None` if those outside are unknown.
+    followed: whether more products follow its outputs, if `roles` do not say.
+    exact: see `backward_of_exact`.
+    calls: the calls around it, outermost first.
+    path: its module path.
+    sites: the names of products under delayed FP8 scaling so far.
+    islands: whether to make islands: not inside a checkpoint of the user's.
+    in_loop: whether it is a step of a `scan`, whose backward pass is another loop.
+    copies: whether islands compute cheap inputs themselves: not if values are inspected, each in one place.
+    solver: why it is in float32 under every policy, such as the body of a solver; otherwise `None`.
+    enter_all: whether to decide about the bodies of calls that run whole in float32, too, for `explain`.
+  """
+
+  gradients: WeightGradients
+  roles: ProductRoles | None = None
+  lineages: Facts[Lineage] | None = None
+  readers: Facts[Reads] | None = None
+  followed: bool = True
+  exact: frozenset[Calls] = frozenset()
+  calls: Calls = ()
+  path: str = ""
+  sites: Sites = dataclasses.field(default_factory=Sites)
+  islands: bool = True
+  in_loop: bool = False
+  copies: bool = True
+  solver: Code | None = None
+  enter_all: bool = False
+
+
+class Body:
+  """One jaxpr during the decisions.
 
   Args:
     jaxpr: the program.
     held: how its constants and inputs are held.
     rules: the rules.
     place: its place, if it is a body.
-    wanted: for each output, the half dtype that all its readers want, or `None`.
-    full_outputs: whether its outputs are read in float32.
     tangents: how many of its last inputs are tangents, in which it must stay linear.
-  """
-  return Body(open_jaxpr(jaxpr), held, rules, place, tangents).plan(wanted, full_outputs)
-
-
-class Body:
-  """One jaxpr during the decisions.
 
   Attributes:
-    rules: the rules.
-    place: its place in the program.
     held: how each variable is held, as far as it is decided.
     widened: variables that the user's program widens from float16.
   """
 
-  def __init__(self, jaxpr: Jaxpr, held: Sequence[Held], rules: CastingRules, place: Place, tangents: int):
+  def __init__(
+    self, jaxpr: AnyJaxpr, held: Sequence[Held], rules: CastingRules, place: Place, tangents: int = 0
+  ):
     self.rules: CastingRules = rules
     self.place: Place = place
-    self._jaxpr = jaxpr
-    self._inputs = (*jaxpr.constvars, *jaxpr.invars)
+    self._jaxpr: Jaxpr = open_jaxpr(jaxpr)
+    self._inputs = (*self._jaxpr.constvars, *self._jaxpr.invars)
     self.held: dict[Var, Held] = dict(zip(self._inputs, held, strict=True))
     self.widened: set[Var] = set()
-    unknown = [Reads.NONE] * len(jaxpr.outvars)
+    unknown = [Reads.NONE] * len(self._jaxpr.outvars)
     self._readers = place.readers or Readers(rules, place.path).solve(jaxpr, unknown)
     self._depth: dict[Var, int] = {}
     self._linear = set(self._inputs[len(self._inputs) - tangents :])
 
-  def plan(self, wanted: Sequence[np.dtype | None], full_outputs: bool) -> CastPlan:
-    """Decides about every equation in order, then about values that only float32 reads, then islands."""
+  def plan(self, wanted: Sequence[np.dtype | None] = (), full_outputs: bool = False) -> CastPlan:
+    """Decides about every equation in order, then about values that only float32 reads, then islands.
+
+    Args:
+      wanted: for each output, the half dtype that all its readers want, or `None`.
+      full_outputs: whether its outputs are read in float32.
+    """
     jaxpr, rules, place = self._jaxpr, self.rules, self.place
     decisions = [self._decide(equation) for equation in live(jaxpr).equations]
     decisions = pull_in(decisions, self.held, set(variables_of(jaxpr.outvars)), full_outputs)
@@ -270,7 +294,7 @@ class Bodies:
       islands=place.islands and islands,
       in_loop=place.in_loop or (kind is CallKind.SCAN and p["length"] > p["unroll"]),
     )
-    return decide(jaxpr, held, self.outside.rules, inner, wanted=wanted, tangents=tangents)
+    return Body(jaxpr, held, self.outside.rules, inner, tangents).plan(wanted)
 
   def _of_rule(
     self, jaxpr: AnyJaxpr, outside: Facts[Lineage], readers: Facts[Reads]
@@ -290,19 +314,6 @@ class Bodies:
     if roles is None:
       return self.outside.place.followed
     return any(map(roles.reaches_product, self.equation.outvars))
-
-  @property
-  def why_float32(self) -> Code:
-    """The reason, if the bodies are in float32."""
-    return self.solver or Code.MODULE
-
-  def layers(self) -> list[bool]:
-    """Returns, for each carry of a loop, whether a product multiplies it by weights of the step's own."""
-    return list(loop_facts(self.equation, self.outside.rules).layers)
-
-  def carry_setting(self, i: int) -> str | None:
-    """Returns the user's setting for the i-th carry of a loop: `float32`, `half`, or `None`."""
-    return self.outside.rules.overrides.loop_carry_at(inside(self.path, f"carry_{i}"))
 
 
 def _number(jaxpr: AnyJaxpr, equation: JaxprEqn) -> int:

@@ -21,12 +21,11 @@ from mpjax._types import Array, Atom, Fp8State, Literal, PyTree, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._alike_islands import common_scopes, island_key, plan_key
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
-from mpjax.casting._elementwise_losses import store_gradient_p
-from mpjax.casting._gradient_sums import MANY, look_up, use
+from mpjax.casting._fp8_products import SideInputs
+from mpjax.casting._gradient_sums import MANY, look_up, store_gradient_p, use
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._islands import is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
-from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._saved_operands import keep_in_fp8
 from mpjax.jaxpr import (
   as_traced,

@@ -7,18 +7,17 @@ import itertools
 import pathlib
 import sys
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from mpjax import _compat
-from mpjax._types import Array, Fp8State, JaxprEqn
+from mpjax._types import Array, Fp8State, JaxprEqn, PyTree
 from mpjax.casting._kinds import is_float
 from mpjax.casting._product_roles import ProductRole, Root
 from mpjax.casting._reasons import Code
-from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8 import Recipe
 from mpjax.fp8._delayed import check_state, open_state
 from mpjax.fp8._hardware import fp8_units
@@ -116,6 +115,38 @@ class Sites:
   def next_number(self) -> int:
     """Returns a number for a product, in the order of the decisions."""
     return next(self._numbers)
+
+
+class SideInputs(NamedTuple):
+  """Inputs of an emitted program that the user's program does not have; bodies that read them get them, too.
+
+  Attributes:
+    scales: float32[3] for lhs, rhs and gradient of an FP8 product, by the name of its history.
+    amax_probes: float32[3] by number of the FP8 product; their cotangents are the amaxes.
+    tap_probes: the probes of a tap, by number of the tapped value: an array, or a tree of arrays, with
+      a row for each step of the loops around the value.
+  """
+
+  scales: dict[str, Array]
+  amax_probes: dict[int, Array]
+  tap_probes: dict[int, PyTree]
+
+  def select(self, sites: Collection[str], products: Collection[int], taps: Sequence[int]) -> SideInputs:
+    """Returns the inputs for some histories, FP8 products and tapped values."""
+    return SideInputs(
+      {site: x for site, x in self.scales.items() if site in sites},
+      {number: x for number, x in self.amax_probes.items() if number in products},
+      {number: self.tap_probes[number] for number in taps},
+    )
+
+  @property
+  def arrays(self) -> list[Array]:
+    """All arrays, in one order."""
+    return jax.tree.leaves(self)
+
+  def with_arrays(self, arrays: Sequence[Array]) -> SideInputs:
+    """Returns the same inputs with other arrays, in the order of `arrays`."""
+    return jax.tree.unflatten(jax.tree.structure(self), arrays)
 
 
 class Support(NamedTuple):

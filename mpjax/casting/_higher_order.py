@@ -89,10 +89,9 @@ def _emit_remat(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Ar
 def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   body = equation.params["jaxpr"]
   k, n, _ = scan_parts(equation)
-  consts = _constants(body)
   outs_wanted = [None] * n + list(wanted[n:])
-  decide_with = lambda carry: bodies(body, [*consts, *held[:k], *carry, *held[k + n :]], outs_wanted)
-  plan, carry = _loop_carry.settle(held[k : k + n], decide_with, len(consts) + k, bodies.layers(), bodies)
+  before, entering, rows = [*_constants(body), *held[:k]], held[k : k + n], held[k + n :]
+  plan, carry = _loop_carry.settle(bodies, body, before, entering, rows, outs_wanted)
   kept = [one.held for one in carry]
   outs = _loop_carry.after_loop([*kept, *plan.outs[n:]])
   return Call(equation, (*held[:k], *kept, *held[k + n :]), (plan,), outs, bodies, carry)
@@ -130,9 +129,8 @@ def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodi
   p = equation.params
   first, second = p["cond_nconsts"], p["body_nconsts"]
   in_condition, in_body, entering = held[:first], held[first : first + second], held[first + second :]
-  consts = _constants(p["body_jaxpr"])
-  decide_with = lambda carry: bodies(p["body_jaxpr"], [*consts, *in_body, *carry])
-  plan, carry = _loop_carry.settle(entering, decide_with, len(consts) + second, bodies.layers(), bodies)
+  body = p["body_jaxpr"]
+  plan, carry = _loop_carry.settle(bodies, body, [*_constants(body), *in_body], entering)
   kept = [one.held for one in carry]
   condition = bodies(p["cond_jaxpr"], [*_constants(p["cond_jaxpr"]), *in_condition, *kept])
   # In the order of the bodies in the parameters.

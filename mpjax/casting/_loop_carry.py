@@ -5,58 +5,66 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from mpjax._types import Atom, JaxprEqn, Var
+from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
 from mpjax.casting._cast_plan import CastPlan, LoopCarry, Mode
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Where, is_float, meet
+from mpjax.casting._loop_facts import loop_facts
 from mpjax.casting._reasons import Code
-from mpjax.jaxpr import Trait, bodies_of, has, is_variable, open_jaxpr, variables_of
+from mpjax.jaxpr import Trait, bodies_of, has, inside, is_variable, open_jaxpr, variables_of
 
 if TYPE_CHECKING:
   from mpjax.casting._decide import Bodies
 
 
 def settle(
-  entering: Sequence[Held],
-  decide_with: Callable[[Sequence[Held]], CastPlan],
-  offset: int,
-  layers: Sequence[bool],
   bodies: Bodies,
+  jaxpr: AnyJaxpr,
+  before: Sequence[Held],
+  entering: Sequence[Held],
+  after: Sequence[Held] = (),
+  wanted: Sequence[np.dtype | None] = (),
 ) -> tuple[CastPlan, tuple[LoopCarry, ...]]:
   """Decides about a loop's body whose carry leaves as it enters.
 
   Args:
-    entering: how the carry is held before the loop.
-    decide_with: decides about the body, given how the carry enters it.
-    offset: how many inputs of the body come before the carry.
-    layers: for each carry, whether a product in the body multiplies it by weights of the step's own.
     bodies: decides about the loop's bodies.
+    jaxpr: the body.
+    before: how the constants and inputs before the carry are held.
+    entering: how the carry is held before the loop.
+    after: how the inputs after the carry are held.
+    wanted: see `Bodies`.
 
   Returns:
     The body's plan, and how each carry is held.
   """
-  n = len(entering)
-  settings = [None if h.kind is Kind.FIXED else bodies.carry_setting(i) for i, h in enumerate(entering)]
+  n, rules = len(entering), bodies.outside.rules
+  set_at = lambda i: rules.overrides.loop_carry_at(inside(bodies.path, f"carry_{i}"))
+  settings = [None if h.kind is Kind.FIXED else set_at(i) for i, h in enumerate(entering)]
   carry = [_as_set(held, setting, bodies.half) for held, setting in zip(entering, settings, strict=True)]
+  layers = loop_facts(bodies.equation, rules).layers
   for _ in range(n + 3):  # a kind may move by one carry in each round
-    plan = decide_with(carry)
-    pairs = zip(plan.inputs[offset : offset + n], plan.jaxpr.outvars[:n], layers, strict=True)
-    flows = [_flow(plan, *pair, bodies) for pair in pairs]
+    plan = bodies(jaxpr, [*before, *carry, *after], wanted)
+    entries = plan.inputs[len(before) : len(before) + n]
     merged = [
-      _merged(first, last, flow) if setting is None else LoopCarry(first, f"an override sets {setting}")
-      for first, last, flow, setting in zip(carry, plan.outs[:n], flows, settings, strict=True)
+      LoopCarry(first, f"an override sets {setting}")
+      if setting is not None
+      else _merged(first, last, *_flow(plan, v, atom, own, bodies))
+      for setting, first, last, v, atom, own in zip(
+        settings, carry, plan.outs[:n], entries, plan.jaxpr.outvars[:n], layers, strict=True
+      )
     ]
     if [one.held for one in merged] == carry:
       return plan, tuple(merged)
     carry = [one.held for one in merged]
   why = "no other dtype is the same at each step"
-  pinned = [LoopCarry(c if c.kind is Kind.FIXED else Held(Kind.PINNED, FLOAT32), why) for c in carry]
-  return decide_with([one.held for one in pinned]), tuple(pinned)
+  carry = [c if c.kind is Kind.FIXED else Held(Kind.PINNED, FLOAT32) for c in carry]
+  return bodies(jaxpr, [*before, *carry, *after], wanted), tuple(LoopCarry(c, why) for c in carry)
 
 
 def after_loop(outs: Sequence[Held]) -> tuple[Held, ...]:
@@ -64,22 +72,14 @@ def after_loop(outs: Sequence[Held]) -> tuple[Held, ...]:
   return tuple(h._replace(kind=Kind.ISLAND) if h.kind is Kind.RUNNING else h for h in outs)
 
 
-class _Flow(NamedTuple):
-  """A carry's path through a loop's body: the half dtype that may hold it, or `None`, and the reason."""
-
-  half: np.dtype | None
-  why: str
-
-
-def _merged(first: Held, last: Held, flow: _Flow) -> LoopCarry:
-  """Returns the one way to hold a carry, from how it enters and how it leaves the body."""
+def _merged(first: Held, last: Held, half: np.dtype | None, why: str) -> LoopCarry:
+  """Returns the one way to hold a carry, from how it enters and how it leaves the body; see `_flow`."""
   both = after_loop([first, last])  # this round decides itself whether a carry is a memory
   wide = any(held.wide for held in both)
-  remembers = flow.half is None or wide
-  held = meet(both, Where.CARRY, remembers, flow.half)
+  held = meet(both, Where.CARRY, half is None or wide, half)
   if held.kind not in (Kind.HALF, Kind.RUNNING):
     return LoopCarry(held, Code[held.kind.name].sentence())
-  return LoopCarry(held, "it may be outside the half-precision range" if flow.half and wide else flow.why)
+  return LoopCarry(held, "it may be outside the half-precision range" if half and wide else why)
 
 
 def _as_set(held: Held, setting: str | None, half: np.dtype | None) -> Held:
@@ -113,8 +113,10 @@ def _way(equation: JaxprEqn) -> _Way:
   return _Way.NONE if moves else _Way.ADDED
 
 
-def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Bodies) -> _Flow:
-  """Returns the path of a carry through the body of its loop.
+def _flow(
+  plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Bodies
+) -> tuple[np.dtype | None, str]:
+  """Returns the half dtype that may hold a carry on its path through the body of its loop, and the reason.
 
   A carry that reaches a matrix product in the body is an activation that passes through layers, or a cache
   that is updated. A carry that is only added to is a sum. A carry that is multiplied on its way to the next
@@ -133,7 +135,7 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Bodies
   for node in plan.nodes:
     equation = node.equation
     if half is not None and node.half is None and after in equation.outvars:
-      return _Flow(None, "it is computed in a region in float32")
+      return None, "it is computed in a region in float32"
     variables = variables_of(equation.invars)
     if any(a in reached for a in variables):
       reached.update(equation.outvars)
@@ -146,21 +148,21 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Bodies
     elif equation.primitive in _LOGARITHMS and any(a in reached for a in variables):
       ways.update(dict.fromkeys(equation.outvars, _Way.LOGARITHM))
   if half is None:
-    return _Flow(None, bodies.why_float32.sentence())
+    return None, (bodies.solver or Code.MODULE).sentence()
   if not product:
-    return _Flow(None, "no matrix product in the loop reads it: a sum or a state over many steps")
+    return None, "no matrix product in the loop reads it: a sum or a state over many steps"
   if not is_variable(after) or after not in ways:
-    return _Flow(half, "each step makes it anew by matrix products: activations that pass through layers")
+    return half, "each step makes it anew by matrix products: activations that pass through layers"
   if _Way.LOGARITHM in ways[after]:
-    return _Flow(None, "each step goes on from a logarithm: a log-probability of many steps")
+    return None, "each step goes on from a logarithm: a log-probability of many steps"
   if _Way.SCALED in ways[after]:
-    return _Flow(None, "it is multiplied on its way to the next step: a memory that decays")
+    return None, "it is multiplied on its way to the next step: a memory that decays"
   if not ways[after]:
-    return _Flow(half, "each step moves it or writes to it: a cache")
+    return half, "each step moves it or writes to it: a cache"
   if not layers:
-    return _Flow(None, "each step adds a result of the same weights: a memory of many steps")
+    return None, "each step adds a result of the same weights: a memory of many steps"
   if plan.held[after].kind in (Kind.ISLAND, Kind.RUNNING) and any(
     after in node.equation.invars for node in plan.nodes
   ):
-    return _Flow(None, "each step adds to float32 data, which more than layers read")
-  return _Flow(half, "each step adds a layer with weights of its own: activations that pass through layers")
+    return None, "each step adds to float32 data, which more than layers read"
+  return half, "each step adds a layer with weights of its own: activations that pass through layers"

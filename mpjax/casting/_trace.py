@@ -13,13 +13,12 @@ from mpjax._average import is_average
 from mpjax._types import Array, PyTree
 from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._decide import decide
+from mpjax.casting._decide import Body, Place
 from mpjax.casting._half_precision import trace
 from mpjax.casting._kinds import Held, initial, own_types
 from mpjax.casting._linen_modules import InOwnDtypes
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._overrides import Overrides
-from mpjax.casting._place import Place
 from mpjax.casting._product_roles import ProductRoles
 from mpjax.casting._readers import Readers, backward_of_exact
 from mpjax.casting._weight_gradients import WeightGradients
@@ -87,7 +86,7 @@ class Traced:
     gradients = WeightGradients.leaving(self.closed)
     exact = backward_of_exact(roles, readers, rules)
     place = Place(gradients, roles, roles.lineages, readers, exact=exact, copies=copies, enter_all=enter_all)
-    return decide(self.closed, self._held(rules), rules, place, full_outputs=full)
+    return Body(self.closed, self._held(rules), rules, place).plan(full_outputs=full)
 
   def key(self, rules: CastingRules, policy: Policy) -> Hashable | None:
     """Returns a key that is equal for two programs only if autocast decides the same about both.
