@@ -253,19 +253,22 @@ class Case:
       return self.body.how(divisor).kind is not Kind.STATISTIC
     return bool(abs(divisor.val) < 1)
 
-  def reason(self) -> tuple[Code, str]:
+  def reason(self) -> dict[str, Any]:
     """Returns the reason of the equation's list, and what it tells."""
     row = facts(self.equation)
     if row.list_in(self.half) != self.listed:
-      return Code.LISTED_BY_USER, ""
-    return Code.LISTED, row.reason_in(self.half)
+      return {"code": Code.LISTED_BY_USER}
+    return {"code": Code.LISTED, "about": row.reason_in(self.half)}
 
 
-def _enters_region(case: Case) -> bool:
+def _crosses_edge(case: Case, entering: bool) -> bool:
+  """Returns whether it is a cast of a float32 value of the program at an edge of a half-precision region."""
   if not case.in_region or not case.at_edge or case.half is None:
     return False
-  (source,), (result,) = case.equation.invars, case.equation.outvars
-  return castable(source.aval) and dtype_of(result) == case.half
+  outer, inner = case.equation.invars[0], case.equation.outvars[0]
+  if not entering:
+    outer, inner = inner, outer
+  return castable(outer.aval) and dtype_of(inner) == case.half
 
 
 def _into_region(case: Case) -> Decision:
@@ -273,18 +276,6 @@ def _into_region(case: Case) -> Decision:
   fits = case.half != np.float16 or (is_variable(source) and source in case.body.widened)
   outs = case.all_in_half(Kind.FIXED)
   return case.decided(Mode.HALF if fits else Mode.EDGE, Code.ENTERS_REGION, outs, "opaque")
-
-
-def _leaves_region(case: Case) -> bool:
-  if not case.in_region or not case.at_edge or case.half is None:
-    return False
-  (source,), (result,) = case.equation.invars, case.equation.outvars
-  return castable(result.aval) and dtype_of(source) == case.half
-
-
-def _out_of_region(case: Case) -> Decision:
-  outs = case.all_in_half(Kind.HALF)
-  return case.decided(Mode.EACH, Code.LEAVES_REGION, outs, "opaque")
 
 
 def _enter(case: Case) -> Decision:
@@ -321,16 +312,14 @@ def _product(case: Case) -> Decision:
   equation, place = case.equation, case.body.place
   wide = case.body.rules.wide_gradients and "preferred_element_type" in equation.params
   of_weight = wide and place.gradients.has_product(equation)
-  code, about = case.reason()
   why = None if of_weight else case.why_float32_result
-  if of_weight:
-    outs = case.all_held(Held(Kind.PINNED, FLOAT32))
-  else:
-    outs = case.all_held(Held(Kind.ISLAND, FLOAT32)) if why else case.all_in_half(Kind.HALF)
-  return _quantised(case, Mode.HALF, why or code, about, outs)
+  outs = case.all_in_half(Kind.HALF)
+  if of_weight or why:
+    outs = case.all_held(Held(Kind.PINNED if of_weight else Kind.ISLAND, FLOAT32))
+  return _quantised(case, Mode.HALF, outs, **case.reason() | ({"code": why} if why else {}))
 
 
-def _quantised(case: Case, mode: Mode, code: Code, about: str, outs: tuple[Held, ...]) -> Decision:
+def _quantised(case: Case, mode: Mode, outs: tuple[Held, ...], code: Code, about: str = "") -> Decision:
   """Returns the decision about a product in half precision, which may be an FP8 product."""
   recipe = case.body.rules.overrides.recipe_at(case.path)
   if recipe is None:
@@ -343,8 +332,7 @@ def _quantised(case: Case, mode: Mode, code: Code, about: str, outs: tuple[Held,
 
 def _in_order(case: Case) -> Decision:
   met = [case.body.met(a, None, case.equation) for a in case.operands]
-  code, about = case.reason()
-  return case.decided(Mode.FULL, code, case.all_held(meet(met, Where.FULL)), about=about)
+  return case.decided(Mode.FULL, outs=case.all_held(meet(met, Where.FULL)), **case.reason())
 
 
 def _follow(case: Case) -> Decision:
@@ -374,14 +362,9 @@ def _keep(code: Code, listed: str = "") -> Callable[[Case], Decision]:
   return lambda case: case.decided(Mode.KEEP, code, case.kept(), listed)
 
 
-def _opaque(case: Case) -> Decision:
-  code, about = case.reason()
-  return case.decided(Mode.KEEP, code, case.kept(), about=about)
-
-
 def _denied(case: Case) -> Decision:
-  code, about = case.reason() if case.half is not None else (case.why_whole, "")
-  return case.decided(Mode.FULL, code, case.computed(), about=about)
+  why = case.reason() if case.half is not None else {"code": case.why_whole}
+  return case.decided(Mode.FULL, outs=case.computed(), **why)
 
 
 class Row(NamedTuple):
@@ -401,8 +384,18 @@ class Row(NamedTuple):
 
 
 ROWS = (
-  Row("region entered", "a cast where a half_precision region begins", _enters_region, _into_region),
-  Row("region left", "a cast where a half_precision region ends", _leaves_region, _out_of_region),
+  Row(
+    "region entered",
+    "a cast where a half_precision region begins",
+    lambda c: _crosses_edge(c, True),
+    _into_region,
+  ),
+  Row(
+    "region left",
+    "a cast where a half_precision region ends",
+    lambda c: _crosses_edge(c, False),
+    lambda c: c.decided(Mode.EACH, Code.LEAVES_REGION, c.all_in_half(Kind.HALF), "opaque"),
+  ),
   Row("region", "inside a half_precision region", lambda c: c.in_region, _keep(Code.REGION, "opaque")),
   Row(
     "call without floats",
@@ -457,7 +450,7 @@ ROWS = (
     "product by hand",
     "a product that the user casts to the compute dtype",
     lambda c: c.is_half_by_hand,
-    lambda c: _quantised(c, Mode.KEEP, Code.OWN_DTYPE, "", c.kept()),
+    lambda c: _quantised(c, Mode.KEEP, c.kept(), Code.OWN_DTYPE),
   ),
   Row(
     "own dtype",
@@ -469,14 +462,9 @@ ROWS = (
     "opaque",
     "on the list `opaque`",
     lambda c: c.listed == "opaque",
-    _opaque,
+    lambda c: c.decided(Mode.KEEP, outs=c.kept(), **c.reason()),
   ),
-  Row(
-    "no float32",
-    "no operand is float32",
-    lambda c: not c.operands,
-    _keep(Code.NO_FLOAT32),
-  ),
+  Row("no float32", "no operand is float32", lambda c: not c.operands, _keep(Code.NO_FLOAT32)),
   Row(
     "sum of products",
     "a product of two vectors, on the list `allow`",
@@ -514,12 +502,7 @@ ROWS = (
     lambda c: c.listed == "deny" and has(c.equation, Trait.ORDERS),
     _in_order,
   ),
-  Row(
-    "denied",
-    "on the list `deny`",
-    lambda c: c.listed == "deny",
-    _denied,
-  ),
+  Row("denied", "on the list `deny`", lambda c: c.listed == "deny", _denied),
   Row(
     "each alone",
     "it has a result for each operand",

@@ -296,24 +296,10 @@ def tie_to_state(tie: Array | None, results: list[Array]) -> list[Array]:
   return [observe(x, tie, NOTHING) if is_float(jax.typeof(x)) else x for x in results]
 
 
-class Opened(NamedTuple):
-  """A state of delayed scaling, opened for one step.
-
-  Attributes:
-    scales: by site, float32[3] for lhs, rhs and gradient.
-    amax_probes: by number of the product, float32[3].
-    tie: float32[3], for `tie_to_state`; `None` without a state.
-  """
-
-  scales: dict[str, Array]
-  amax_probes: dict[int, Array]
-  tie: Array | None
-
-
 def open_state_for(
   state: Fp8State | None, recipes: Mapping[str, Recipe], products: Iterable[Fp8Product]
-) -> Opened:
-  """Returns what a program's products under delayed scaling read in a step.
+) -> tuple[SideInputs, Array | None]:
+  """Returns what a program's products under delayed scaling read in a step, and the probe for `tie_to_state`.
 
   Args:
     state: the state from `mpjax.init_fp8_state`, or `None`.
@@ -329,7 +315,7 @@ def open_state_for(
     if fp8.site is not None:
       uses.setdefault(fp8.site, []).append(fp8.number)
   if state is None and not uses:
-    return Opened({}, {}, None)
+    return SideInputs({}, {}, {}), None
   if state is None:
     raise ValueError(
       "fp8 recipe 'delayed' scales by the amaxes of earlier steps: pass them as mpjax.autocast(..., "
@@ -342,4 +328,4 @@ def open_state_for(
   for site, numbers in known.items():  # of products that share a history, the larger amax counts
     several = spread(probes[site], len(numbers)) if len(numbers) > 1 else probes[site][None]
     by_number |= {number: several[i] for i, number in enumerate(numbers)}
-  return Opened(scales, by_number, tie)
+  return SideInputs(scales, by_number, {}), tie
