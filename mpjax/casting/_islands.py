@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.core import AbstractValue
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, primitives
 
 from mpjax._types import Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
@@ -92,8 +92,12 @@ def _only_float32_reads(
 
 
 def _better_saved(made: Decision, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
-  """Returns whether a result is smaller to save than its inputs, or costs a memory pass to recompute."""
-  return has(made.equation, Trait.MOVES) or _sums(made, held, sources) or _shrinks(made, held)
+  """Returns whether a result is smaller to save than its inputs, or costs a memory pass to recompute.
+
+  What has a name (`jax.ad_checkpoint.checkpoint_name`) may be saved by it, in half the bytes of float32.
+  """
+  saved = made.equation.primitive is primitives.name_p or has(made.equation, Trait.MOVES)
+  return saved or _sums(made, held, sources) or _shrinks(made, held)
 
 
 def _shrinks(made: Decision, held: Mapping[Var, Held]) -> bool:
