@@ -187,7 +187,6 @@ class CastPlan:
 
   Attributes:
     jaxpr: the open jaxpr.
-    path: its module path.
     inputs: its `constvars` and `invars`.
     nodes: the decisions about the equations whose results are used.
     units: the nodes in the order of their emission, islands as one.
@@ -198,7 +197,6 @@ class CastPlan:
   """
 
   jaxpr: Jaxpr
-  path: str
   inputs: tuple[Var, ...]
   nodes: tuple[Node, ...]
   units: tuple[Node | Island, ...]

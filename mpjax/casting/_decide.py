@@ -21,11 +21,10 @@ from mpjax.casting._fp8_products import Sites
 from mpjax.casting._gradient_sums import adds_many
 from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
-from mpjax.casting._loop_facts import why_in_solver
+from mpjax.casting._loops import why_in_solver
 from mpjax.casting._product_roles import Lineage, Lineages, ProductRoles
-from mpjax.casting._readers import Readers, Reads, in_half_alone
+from mpjax.casting._readers import Readers, Reads, WeightGradients, in_half_alone
 from mpjax.casting._reasons import Code
-from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import (
   CallKind,
   Calls,
@@ -53,7 +52,6 @@ class Place:
     roles: the roles of its products; `None` if unknown, as in a derivative rule.
     lineages: the sources of its values; `None` if unknown, as in a backward rule.
     readers: the readers of its values; `None` if those outside are unknown.
-    followed: whether more products follow its outputs, if `roles` do not say.
     exact: see `backward_of_exact`.
     calls: the calls around it, outermost first.
     path: its module path.
@@ -69,7 +67,6 @@ class Place:
   roles: ProductRoles | None = None
   lineages: Facts[Lineage] | None = None
   readers: Facts[Reads] | None = None
-  followed: bool = True
   exact: frozenset[Calls] = frozenset()
   calls: Calls = ()
   path: str = ""
@@ -124,7 +121,6 @@ class Body:
     outs = tuple(self._output(i, atom, wanted) for i, atom in enumerate(jaxpr.outvars))
     return CastPlan(
       jaxpr=jaxpr,
-      path=place.path,
       inputs=self._inputs,
       nodes=nodes,
       units=Segments(nodes, jaxpr, self.held, outs, rules, place).units() if place.islands else nodes,
@@ -178,7 +174,7 @@ class Body:
   def _decide(self, equation: JaxprEqn) -> Decision:
     linear = any(is_variable(a) and a in self._linear for a in equation.invars)
     roles = self.place.roles
-    gradient = roles is not None and any(roles.lineage(v).gradient for v in equation.outvars)
+    gradient = roles is not None and any(roles.lineages[v].gradient for v in equation.outvars)
     # A clip of a wide value would not be linear, and would hide the overflow of a gradient.
     decision = decision_of(Case(equation, self, clips=not (linear or gradient)))
     self._linear.update(equation.outvars if linear else ())
@@ -191,10 +187,7 @@ class Body:
   def _node(self, made: Decision) -> Node:
     """Returns how to execute an equation, once it is known how all variables are held."""
     equation = made.equation
-    reads = tuple(
-      _read_dtype(made, i, self.how(atom)) if castable(atom.aval) else _own_read_dtype(made, atom)
-      for i, atom in enumerate(equation.invars)
-    )
+    reads = tuple(_read_dtype(made, i, self.how(atom)) for i, atom in enumerate(equation.invars))
     widened: frozenset[int] = frozenset()
     own_casts: frozenset[int] = frozenset()
     result = None
@@ -231,7 +224,7 @@ class Body:
 
     def is_parameter(a: Atom) -> bool:
       flexible = is_variable(a) and self.held[a].kind is Kind.FLEXIBLE and not self.held[a].wide
-      return flexible and (roles is None or not roles.lineage(a).active)
+      return flexible and (roles is None or not roles.lineages[a].active)
 
     return frozenset(i for i, a in enumerate(made.equation.invars) if is_parameter(a))
 
@@ -264,7 +257,7 @@ class Bodies:
     tangents: int = 0,
     gradients: Sequence[bool] | None = None,
   ) -> CastPlan:
-    """Returns the plan of a body, given how its constants and inputs are held.
+    """Returns the plan of a body, given how its inputs are held.
 
     `gradients` is for a backward rule: which outputs are gradients of parameters.
     """
@@ -287,14 +280,14 @@ class Bodies:
       roles=roles,
       lineages=lineages,
       readers=readers,
-      followed=self._is_followed(),
       calls=(*place.calls, (self.equation, i)),
       solver=self.solver,
       gradients=flow,
       islands=place.islands and islands,
       in_loop=place.in_loop or (kind is CallKind.SCAN and p["length"] > p["unroll"]),
     )
-    return Body(jaxpr, held, self.outside.rules, inner, tangents).plan(wanted)
+    constants = [initial(v.aval) for v in open_jaxpr(jaxpr).constvars]
+    return Body(jaxpr, [*constants, *held], self.outside.rules, inner, tangents).plan(wanted)
 
   def _of_rule(
     self, jaxpr: AnyJaxpr, outside: Facts[Lineage], readers: Facts[Reads]
@@ -309,12 +302,6 @@ class Bodies:
     others = [Reads.NONE] * (len(body.outvars) - len(results))
     return lineages, Readers(rules, lineages=lineages).solve(jaxpr, [*results, *others], calls)
 
-  def _is_followed(self) -> bool:
-    roles = self.outside.place.roles
-    if roles is None:
-      return self.outside.place.followed
-    return any(map(roles.reaches_product, self.equation.outvars))
-
 
 def _number(jaxpr: AnyJaxpr, equation: JaxprEqn) -> int:
   """Returns the index of a jaxpr among the bodies of a call; -1 for the program of a derivative rule."""
@@ -323,6 +310,11 @@ def _number(jaxpr: AnyJaxpr, equation: JaxprEqn) -> int:
 
 
 def _read_dtype(made: Decision, i: int, held: Held) -> np.dtype | None:
+  """Returns the dtype in which an operand is read; `None` for one in the user's dtype that keeps it."""
+  atom = made.equation.invars[i]
+  if not castable(atom.aval):
+    multiplies = made.listed == "allow" and made.mode is Mode.HALF and is_half(atom.aval)
+    return made.half if multiplies else None
   if made.call is not None:
     return made.call.ins[i].dtype
   if made.fp8 is not None and held.kind is Kind.FLEXIBLE:
@@ -330,12 +322,6 @@ def _read_dtype(made: Decision, i: int, held: Held) -> np.dtype | None:
   if made.mode is Mode.HALF and not bodies_of(made.equation):
     return made.half
   return held.dtype if made.mode in (Mode.EACH, Mode.CAST, Mode.EDGE) else FLOAT32
-
-
-def _own_read_dtype(made: Decision, atom: Atom) -> np.dtype | None:
-  """Returns the dtype in which an operand in the user's dtype is read; `None` for its own."""
-  multiplies = made.listed == "allow" and made.mode is Mode.HALF and is_half(atom.aval)
-  return made.half if multiplies else None
 
 
 def _widened(equation: JaxprEqn) -> frozenset[int]:

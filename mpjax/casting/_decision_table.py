@@ -45,14 +45,17 @@ from mpjax.jaxpr import (
   CallKind,
   Trait,
   at_region_edge,
+  bodies_of,
   call_kind,
   dtype_of,
   facts,
   has,
+  has_region,
   in_region,
   inside,
   is_variable,
   marked_path,
+  open_jaxpr,
   operation_name,
   values_read,
 )
@@ -101,7 +104,7 @@ class Case:
   @property
   def has_product(self) -> bool:
     """Whether its bodies hold a matrix product, or a region, which stands for one."""
-    return "allow" in self.lists or self.body.rules.has_region(self.equation)
+    return "allow" in self.lists or any(has_region(open_jaxpr(b)) for b in bodies_of(self.equation))
 
   @property
   def why_whole(self) -> Code:
@@ -169,7 +172,7 @@ class Case:
       return Code.OF_EXACT
     known, result = place.lineages, self.equation.outvars[0]
     operands = [known[a] for a in self.equation.invars[:2]] if known else []
-    followed = place.roles.reaches_product(result) if place.roles else place.followed
+    followed = place.roles is None or place.roles.reaches_product(result)
     return why_float32(self.equation, operands, followed, self._read_as(), self.body.rules, place.calls)
 
   @property
@@ -185,16 +188,6 @@ class Case:
     return reads if self.body.place.lineages else reads | Reads.HALF  # readers outside are unknown
 
   @property
-  def adds_gradients(self) -> bool:
-    """Whether it adds gradients of a parameter."""
-    return self.body.rules.wide_gradients and self.body.place.gradients.has_sum(self.equation)
-
-  def real(self) -> list[bool]:
-    """Returns which float32 operands come from a float input or a parameter."""
-    known = self.body.place.lineages
-    return [known is None or known[a].real for a in self.operands]
-
-  @property
   def meets_data(self) -> bool:
     """Whether half precision meets float32 data in it, and float32 or an order is made of the result.
 
@@ -208,10 +201,6 @@ class Case:
       return False
     rounded = [a for a, kind in kinds.items() if kind is Kind.HALF]
     return roles.meets_data(self.equation, rounded, bool(reads & Reads.ORDER))
-
-  def wanted(self) -> list[np.dtype | None]:
-    """Returns the half dtype of each result that nothing reads in another dtype."""
-    return [self.half if in_half_alone(self.body.reads(v)) else None for v in self.equation.outvars]
 
   def met(self, atom: Atom) -> Held:
     """Returns how a value is held when it meets the others."""
@@ -281,7 +270,8 @@ def _into_region(case: Case) -> Decision:
 def _enter(case: Case) -> Decision:
   held = [case.met(a) for a in case.equation.invars]
   rule = RULES[call_kind(case.equation)]
-  call = rule.decide(case.equation, held, case.wanted(), case.body.bodies(case))
+  wanted = [case.half if in_half_alone(case.body.reads(v)) else None for v in case.equation.outvars]
+  call = rule.decide(case.equation, held, wanted, case.body.bodies(case))
   return case.decided(Mode.ENTER, Code.ENTERED, call.outs, call=call)
 
 
@@ -340,7 +330,9 @@ def _follow(case: Case) -> Decision:
   if case.half is None:
     met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
   results = [v for v in case.equation.outvars if castable(v.aval)]
-  out = followed(case.equation, case.operands, results, met, case.half, case.real())
+  known = case.body.place.lineages
+  real = [known is None or known[a].real for a in case.operands]
+  out = followed(case.equation, case.operands, results, met, case.half, real)
   if out.kind is Kind.HALF and all(in_order_alone(case.body.reads(v)) for v in results):
     return case.decided(Mode.FULL, Code.ORDER_ALONE, case.all_held(Held(Kind.ISLAND, FLOAT32)))
   if out.kind is Kind.HALF:
@@ -518,7 +510,7 @@ ROWS = (
   Row(
     "sum of gradients",
     "it adds gradients of a parameter",
-    lambda c: c.adds_gradients,
+    lambda c: c.body.rules.wide_gradients and c.body.place.gradients.has_sum(c.equation),
     lambda c: c.decided(Mode.FULL, Code.GRADIENT_SUM, c.all_held(Held(Kind.PINNED, FLOAT32))),
   ),
   Row(

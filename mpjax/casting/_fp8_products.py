@@ -173,11 +173,6 @@ def support(recipe: Recipe) -> Support:
   return Support(lack, None)
 
 
-def works(recipe: Recipe) -> bool:
-  """Returns whether anything is quantised on this machine."""
-  return support(recipe).why_not is None
-
-
 def warn_of(recipes: set[Recipe], compute_dtype: str) -> None:
   """Warns if a policy asks for FP8 that the device does not have."""
   for recipe in recipes:

@@ -19,22 +19,22 @@ from jax.core import AbstractValue
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _compat
-from mpjax._types import AnyJaxpr, Array, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, PyTree
-from mpjax.casting import _loop_carry
-from mpjax.casting._cast_plan import Call, CastPlan
+from mpjax._types import Array, Atom, Jaxpr, JaxprEqn, PyTree
+from mpjax.casting._cast_plan import Call
 from mpjax.casting._gradient_sums import MANY, use, widened
 from mpjax.casting._half_precision import Regions, tracing
-from mpjax.casting._kinds import Held, Kind, Where, as_held, initial, meet
+from mpjax.casting._kinds import Held, Kind, Where, as_held, meet
+from mpjax.casting._loops import after_loop, settle
 from mpjax.jaxpr import (
   CallKind,
   as_traced,
   bodies_of,
+  call_kind,
   constants_of,
   custom_jvp_rule,
   custom_vjp_rules,
   dtype_of,
   joined_branches,
-  open_jaxpr,
   scan_parts,
   shape_of,
   while_loop,
@@ -63,13 +63,10 @@ class Rule(NamedTuple):
   emit: Callable[[Call, Sequence[Array], Emitter], list[Array]]
 
 
-def _constants(jaxpr: AnyJaxpr) -> list[Held]:
-  return [initial(v.aval) for v in open_jaxpr(jaxpr).constvars]
-
-
 def _decide_simple(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
-  (body,) = bodies_of(equation)[:1]
-  plan = bodies(body, [*_constants(body), *held], wanted)
+  # Islands in a checkpoint of the user's would be recomputed twice: by it and by their own.
+  islands = call_kind(equation) is not CallKind.REMAT
+  plan = bodies(bodies_of(equation)[0], held, wanted, islands=islands)
   return Call(equation, tuple(held), (plan,), plan.outs, bodies)
 
 
@@ -90,13 +87,6 @@ def _emit_inline(call: Call, operands: Sequence[Array], emit: Emitter) -> list[A
     return call.body(emit)(*operands)
 
 
-def _decide_remat(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
-  (body,) = bodies_of(equation)[:1]
-  # Islands would be recomputed twice: by this checkpoint and by their own.
-  plan = bodies(body, [*_constants(body), *held], wanted, islands=False)
-  return Call(equation, tuple(held), (plan,), plan.outs, bodies)
-
-
 def _emit_remat(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   jaxpr, constants = _compat.trace_open(call.body(emit), list(operands))
   policy = call.equation.params["policy"]
@@ -107,13 +97,12 @@ def _emit_remat(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Ar
 
 
 def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
-  body = equation.params["jaxpr"]
   k, n, _ = scan_parts(equation)
   outs_wanted = [None] * n + list(wanted[n:])
-  before, entering, rows = [*_constants(body), *held[:k]], held[k : k + n], held[k + n :]
-  plan, carry = _loop_carry.settle(bodies, body, before, entering, rows, outs_wanted)
+  before, entering, rows = held[:k], held[k : k + n], held[k + n :]
+  plan, carry = settle(bodies, equation.params["jaxpr"], before, entering, rows, outs_wanted)
   kept = [one.held for one in carry]
-  outs = _loop_carry.after_loop([*kept, *plan.outs[n:]])
+  outs = after_loop([*kept, *plan.outs[n:]])
   return Call(equation, (*held[:k], *kept, *held[k + n :]), (plan,), outs, bodies, carry)
 
 
@@ -149,15 +138,14 @@ def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodi
   p = equation.params
   first, second = p["cond_nconsts"], p["body_nconsts"]
   in_condition, in_body, entering = held[:first], held[first : first + second], held[first + second :]
-  body = p["body_jaxpr"]
-  plan, carry = _loop_carry.settle(bodies, body, [*_constants(body), *in_body], entering)
+  plan, carry = settle(bodies, p["body_jaxpr"], in_body, entering)
   kept = [one.held for one in carry]
-  condition = bodies(p["cond_jaxpr"], [*_constants(p["cond_jaxpr"]), *in_condition, *kept])
+  condition = bodies(p["cond_jaxpr"], [*in_condition, *kept])
   # In the order of the bodies in the parameters.
   order = {"cond_jaxpr": condition, "body_jaxpr": plan}
   plans = tuple(order[key] for key in p if key in order)
   ins = (*in_condition, *in_body, *kept)
-  return Call(equation, ins, plans, _loop_carry.after_loop(kept), bodies, carry)
+  return Call(equation, ins, plans, after_loop(kept), bodies, carry)
 
 
 def _emit_while(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
@@ -177,7 +165,7 @@ def _emit_while(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Ar
 
 def _decide_cond(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   branches = equation.params["branches"]
-  plans = tuple(bodies(branch, [*_constants(branch), *held[1:]], wanted) for branch in branches)
+  plans = tuple(bodies(branch, held[1:], wanted) for branch in branches)
   outs = tuple(meet(column, Where.BRANCHES) for column in zip(*(plan.outs for plan in plans), strict=True))
   return Call(equation, tuple(held), plans, outs, bodies)
 
@@ -234,7 +222,7 @@ def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
     like = [*(_struct(a.aval) for a in inputs), *(_struct(inputs[i].aval) for i in moving)]
     held = [*call.ins, *(call.ins[i] for i in moving)]
     values = [*primals, *(tangents[i] for i in moving)]
-    out = _emit_rule(call, emit, flat, like, held, values, tangents=len(moving))
+    out, _ = _emit_rule(call, emit, flat, like, held, values, tangents=len(moving))
     n = len(call.outs)
     return _as_results(call, out[:n]), _as_results(call, out[n:])
 
@@ -269,22 +257,22 @@ def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
       kept_types[:] = map(jax.typeof, kept)
       return [*outs, *kept]
 
-    closed, plan = _decide_rule(call, flat, list(map(_struct, avals)), call.ins)
-    out = emit(plan, [*constants_of(closed), *(primal.value for primal in primals)])
+    values = [primal.value for primal in primals]
+    out, held = _emit_rule(call, emit, flat, list(map(_struct, avals)), call.ins, values)
     n = len(call.outs)
-    kept_held[:] = plan.outs[n:]
+    kept_held[:] = held[n:]
     return _as_results(call, out[:n]), tuple(_merged(is_traced, out[n:], known))
 
   def f_backward(residuals: Sequence[Any], cotangents: Sequence[Array]) -> tuple[Array | None, ...]:
     given: list[bool] = []
     kept, known = _parted(is_traced, residuals)
-    results = [v.aval for v in call.equation.outvars]
+    avals_out = [v.aval for v in call.equation.outvars]
     if not _compat.takes_symbolic_zeros(call.equation):
       cotangents = [_instantiated(g) for g in cotangents]
     # Zeros stay symbolic: a batched rule asks which results have a cotangent.
     is_given = [not isinstance(g, SymbolicZero) for g in cotangents]
     moving, still = _parted(is_given, cotangents)
-    zeros = [_zero_like(g, aval) for g, aval in zip(still, _parted(is_given, results)[1], strict=True)]
+    zeros = [_zero_like(g, aval) for g, aval in zip(still, _parted(is_given, avals_out)[1], strict=True)]
 
     def flat(*xs: Array) -> list[Array]:
       of_results = _merged(is_given, xs[len(kept) :], zeros)
@@ -292,14 +280,15 @@ def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
       given[:] = [x is not None and x.dtype != jax.dtypes.float0 for x in out]
       return [x for x, is_given in zip(out, given, strict=True) if is_given]
 
-    like = [*map(_struct, kept_types), *map(_struct, _parted(is_given, results)[0])]
+    like = [*map(_struct, kept_types), *map(_struct, _parted(is_given, avals_out)[0])]
     held = [*kept_held, *_parted(is_given, call.outs)[0]]
 
     def gradients() -> list[bool]:
       return [h.kind is Kind.FLEXIBLE for h, here in zip(call.ins, given, strict=True) if here]
 
-    out = iter(_emit_rule(call, emit, flat, like, held, [*kept, *moving], gradients=gradients))
-    return tuple(as_held(next(out), h) if here else None for h, here in zip(call.ins, given, strict=True))
+    out, _ = _emit_rule(call, emit, flat, like, held, [*kept, *moving], gradients=gradients)
+    results = iter(out)
+    return tuple(as_held(next(results), h) if here else None for h, here in zip(call.ins, given, strict=True))
 
   # Symbolic zeros tell the rule which operands are differentiated: its constants are not.
   f.defvjp(f_forward, f_backward, symbolic_zeros=True)
@@ -329,31 +318,11 @@ def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emitter) -> l
       return jax.tree.leaves(out)
 
     like = [batched_struct(a, b) for a, b in zip(call.equation.invars, in_batched, strict=True)]
-    out = _emit_rule(call, emit, flat, like, call.ins, xs)
+    out, _ = _emit_rule(call, emit, flat, like, call.ins, xs)
     return _as_results(call, out), tuple(out_batched)
 
   with as_traced(call.equation):
     return list(f(*operands))
-
-
-def _decide_rule(
-  call: Call,
-  flat: Callable[..., list[Array]],
-  like: Sequence[jax.ShapeDtypeStruct],
-  held: Sequence[Held],
-  tangents: int = 0,
-  gradients: Callable[[], list[bool]] | None = None,
-) -> tuple[ClosedJaxpr, CastPlan]:
-  """Returns a rule, traced in its own dtypes, and the decisions about it.
-
-  `gradients` is called after the trace.
-  """
-  # The rule is traced long after the function.
-  with tracing(Regions(call.decide_rule.half, instead=tracing.value.instead)):
-    closed = jax.make_jaxpr(flat)(*like)
-  constants = [initial(v.aval) for v in open_jaxpr(closed).constvars]
-  of_parameters = gradients() if gradients else None
-  return closed, call.decide_rule(closed, [*constants, *held], tangents=tangents, gradients=of_parameters)
 
 
 def _emit_rule(
@@ -365,14 +334,25 @@ def _emit_rule(
   operands: Sequence[Array],
   tangents: int = 0,
   gradients: Callable[[], list[bool]] | None = None,
-) -> list[Array]:
-  """Returns the results of a rule for operands, which are held as `held` says.
+) -> tuple[list[Array], tuple[Held, ...]]:
+  """Returns the results of a rule, and how they are held.
 
-  The last `tangents` of them are tangents, in which the rule must stay linear. For a backward rule
-  `gradients` returns which results are gradients of parameters.
+  Args:
+    call: the call that the rule is of.
+    emit: executes plans.
+    flat: the rule, as a function of arrays.
+    like: the operands in the program's own dtypes, in which the rule is traced.
+    held: how the operands are held.
+    operands: the operands.
+    tangents: how many of the last are tangents, in which the rule must stay linear.
+    gradients: for a backward rule, returns after the trace which results are gradients of parameters.
   """
-  closed, plan = _decide_rule(call, flat, like, held, tangents, gradients)
-  return emit(plan, [*constants_of(closed), *operands])
+  # The rule is traced long after the function.
+  with tracing(Regions(call.decide_rule.half, instead=tracing.value.instead)):
+    closed = jax.make_jaxpr(flat)(*like)
+  of_parameters = gradients() if gradients else None
+  plan = call.decide_rule(closed, held, tangents=tangents, gradients=of_parameters)
+  return emit(plan, [*constants_of(closed), *operands]), plan.outs
 
 
 def _parted(flags: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -409,7 +389,7 @@ def _struct(aval: AbstractValue) -> jax.ShapeDtypeStruct:
 RULES: dict[CallKind | None, Rule] = {
   CallKind.JIT: Rule(_decide_simple, _emit_jit),
   CallKind.INLINE: Rule(_decide_simple, _emit_inline),
-  CallKind.REMAT: Rule(_decide_remat, _emit_remat),
+  CallKind.REMAT: Rule(_decide_simple, _emit_remat),
   CallKind.SCAN: Rule(_decide_scan, _emit_scan),
   CallKind.WHILE: Rule(_decide_while, _emit_while),
   CallKind.COND: Rule(_decide_cond, _emit_cond),

@@ -167,7 +167,7 @@ class Segments:
     self.place = place
     self.roles = place.roles
     inputs = (*jaxpr.constvars, *jaxpr.invars)
-    self.arguments = {v for v in inputs if place.roles is not None and place.roles.lineage(v).argument}
+    self.arguments = {v for v in inputs if place.roles is not None and place.roles.lineages[v].argument}
     recomputed = (node for node in nodes if rules.may_recompute(node.equation))
     self.inside = {node for node in recomputed if _in_float32(node) and rules.computes_again(node.path)}
     self.makers = {v: node for node in nodes for v in node.equation.outvars}
@@ -405,7 +405,7 @@ def _saved_dtype(island: Island, rules: CastingRules) -> np.dtype | None:
   `None` if there is an exponential: a rounding error there is an error of the exponent.
   """
   recipe = rules.overrides.recipe_at(island.nodes[0].path)
-  if recipe is None or recipe.saved_activations != "fp8" or not _fp8_products.works(recipe):
+  if recipe is None or recipe.saved_activations != "fp8" or _fp8_products.support(recipe).why_not:
     return None
   inside = rules.primitives([node.equation for node in island.nodes])
   exponential = any(has(primitive, Trait.EXPONENTIAL) for primitive in inside)

@@ -294,10 +294,6 @@ class ProductRoles:
     """Returns the role of a product; `None` if unknown."""
     return self._products.get((*self.lineages.calls, (equation, 0)))
 
-  def lineage(self, atom: Atom) -> Lineage:
-    """Returns the sources of a value."""
-    return self.lineages[atom]
-
   def meets_data(self, equation: JaxprEqn, rounded: Sequence[Atom], orders: bool) -> bool:
     """Returns whether values meet data in an elementwise equation, and more than layers read its result.
 
@@ -314,7 +310,7 @@ class ProductRoles:
       return False
     rows = shape_of(equation.outvars[0])[:1]
     data = (a for a in equation.invars if a not in rounded and shape_of(a)[:1] == rows)
-    return any(self.lineage(a).sources & ~self.parameters for a in data)
+    return any(self.lineages[a].sources & ~self.parameters for a in data)
 
   def reaches_product(self, atom: Atom) -> bool:
     """Returns whether a product follows a value."""
@@ -371,20 +367,14 @@ def _parameters(lineages: Facts[Lineage], rules: CastingRules, groups: list[int]
     data |= (lhs.sources if rhs.sources & found else rhs.sources if lhs.sources & found else 0) & ~found
   for lhs, rhs, rows in first:
     left, right = lhs.sources & ~_CONSTANTS, rhs.sources & ~_CONSTANTS
+    apart = len(groups) < 2 or not any(left & leaves and right & leaves for leaves in groups)
     if rhs.is_constant:  # a filter, or rows of data behind a weight on the left
       found |= left & ~data if rows else 0
-    elif (
-      not right & (data | left) and not left & found and (len(groups) < 2 or not _alike(left, right, groups))
-    ):
+    elif apart and not right & (data | left) and not left & found:
       found, data = found | right, data | left & ~right
   return found | sum(
     {leaves & ~found for leaves in groups if leaves & layers and not leaves & data}
   ), has_filters
-
-
-def _alike(left: int, right: int, groups: list[int]) -> bool:
-  """Returns whether two values are from one argument."""
-  return any(left & leaves and right & leaves for leaves in groups)
 
 
 def _products(lineages: Facts[Lineage], ends: Facts[Ends], rules: CastingRules) -> dict[Calls, ProductRole]:
@@ -467,7 +457,8 @@ def _with_shares(products: Mapping[Calls, ProductRole]) -> dict[Calls, ProductRo
 
   weighted = (place for place, role in products.items() if not all(role.active))
   counts = {place: math.prod(times_run(equation) for equation, _ in place) for place in weighted}
-  found, after = {}, 0
+  found: dict[Calls, ProductRole] = {}
+  after = 0
   for _, together in itertools.groupby(reversed(counts), outermost_loop):
     places = list(together)
     after += sum(counts[place] for place in places)

@@ -18,7 +18,7 @@ from mpjax.casting._cast_plan import CastPlan, Mode, Node
 from mpjax.casting._casting_rules import CastingRules, make_rules
 from mpjax.casting._emit import Tap, execute
 from mpjax.casting._kinds import castable, is_float, size
-from mpjax.casting._loop_facts import loop_facts
+from mpjax.casting._loops import loop_facts
 from mpjax.casting._trace import Traced
 from mpjax.jaxpr import (
   CallKind,
