@@ -167,42 +167,6 @@ def why_float32_result(equation: JaxprEqn, reads: Reads, roles: ProductRoles) ->
   return Code.SMALL_RESULT
 
 
-class _Products:
-  """Facts about the products of a program before the decisions.
-
-  Args:
-    rules: the rules.
-    lineages: the sources of the program's values; `None` if unknown.
-    ends: what follows its values; `None` if unknown.
-  """
-
-  def __init__(self, rules: CastingRules, lineages: Facts[Lineage] | None, ends: Facts[Ends] | None):
-    self._rules = rules
-    self._lineages = by_calls(lineages) if lineages else {}
-    self._ends = by_calls(ends) if ends else {}
-
-  def operands(self, equation: JaxprEqn, calls: Calls) -> list[Lineage]:
-    """Returns the sources of an equation's operands; empty if unknown."""
-    known = self._lineages.get(calls)
-    return [known[a] for a in equation.invars] if known else []
-
-  def is_norm(self, equation: JaxprEqn, calls: Calls) -> bool:
-    """Returns whether an equation is a reduction that only layers read."""
-    ends = self._ends.get(calls)
-    if ends is None or not has(equation, Trait.STORES_RESULT):
-      return False
-    return ends[equation.outvars[0]] == Ends.PRODUCT
-
-  def keeps_float32(self, equation: JaxprEqn, reads: Reads, calls: Calls) -> bool:
-    """Returns whether a product keeps float32 operands if its result is read so."""
-    if not is_layer(equation, self._rules) or states_precision(equation) or is_outer_product(equation, calls):
-      return True
-    ends = self._ends.get(calls)
-    followed = ends is not None and any(ends[v] & Ends.PRODUCT for v in equation.outvars)
-    operands = self.operands(equation, calls)[:2]
-    return why_float32(equation, operands, followed, reads, self._rules, calls) is not None
-
-
 class Readers(Backward[Reads]):
   """The readers of each value of a program.
 
@@ -224,7 +188,8 @@ class Readers(Backward[Reads]):
   ):
     self._rules = rules
     self._path = path
-    self._products = _Products(rules, lineages, ends)
+    self._lineages = by_calls(lineages) if lineages else {}
+    self._ends = by_calls(ends) if ends else {}
 
   @classmethod
   def of(cls, jaxpr: AnyJaxpr, rules: CastingRules, roles: ProductRoles, full_outputs: bool) -> Facts[Reads]:
@@ -241,9 +206,30 @@ class Readers(Backward[Reads]):
     later = reads
     if reads & _IN_HALF and in_backward(equation, calls):
       later = reads & ~_IN_HALF | (Reads.LATER if reads & Reads.VIEW else Reads.NONE)
-    known = self._products.operands(equation, calls)
+    known = self.operands(equation, calls)
     found = [reads if fact.gradient else later for fact in known] or [reads] * len(equation.invars)
     return [r if castable(a.aval) else Reads.NONE for a, r in zip(equation.invars, found, strict=True)]
+
+  def operands(self, equation: JaxprEqn, calls: Calls) -> list[Lineage]:
+    """Returns the sources of an equation's operands; empty if unknown."""
+    known = self._lineages.get(calls)
+    return [known[a] for a in equation.invars] if known else []
+
+  def keeps_float32(self, equation: JaxprEqn, reads: Reads, calls: Calls) -> bool:
+    """Returns whether a product keeps float32 operands if its result is read so."""
+    if not is_layer(equation, self._rules) or states_precision(equation) or is_outer_product(equation, calls):
+      return True
+    ends = self._ends.get(calls)
+    followed = ends is not None and any(ends[v] & Ends.PRODUCT for v in equation.outvars)
+    operands = self.operands(equation, calls)[:2]
+    return why_float32(equation, operands, followed, reads, self._rules, calls) is not None
+
+  def _is_norm(self, equation: JaxprEqn, calls: Calls) -> bool:
+    """Returns whether an equation is a reduction that only layers read."""
+    ends = self._ends.get(calls)
+    if ends is None or not has(equation, Trait.STORES_RESULT):
+      return False
+    return ends[equation.outvars[0]] == Ends.PRODUCT
 
   def _reads(self, equation: JaxprEqn, results: Reads, calls: Calls) -> Reads:
     if at_region_edge(marked_path(equation)):
@@ -254,15 +240,15 @@ class Readers(Backward[Reads]):
     if half is None or why_in_solver(calls, self._rules, self._path):
       return Reads.FLOAT32
     if listed == "allow":
-      if not self._products.keeps_float32(equation, results, calls):
+      if not self.keeps_float32(equation, results, calls):
         return _IN_HALF
-      solved = any(fact.solved for fact in self._products.operands(equation, calls))
+      solved = any(fact.solved for fact in self.operands(equation, calls))
       return Reads.FLOAT32 | (Reads.ALGEBRA if solved else results & Reads.ALGEBRA)
     if listed == "deny" and has(equation, Trait.ORDERS):
       return Reads.ORDER
     if listed in ("deny", "opaque", "call"):
       algebra = Reads.ALGEBRA if has(equation, Trait.ALGEBRA) else results & Reads.ALGEBRA
-      norm = Reads.NORM if self._products.is_norm(equation, calls) else results & Reads.NORM
+      norm = Reads.NORM if self._is_norm(equation, calls) else results & Reads.NORM
       return Reads.FLOAT32 | algebra | norm
     return self._followed(equation, results)
 
@@ -288,7 +274,7 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
   `while_loop` has them, too: the derivative of a solver may be a loop that repeats its steps. Such loops are
   also in the result.
   """
-  products, read = _Products(rules, roles.lineages, roles.ends), by_calls(readers)
+  products, read = Readers(rules, "", roles.lineages, roles.ends), by_calls(readers)
   forward: dict[Root, list[bool]] = {}
   backward: dict[Calls, list[Root]] = {}
   for facts in roles.lineages.everywhere():
