@@ -19,7 +19,7 @@ import jax
 import mpjax
 from benchmarks._kinds_of_models import EXAMPLES
 from benchmarks._runner import Row, chosen, compile_for, markdown
-from mpjax.casting import _copies, _decide, _emit, _islands
+from mpjax.casting import _decide, _emit, _islands
 
 PACKAGES = ("flax", "optax", "libtpu", "jax-cuda13-plugin")
 TARGETS = ("h200",)  # v5e: its compiler takes hours
@@ -39,7 +39,7 @@ MECHANISMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
   "barriers": (_islands.Segments, "_finished", _unfenced),
   "saved statistics": (_emit, "is_statistic", lambda *_: False),
   "what pays": (_islands.Segments, "_pays", lambda *_: True),
-  "copies": (_copies.Copies, "instead_of", lambda *_: ()),
+  "copies": (_islands.Copies, "instead_of", lambda *_: ()),
   "operands again": (_islands.Segments, "_alone", lambda *_: None),
   "losses by element": (_islands, "is_by_element", lambda *_: False),
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpjax._gone import missing
 from mpjax.casting._autocast import autocast, full_precision
+from mpjax.casting._casting_rules import OpLists
 from mpjax.casting._explain import (
   ExplainedCarry,
   ExplainedGather,
@@ -20,7 +21,6 @@ from mpjax.casting._explain import (
 )
 from mpjax.casting._fp8_state import init_fp8_state
 from mpjax.casting._half_precision import as_its_module as as_its_module, half_precision
-from mpjax.casting._op_lists import OpLists
 
 __all__ = [
   "ExplainedCarry",

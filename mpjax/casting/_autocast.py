@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Never, NoReturn
 
 import jax
 
 from mpjax._calls import is_linen_module, is_policy, refuse_keywords
 from mpjax._own_autocast import OwnAutocast
-from mpjax._types import Fp8State, PolicyLike
-from mpjax.casting._casting_rules import make_rules
-from mpjax.casting._fp8_products import warn_of
+from mpjax._types import Array, Fp8State, PolicyLike
+from mpjax.casting import _fp8_products
+from mpjax.casting._cast_plan import CastPlan
+from mpjax.casting._casting_rules import CastingRules, OpLists, make_rules
+from mpjax.casting._emit import array_of, execute
 from mpjax.casting._half_precision import NO_REGIONS, explaining, tracing
-from mpjax.casting._kernels import warn_of_kernels
-from mpjax.casting._known_programs import program_of
+from mpjax.casting._kernels import kernels_in_float32, warn_of_kernels
 from mpjax.casting._linen_modules import bound_module, with_variables
-from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced, to_output
-from mpjax.jaxpr import FULL_PRECISION, autocast_scope
+from mpjax.jaxpr import FULL_PRECISION, as_function, autocast_scope, is_variable, known_primitives, open_jaxpr
 from mpjax.policy import Policy, get_policy, matmul_precision, warn_of_bare_dtype, warn_without_scale
 
 
@@ -30,6 +31,7 @@ class _NotGiven(str):
 
 
 AUTO = _NotGiven("auto")
+_MOST_PROGRAMS = 8  # of a function
 
 _ELSEWHERE = {
   "dtype": "name a policy, as in mpjax.autocast(f, policy='bf16')",
@@ -41,9 +43,11 @@ _ELSEWHERE = {
 
 def _marked(policy: Policy, recompute: str) -> contextlib.AbstractContextManager[None]:
   """Marks what an autocast has decided, where an autocast outside is explained."""
+  if not explaining.value:
+    return contextlib.nullcontext()
   label = policy.label if "{" in policy.full_label else policy.full_label
   label += "" if recompute == "islands" else f", recompute {recompute}"
-  return jax.named_scope(autocast_scope(label)) if explaining.value else contextlib.nullcontext()
+  return jax.named_scope(autocast_scope(label))
 
 
 class _Decorator(functools.partial[Callable[..., Any]]):
@@ -148,7 +152,7 @@ def autocast(
     resolved = get_policy(policy)
     with matmul_precision(resolved), _marked(resolved, recompute):
       rules = make_rules(resolved, ops, overrides, recompute)
-      warn_of(rules.overrides.recipes, resolved.compute_dtype.name)
+      _fp8_products.warn_of(rules.overrides.recipes, resolved.compute_dtype.name)
       module = bound_module(fun, args, kwargs)
       # The parameters that a linen module makes at first are the same as without autocast.
       is_initializing = module is not None and module.is_initializing()
@@ -198,3 +202,77 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
       return fun(*args, **kwargs)
 
   return region
+
+
+class Program:
+  """A program of a user's function, with autocast's decisions.
+
+  Attributes:
+    plan: the decisions.
+    kernels: the kernels that stay in float32, by name.
+  """
+
+  def __init__(self, plan: CastPlan):
+    self.plan = plan
+    self.kernels = kernels_in_float32(plan)
+    # JAX keeps its jaxprs, by the types of the operands and JAX's own settings, as long as this function.
+    self._emit = lambda *operands: execute(plan, operands)
+
+  def __call__(self, operands: Sequence[Array], fp8_state: Fp8State | None) -> list[Array]:
+    """Returns the program's results; for the arguments see `execute`."""
+    if fp8_state is not None or self.plan.fp8_sites():  # it reads arrays that are not operands
+      return execute(self.plan, operands, fp8_state=fp8_state)
+    emitted = jax.make_jaxpr(self._emit)(*operands)
+    results = zip(open_jaxpr(emitted).outvars, as_function(emitted)(*operands), strict=True)
+    return [x if is_variable(atom) else array_of(atom) for atom, x in results]
+
+
+# By the object that lives as long as the function may be called.
+_programs: weakref.WeakKeyDictionary[Any, dict[Hashable, Program]] = weakref.WeakKeyDictionary()
+
+
+def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, policy: Policy) -> Program:
+  """Returns a decided program: a new one, or the one from the last equal trace of the function.
+
+  A function is traced again for each `jit` around it, and then JAX reuses the inner `jit`s of the unchanged
+  function. Autocast reuses its decisions and emitted programs. The key is what they depend on: the structure
+  of the program, the rules, and the known values of its constants. The function itself is not part of it, but
+  determines how long a program is kept.
+
+  Args:
+    fun: the user's function.
+    traced: a call of it.
+    rules: the rules.
+    policy: the policy of the rules.
+
+  Raises:
+    ValueError: for a pattern of an override or a recipe that matches nothing.
+  """
+  own, programs = traced.key(rules, policy), {}
+  with contextlib.suppress(TypeError):  # for an owner without a hash or weak references
+    programs = _programs.setdefault(_owner(fun), {}) if own is not None else {}
+  key = (own, _key(rules))
+  program = programs.pop(key, None)
+  if program is None:
+    plan = traced.plan(rules, policy)
+    rules.overrides.check_all_matched()
+    program = Program(plan)
+  programs[key] = program
+  if len(programs) > _MOST_PROGRAMS:
+    del programs[next(iter(programs))]
+  return program
+
+
+def _owner(fun: Any) -> object:
+  """Returns an object that lives as long as a function may be called: a method is made for each call."""
+  while isinstance(fun, functools.partial):
+    fun = fun.func
+  return fun.__self__ if isinstance(fun, types.MethodType) else fun
+
+
+def _key(rules: CastingRules) -> Hashable:
+  """Returns a key that is equal for rules only if they decide alike in the present context."""
+  settings = (rules.ops, rules.overrides.key, rules.accum_dtype, rules.wide_gradients, rules.recompute)
+  support = tuple((recipe, _fp8_products.support(recipe)) for recipe in rules.overrides.recipes)
+  precision = str(getattr(jax.config, "jax_default_matmul_precision", None))  # see `states_precision`
+  return settings, support, precision, known_primitives()

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, Var
+from mpjax._types import Array, Jaxpr, JaxprEqn, Var
 from mpjax.casting._fp8_products import Fp8Product
 from mpjax.casting._kinds import Held
 from mpjax.casting._reasons import Code
-from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8 import Recipe
 from mpjax.jaxpr import backward_depth, bodies_of, constants_of, in_region
 from mpjax.products import has_own_gradients
+
+if TYPE_CHECKING:
+  from mpjax.casting._decide import Bodies
+  from mpjax.casting._emit import Emitter
 
 
 class Mode(enum.Enum):
@@ -125,39 +128,6 @@ class LoopCarry(NamedTuple):
   why: str
 
 
-class DecideBody(Protocol):
-  """Decides about the bodies of one call; see `_decide.decide`."""
-
-  @property
-  def half(self) -> np.dtype | None:
-    """The compute dtype of the call's bodies; `None` for float32."""
-
-  @property
-  def why_float32(self) -> Code:
-    """The reason, if that is float32."""
-
-  def layers(self) -> list[bool]:
-    """Returns, for each carry of a loop, whether a product multiplies it by weights of the step's own."""
-
-  def __call__(
-    self,
-    jaxpr: AnyJaxpr,
-    held: Sequence[Held],
-    wanted: Sequence[np.dtype | None] = (),
-    *,
-    islands: bool = True,
-    tangents: int = 0,
-    gradients: Sequence[bool] | None = None,
-  ) -> CastPlan:
-    """Returns the plan of a body, given how its constants and inputs are held.
-
-    `gradients` is for a backward rule: which outputs are gradients of parameters.
-    """
-
-  def carry_setting(self, i: int) -> str | None:
-    """Returns the user's setting for the i-th carry of a loop: `float32`, `half`, or `None`."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
   """A higher-order equation whose bodies are decided.
@@ -176,10 +146,10 @@ class Call:
   ins: tuple[Held, ...]
   plans: tuple[CastPlan, ...]
   outs: tuple[Held, ...]
-  decide_rule: DecideBody
+  decide_rule: Bodies
   carry: tuple[LoopCarry, ...] = ()
 
-  def body(self, emit: Emit, i: int = 0) -> Callable[..., list[Array]]:
+  def body(self, emit: Emitter, i: int = 0) -> Callable[..., list[Array]]:
     """Returns the i-th body as a function of its inputs, closed over its constants."""
     constants = constants_of(bodies_of(self.equation)[i])
     return lambda *operands: emit(self.plans[i], [*constants, *operands])
@@ -217,7 +187,6 @@ class CastPlan:
 
   Attributes:
     jaxpr: the open jaxpr.
-    path: its module path.
     inputs: its `constvars` and `invars`.
     nodes: the decisions about the equations whose results are used.
     units: the nodes in the order of their emission, islands as one.
@@ -228,7 +197,6 @@ class CastPlan:
   """
 
   jaxpr: Jaxpr
-  path: str
   inputs: tuple[Var, ...]
   nodes: tuple[Node, ...]
   units: tuple[Node | Island, ...]
@@ -247,23 +215,3 @@ class CastPlan:
   def fp8_sites(self) -> dict[str, Recipe]:
     """Returns the recipe of each history of delayed FP8 scaling, by its name."""
     return {n.site: n.recipe for n in self.all_nodes() if n.site is not None and n.recipe is not None}
-
-
-class Emit(Protocol):
-  """Executes plans; see `_emit.Emitter`."""
-
-  @property
-  def side(self) -> SideInputs:
-    """Returns what the program reads in addition to its inputs."""
-
-  def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
-    """Returns the outputs of a program, each held as `plan.outs` says."""
-
-  def within(self, plans: Sequence[CastPlan]) -> SideInputs:
-    """Returns the side inputs that some plans read."""
-
-  def once(self, call: Call, own: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
-    """Returns the function of an equal body that was emitted before; `own` if there is none."""
-
-  def replace(self, side: SideInputs) -> Emit:
-    """Returns the same object with other side inputs."""

@@ -1,33 +1,262 @@
-"""The rules that autocast decides by."""
+"""The rules that autocast decides by: lists of primitives, and settings by module path."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+import functools
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
 from mpjax._gone import instead
-from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, PolicyLike
-from mpjax.casting._op_lists import OpLists, changed
-from mpjax.casting._overrides import Overrides
+from mpjax._types import AnyJaxpr, DTypeLike, Jaxpr, JaxprEqn, PolicyLike
+from mpjax.dtypes import did_you_mean
+from mpjax.fp8 import Recipe
+from mpjax.fp8._hardware import on_device
 from mpjax.jaxpr import (
+  FULL_PRECISION,
   Forward,
   Trait,
   bodies_of,
   call_kind,
   equations_in,
   facts,
-  has_region,
   open_jaxpr,
+  rows,
+  without_marks,
 )
-from mpjax.policy import Policy, brief
+from mpjax.patterns import component_regex
+from mpjax.policy import Override, Policy, brief, parse_overrides
+
+if TYPE_CHECKING:
+  from mpjax.casting._loops import LoopFacts
 
 F = TypeVar("F")
 RECOMPUTE = ("islands", "nothing")
 _DEAR = Trait.COSTLY | Trait.READS_STORED | Trait.STORES_RESULT
+
+
+@dataclasses.dataclass(frozen=True)
+class OpLists:
+  """The lists that autocast decides by: sets of primitive names, as `jax.make_jaxpr` prints them.
+
+  ```python
+  ops = mpjax.OpLists.default()
+  ops = ops.replace(deny=ops.deny | {"tanh"})
+  loss = mpjax.autocast(loss_fn, "bf16", ops=ops)
+  ```
+
+  Attributes:
+    allow: run in the policy's compute dtype (matrix products, convolutions).
+    deny: run in float32.
+    deny_float16: run in float32 if the compute dtype is float16, and follow their inputs in bfloat16,
+      which has float32's range.
+    infer: follow their inputs.
+    opaque: left in the dtypes of the user's program, like a primitive on no list.
+    call: higher-order primitives, whose bodies are entered.
+  """
+
+  allow: frozenset[str]
+  deny: frozenset[str]
+  deny_float16: frozenset[str]
+  infer: frozenset[str]
+  opaque: frozenset[str]
+  call: frozenset[str]
+
+  def __post_init__(self) -> None:
+    seen: dict[str, str] = {}
+    for field in _FIELDS:
+      names = getattr(self, field)
+      if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{field}={names!r}: expected names of primitives, such as {{'dot_general'}}")
+      object.__setattr__(self, field, frozenset(names))
+      for name in names:
+        if name in seen:
+          raise ValueError(f"primitive {name!r} is on two lists, {seen[name]} and {field}")
+        seen[name] = field
+
+  @classmethod
+  def default(cls) -> OpLists:
+    """Returns the lists of `mpjax/jaxpr/_primitive_table.py`, which gives the reason for each."""
+    lists: dict[str, set[str]] = {field: set() for field in _FIELDS}
+    for name, row in rows():
+      lists["deny_float16" if row.float16 == "deny" else row.list].add(name)
+    return cls(**{field: frozenset(names) for field, names in lists.items()})
+
+  def replace(self, **lists: Iterable[str]) -> OpLists:
+    """Returns a copy with some lists replaced; a name moves from its old list to the new one.
+
+    `ops.replace(deny=ops.deny | {"tanh"})` adds to a list. A name that is removed from its list goes to
+    `infer`.
+
+    Raises:
+      ValueError: for an unknown list or name, or a name on two lists.
+    """
+    for field in lists:
+      if field not in _FIELDS:
+        raise ValueError(
+          f"unknown list {field!r}: expected one of {', '.join(_FIELDS)}" + did_you_mean(field, _FIELDS)
+        )
+    new = {field: frozenset(_names(field, names)) for field, names in lists.items()}
+    known = frozenset().union(*(getattr(self, field) for field in _FIELDS))
+    given: frozenset[str] = frozenset().union(*new.values())
+    result = {field: new.get(field, getattr(self, field) - given) for field in _FIELDS}
+    dropped = known - frozenset().union(*result.values())
+    result["infer"] |= dropped
+    return OpLists(**result)
+
+  def of(self, primitive: str, dtype: DTypeLike) -> str:
+    """Returns the list that a primitive is on: allow, deny, infer, opaque or call.
+
+    Args:
+      primitive: its name.
+      dtype: the compute dtype.
+    """
+    for field in ("allow", "deny", "infer", "call"):
+      if primitive in getattr(self, field):
+        return field
+    if primitive in self.deny_float16:
+      return "deny" if np.dtype(dtype) == np.float16 else "infer"
+    return "opaque"
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(OpLists))
+
+
+def changed(ops: OpLists) -> frozenset[str]:
+  """Returns the names of primitives that are on another list than by default."""
+  default = OpLists.default()
+  return frozenset().union(*(getattr(ops, field) ^ getattr(default, field) for field in _FIELDS))
+
+
+def _names(field: str, names: Iterable[str]) -> Iterable[str]:
+  if isinstance(names, str):
+    raise ValueError(f"{field}={names!r}: expected a set of names of primitives, such as {{{names!r}}}")
+  return names
+
+
+class Overrides:
+  """The settings of each module: the policy's, changed by the first override that matches.
+
+  A regex must match whole components of the path, anywhere in it: `head` matches `GPT/head` and the paths
+  below it, not `GPT/header`.
+
+  Args:
+    policy: its settings apply if no override matches, and its own overrides come last.
+    overrides: more overrides, tried first; what `mpjax.policy.parse_overrides` takes, or `None`.
+  """
+
+  def __init__(self, policy: Policy, overrides: Mapping[str, Any] | None):
+    dtype = policy.compute_dtype if policy.compute_dtype.itemsize <= 4 else np.dtype("float32")
+    self._default = Override(dtype, policy.fp8 is not None and dtype.itemsize == 2)
+    self._asked = policy.fp8
+    self._rules = [
+      (pattern, component_regex(pattern), self._completed(override))
+      for pattern, override in [*parse_overrides(overrides or ()), *policy.overrides]
+    ]
+    self._resolved: dict[str, Override] = {}
+    self._matched: set[str] = set()
+
+  @functools.cached_property
+  def _recipe(self) -> Recipe:
+    """The policy's recipe; `auto` is what it is on this device."""
+    return on_device(self._asked or Recipe())
+
+  @property
+  def key(self) -> Hashable:
+    """A key that is equal for overrides with the same choices."""
+    return self._default, self._asked, tuple((pattern, settings) for pattern, _, settings in self._rules)
+
+  @property
+  def nothing_to_do(self) -> bool:
+    """Whether everything computes in float32, whatever the paths."""
+    return _half(self._default) is None and not self._rules
+
+  @functools.cached_property
+  def any_half(self) -> np.dtype:
+    """A half dtype that is in use, bfloat16 if none is."""
+    return next((half for half in self.halves if half is not None), np.dtype(jnp.bfloat16))
+
+  @property
+  def halves(self) -> list[np.dtype | None]:
+    """The half dtypes in use, each once, in the order of the settings; `None` for float32."""
+    return list(dict.fromkeys(map(_half, self._settings)))
+
+  @property
+  def recipes(self) -> set[Recipe]:
+    """The FP8 recipes in use: none, or the policy's."""
+    return {self._recipe} if any(settings.fp8 for settings in self._settings) else set()
+
+  @property
+  def has_histories(self) -> bool:
+    """Whether products may have histories of delayed scaling; asks no device."""
+    is_delayed = self._asked is not None and self._asked.recipe == "delayed"
+    return is_delayed and any(settings.fp8 for settings in self._settings)
+
+  def half_at(self, path: str) -> np.dtype | None:
+    """Returns the half dtype that a module computes in; `None` for float32."""
+    return _half(self._at(path))
+
+  def is_set(self, path: str) -> bool:
+    """Returns whether an override matches a module."""
+    return self._at(path) is not self._default
+
+  def recipe_at(self, path: str) -> Recipe | None:
+    """Returns the FP8 recipe of a module's matrix products; `None` for none."""
+    return self._recipe if self._at(path).fp8 else None
+
+  def loop_carry_at(self, path: str) -> str | None:
+    """Returns the dtype setting for the carries of a module's loops, as `Override.loop_carry`."""
+    return self._at(path).loop_carry
+
+  def recompute_at(self, path: str) -> str | None:
+    """Returns what the backward pass recomputes of a module, as `Override.recompute`."""
+    return self._at(path).recompute
+
+  def uniform_below(self, path: str) -> bool:
+    """Returns whether everything below a path in float32 is float32, too."""
+    return FULL_PRECISION in path.split("/") or all(_half(settings) is None for _, _, settings in self._rules)
+
+  def check_all_matched(self) -> None:
+    """Raises `ValueError` for a regex that matched no path, and lists the paths."""
+    for pattern, *_ in self._rules:
+      if pattern not in self._matched:
+        paths = sorted({without_marks(path) for path in self._resolved} - {""})
+        shown = ", ".join(paths[:40]) + (f", and {len(paths) - 40} more" if len(paths) > 40 else "")
+        raise ValueError(
+          f"policy override {pattern!r} matches no module path; paths: "
+          + (shown or "none: name regions with jax.named_scope, or pass an nnx.Module as an argument")
+        )
+
+  @property
+  def _settings(self) -> list[Override]:
+    return [self._default, *(settings for _, _, settings in self._rules)]
+
+  def _completed(self, override: Override) -> Override:
+    """Returns the override, with the policy's settings for the fields that it leaves out."""
+    changes = {key: value for key, value in vars(override).items() if value is not None}
+    return dataclasses.replace(self._default, **changes)
+
+  def _at(self, path: str) -> Override:
+    if path not in self._resolved:
+      found = [
+        (pattern, settings) for pattern, regex, settings in self._rules if regex.search(without_marks(path))
+      ]
+      self._matched |= {pattern for pattern, _ in found}
+      settings = found[0][1] if found else self._default
+      self._resolved[path] = _IN_FULL_PRECISION if FULL_PRECISION in path.split("/") else settings
+    return self._resolved[path]
+
+
+_IN_FULL_PRECISION = Override(np.dtype("float32"))
+
+
+def _half(settings: Override) -> np.dtype | None:
+  dtype = settings.compute_dtype
+  return None if dtype is None or dtype.itemsize >= 4 else dtype
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +279,7 @@ class CastingRules:
   wide_gradients: bool = True
   recompute: str = "islands"
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
-  found_in_loops: dict[tuple[JaxprEqn, str], Any] = dataclasses.field(default_factory=dict)
+  found_in_loops: dict[JaxprEqn, LoopFacts] = dataclasses.field(default_factory=dict)
 
   def list_of(self, primitive: Primitive, half: np.dtype | None = None) -> str:
     """Returns the list that a primitive is on if `half` is the compute dtype.
@@ -108,10 +337,6 @@ class CastingRules:
     custom = any(row.call is not None and row.call.is_custom_rule for row in map(facts, inside))
     again = self.computes_again(path) and self.may_recompute(equation)
     return again and not dear and not custom
-
-  def has_region(self, equation: JaxprEqn) -> bool:
-    """Returns whether an equation's bodies hold a region of `half_precision`."""
-    return any(has_region(open_jaxpr(body)) for body in bodies_of(equation))
 
 
 class ByRules(Forward[F]):

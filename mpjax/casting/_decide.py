@@ -1,6 +1,6 @@
 """Decides about a program: the dtype of each equation and of each value, with the reason.
 
-`decide` reads a jaxpr and returns a frozen `CastPlan`. Only custom derivative and batching rules
+`Body` reads a jaxpr and returns a frozen `CastPlan`. Only custom derivative and batching rules
 are decided later: they are not programs until JAX differentiates or batches (`Call.decide_rule`).
 """
 
@@ -14,21 +14,20 @@ import jax
 import numpy as np
 
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
-from mpjax.casting._case import Case
 from mpjax.casting._cast_plan import CastPlan, Decision, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._decision_table import decision_of
+from mpjax.casting._decision_table import Case, decision_of
+from mpjax.casting._fp8_products import Sites
 from mpjax.casting._gradient_sums import adds_many
 from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
-from mpjax.casting._loop_facts import layers_of_steps, why_in_solver
-from mpjax.casting._place import Place
-from mpjax.casting._product_roles import Lineage, Lineages
-from mpjax.casting._readers import Readers, Reads, in_half_alone
+from mpjax.casting._loops import why_in_solver
+from mpjax.casting._product_roles import Lineage, Lineages, ProductRoles
+from mpjax.casting._readers import Readers, Reads, WeightGradients, in_half_alone
 from mpjax.casting._reasons import Code
-from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import (
   CallKind,
+  Calls,
   Facts,
   Trait,
   backward_depth,
@@ -36,7 +35,6 @@ from mpjax.jaxpr import (
   call_kind,
   dtype_of,
   has,
-  inside,
   is_variable,
   live,
   open_jaxpr,
@@ -45,54 +43,77 @@ from mpjax.jaxpr import (
 )
 
 
-def decide(
-  jaxpr: AnyJaxpr,
-  held: Sequence[Held],
-  rules: CastingRules,
-  place: Place,
-  *,
-  wanted: Sequence[np.dtype | None] = (),
-  full_outputs: bool = False,
-  tangents: int = 0,
-) -> CastPlan:
-  """Returns autocast's decisions about a program.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+  """Facts about a jaxpr from its place in the program.
+
+  Attributes:
+    gradients: the gradients of parameters in it.
+    roles: the roles of its products; `None` if unknown, as in a derivative rule.
+    lineages: the sources of its values; `None` if unknown, as in a backward rule.
+    readers: the readers of its values; `None` if those outside are unknown.
+    exact: see `backward_of_exact`.
+    calls: the calls around it, outermost first.
+    path: its module path.
+    sites: the names of products under delayed FP8 scaling so far.
+    islands: whether to make islands: not inside a checkpoint of the user's.
+    in_loop: whether it is a step of a `scan`, whose backward pass is another loop.
+    copies: whether islands compute cheap inputs themselves: not if values are inspected, each in one place.
+    solver: why it is in float32 under every policy, such as the body of a solver; otherwise `None`.
+    enter_all: whether to decide about the bodies of calls that run whole in float32, too, for `explain`.
+  """
+
+  gradients: WeightGradients
+  roles: ProductRoles | None = None
+  lineages: Facts[Lineage] | None = None
+  readers: Facts[Reads] | None = None
+  exact: frozenset[Calls] = frozenset()
+  calls: Calls = ()
+  path: str = ""
+  sites: Sites = dataclasses.field(default_factory=Sites)
+  islands: bool = True
+  in_loop: bool = False
+  copies: bool = True
+  solver: Code | None = None
+  enter_all: bool = False
+
+
+class Body:
+  """One jaxpr during the decisions.
 
   Args:
     jaxpr: the program.
     held: how its constants and inputs are held.
     rules: the rules.
     place: its place, if it is a body.
-    wanted: for each output, the half dtype that all its readers want, or `None`.
-    full_outputs: whether its outputs are read in float32.
     tangents: how many of its last inputs are tangents, in which it must stay linear.
-  """
-  return Body(open_jaxpr(jaxpr), held, rules, place, tangents).plan(wanted, full_outputs)
-
-
-class Body:
-  """One jaxpr during the decisions.
 
   Attributes:
-    rules: the rules.
-    place: its place in the program.
     held: how each variable is held, as far as it is decided.
     widened: variables that the user's program widens from float16.
   """
 
-  def __init__(self, jaxpr: Jaxpr, held: Sequence[Held], rules: CastingRules, place: Place, tangents: int):
+  def __init__(
+    self, jaxpr: AnyJaxpr, held: Sequence[Held], rules: CastingRules, place: Place, tangents: int = 0
+  ):
     self.rules: CastingRules = rules
     self.place: Place = place
-    self._jaxpr = jaxpr
-    self._inputs = (*jaxpr.constvars, *jaxpr.invars)
+    self._jaxpr: Jaxpr = open_jaxpr(jaxpr)
+    self._inputs = (*self._jaxpr.constvars, *self._jaxpr.invars)
     self.held: dict[Var, Held] = dict(zip(self._inputs, held, strict=True))
     self.widened: set[Var] = set()
-    unknown = [Reads.NONE] * len(jaxpr.outvars)
+    unknown = [Reads.NONE] * len(self._jaxpr.outvars)
     self._readers = place.readers or Readers(rules, place.path).solve(jaxpr, unknown)
     self._depth: dict[Var, int] = {}
     self._linear = set(self._inputs[len(self._inputs) - tangents :])
 
-  def plan(self, wanted: Sequence[np.dtype | None], full_outputs: bool) -> CastPlan:
-    """Decides about every equation in order, then about values that only float32 reads, then islands."""
+  def plan(self, wanted: Sequence[np.dtype | None] = (), full_outputs: bool = False) -> CastPlan:
+    """Decides about every equation in order, then about values that only float32 reads, then islands.
+
+    Args:
+      wanted: for each output, the half dtype that all its readers want, or `None`.
+      full_outputs: whether its outputs are read in float32.
+    """
     jaxpr, rules, place = self._jaxpr, self.rules, self.place
     decisions = [self._decide(equation) for equation in live(jaxpr).equations]
     decisions = pull_in(decisions, self.held, set(variables_of(jaxpr.outvars)), full_outputs)
@@ -100,7 +121,6 @@ class Body:
     outs = tuple(self._output(i, atom, wanted) for i, atom in enumerate(jaxpr.outvars))
     return CastPlan(
       jaxpr=jaxpr,
-      path=place.path,
       inputs=self._inputs,
       nodes=nodes,
       units=Segments(nodes, jaxpr, self.held, outs, rules, place).units() if place.islands else nodes,
@@ -154,7 +174,7 @@ class Body:
   def _decide(self, equation: JaxprEqn) -> Decision:
     linear = any(is_variable(a) and a in self._linear for a in equation.invars)
     roles = self.place.roles
-    gradient = roles is not None and any(roles.lineage(v).gradient for v in equation.outvars)
+    gradient = roles is not None and any(roles.lineages[v].gradient for v in equation.outvars)
     # A clip of a wide value would not be linear, and would hide the overflow of a gradient.
     decision = decision_of(Case(equation, self, clips=not (linear or gradient)))
     self._linear.update(equation.outvars if linear else ())
@@ -167,10 +187,7 @@ class Body:
   def _node(self, made: Decision) -> Node:
     """Returns how to execute an equation, once it is known how all variables are held."""
     equation = made.equation
-    reads = tuple(
-      _read_dtype(made, i, self.how(atom)) if castable(atom.aval) else _own_read_dtype(made, atom)
-      for i, atom in enumerate(equation.invars)
-    )
+    reads = tuple(_read_dtype(made, i, self.how(atom)) for i, atom in enumerate(equation.invars))
     widened: frozenset[int] = frozenset()
     own_casts: frozenset[int] = frozenset()
     result = None
@@ -207,14 +224,22 @@ class Body:
 
     def is_parameter(a: Atom) -> bool:
       flexible = is_variable(a) and self.held[a].kind is Kind.FLEXIBLE and not self.held[a].wide
-      return flexible and (roles is None or not roles.lineage(a).active)
+      return flexible and (roles is None or not roles.lineages[a].active)
 
     return frozenset(i for i, a in enumerate(made.equation.invars) if is_parameter(a))
 
 
 @dataclasses.dataclass(frozen=True)
 class Bodies:
-  """Decides about the bodies of one call (`_cast_plan.DecideBody`)."""
+  """Decides about the bodies of one call.
+
+  Attributes:
+    outside: the jaxpr around the call.
+    equation: the call.
+    path: its module path.
+    half: the compute dtype of its bodies; `None` for float32.
+    solver: why that is float32, if it is the body of a solver.
+  """
 
   outside: Body
   equation: JaxprEqn
@@ -232,6 +257,10 @@ class Bodies:
     tangents: int = 0,
     gradients: Sequence[bool] | None = None,
   ) -> CastPlan:
+    """Returns the plan of a body, given how its inputs are held.
+
+    `gradients` is for a backward rule: which outputs are gradients of parameters.
+    """
     place, kind = self.outside.place, call_kind(self.equation)
     roles, i = None, _number(jaxpr, self.equation)
     if place.roles is not None and kind is not None and kind.is_plain:  # a derivative rule is its own program
@@ -251,14 +280,14 @@ class Bodies:
       roles=roles,
       lineages=lineages,
       readers=readers,
-      followed=self._is_followed(),
       calls=(*place.calls, (self.equation, i)),
       solver=self.solver,
       gradients=flow,
       islands=place.islands and islands,
       in_loop=place.in_loop or (kind is CallKind.SCAN and p["length"] > p["unroll"]),
     )
-    return decide(jaxpr, held, self.outside.rules, inner, wanted=wanted, tangents=tangents)
+    constants = [initial(v.aval) for v in open_jaxpr(jaxpr).constvars]
+    return Body(jaxpr, [*constants, *held], self.outside.rules, inner, tangents).plan(wanted)
 
   def _of_rule(
     self, jaxpr: AnyJaxpr, outside: Facts[Lineage], readers: Facts[Reads]
@@ -273,25 +302,6 @@ class Bodies:
     others = [Reads.NONE] * (len(body.outvars) - len(results))
     return lineages, Readers(rules, lineages=lineages).solve(jaxpr, [*results, *others], calls)
 
-  def _is_followed(self) -> bool:
-    roles = self.outside.place.roles
-    if roles is None:
-      return self.outside.place.followed
-    return any(map(roles.reaches_product, self.equation.outvars))
-
-  @property
-  def why_float32(self) -> Code:
-    """The reason, if the bodies are in float32."""
-    return self.solver or Code.MODULE
-
-  def layers(self) -> list[bool]:
-    """Returns, for each carry of a loop, whether a product multiplies it by weights of the step's own."""
-    return list(layers_of_steps(self.equation, self.outside.rules))
-
-  def carry_setting(self, i: int) -> str | None:
-    """Returns the user's setting for the i-th carry of a loop: `float32`, `half`, or `None`."""
-    return self.outside.rules.overrides.loop_carry_at(inside(self.path, f"carry_{i}"))
-
 
 def _number(jaxpr: AnyJaxpr, equation: JaxprEqn) -> int:
   """Returns the index of a jaxpr among the bodies of a call; -1 for the program of a derivative rule."""
@@ -300,6 +310,11 @@ def _number(jaxpr: AnyJaxpr, equation: JaxprEqn) -> int:
 
 
 def _read_dtype(made: Decision, i: int, held: Held) -> np.dtype | None:
+  """Returns the dtype in which an operand is read; `None` for one in the user's dtype that keeps it."""
+  atom = made.equation.invars[i]
+  if not castable(atom.aval):
+    multiplies = made.listed == "allow" and made.mode is Mode.HALF and is_half(atom.aval)
+    return made.half if multiplies else None
   if made.call is not None:
     return made.call.ins[i].dtype
   if made.fp8 is not None and held.kind is Kind.FLEXIBLE:
@@ -307,12 +322,6 @@ def _read_dtype(made: Decision, i: int, held: Held) -> np.dtype | None:
   if made.mode is Mode.HALF and not bodies_of(made.equation):
     return made.half
   return held.dtype if made.mode in (Mode.EACH, Mode.CAST, Mode.EDGE) else FLOAT32
-
-
-def _own_read_dtype(made: Decision, atom: Atom) -> np.dtype | None:
-  """Returns the dtype in which an operand in the user's dtype is read; `None` for its own."""
-  multiplies = made.listed == "allow" and made.mode is Mode.HALF and is_half(atom.aval)
-  return made.half if multiplies else None
 
 
 def _widened(equation: JaxprEqn) -> frozenset[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, cast
@@ -19,14 +20,12 @@ from jax.extend.core import DropVar, Primitive
 
 from mpjax._types import Array, Atom, Fp8State, Literal, PyTree, Var
 from mpjax.casting import _fp8_products
-from mpjax.casting._alike_islands import common_scopes, island_key, plan_key
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
-from mpjax.casting._elementwise_losses import store_gradient_p
-from mpjax.casting._gradient_sums import MANY, look_up, use
+from mpjax.casting._fp8_products import SideInputs
+from mpjax.casting._gradient_sums import MANY, look_up, store_gradient_p, use
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._islands import is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
-from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._saved_operands import keep_in_fp8
 from mpjax.jaxpr import (
   as_traced,
@@ -37,8 +36,10 @@ from mpjax.jaxpr import (
   dtype_of,
   is_variable,
   last_reads,
+  scopes_inside,
   scopes_of,
   shape_of,
+  source_line,
   variables_of,
 )
 from mpjax.products import as_product, bind_product, plain_primitive
@@ -80,18 +81,15 @@ def execute(
     ValueError: for an `fp8_state` that is missing, or belongs to another function.
   """
   products = [node.fp8 for node in plan.all_nodes() if node.fp8]
-  opened = _fp8_products.open_state_for(fp8_state, plan.fp8_sites(), products)
-  side = SideInputs(opened.scales, opened.amax_probes, dict(enumerate(tap.probes)) if tap else {})
-
-  def run(side: SideInputs, tie: Array | None, *operands: Array) -> list[Array]:
-    return _fp8_products.tie_to_state(tie, Emitter(side, tap)(plan, operands))
-
-  return run(side, opened.tie, *operands)
+  side, tie = _fp8_products.open_state_for(fp8_state, plan.fp8_sites(), products)
+  if tap is not None:
+    side = side._replace(tap_probes=dict(enumerate(tap.probes)))
+  return _fp8_products.tie_to_state(tie, Emitter(side, tap)(plan, operands))
 
 
 @dataclasses.dataclass(frozen=True)
 class Emitter:
-  """Executes plans (`_cast_plan.Emit`).
+  """Executes plans.
 
   Attributes:
     side: what the program reads in addition to its inputs.
@@ -135,7 +133,7 @@ class Emitter:
     if self.tap is not None or self.side.arrays:
       return own
     constants = constants_of(bodies_of(call.equation)[0])  # `own` keeps them alive
-    return self._alike((plan_key(call.plans[0]), *map(id, constants)), own)
+    return self._alike((_plan_key(call.plans[0]), *map(id, constants)), own)
 
   def _alike(self, key: Hashable, own: Function) -> Function:
     try:
@@ -194,12 +192,12 @@ class Emitter:
       out = self._saving_in_fp8(island, values, island.saved, operands)
     else:
       products = frozenset(plain_primitive(n.equation.primitive) for n in island.nodes if n.listed == "allow")
-      depth = common_scopes(island)
+      depth = _common_scopes(island)
       inside: Function = functools.partial(self._inside, island, values.held, depth)
       if self.tap is None and not any(n.fp8 for n in island.nodes):  # only arrays go in
         alone = Emitter(SideInputs({}, {}, {}), None)  # or the function would keep this trace's tracers
         own = functools.partial(alone._inside, island, values.held, depth)
-        inside = self._alike(island_key(island, values.held, depth), own)
+        inside = self._alike(_island_key(island, values.held, depth), own)
       with scopes_of(island.nodes[0].equation, depth):
         out = jax.checkpoint(inside, policy=_saved(products), prevent_cse=island.fenced)(*operands)
     for (variable, _), value in zip(island.outputs, out, strict=True):
@@ -324,3 +322,64 @@ def _narrow(x: Array, dtype: np.dtype, saturates: bool) -> Array:
       largest = float(jnp.finfo(dtype).max)
       x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
     return jax.lax.convert_element_type(x, dtype)
+
+
+def _island_key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashable:
+  """Returns a key of an island that reads no side inputs: equal for two that one function computes.
+
+  So JAX traces the layers of a deep model once. Its caches belong to the function: its program, its
+  derivative, and what that saves.
+
+  Args:
+    island: the island.
+    held: how each variable is held.
+    depth: how many scopes the equations have in common, which the function leaves out.
+  """
+  numbers: dict[Var, int] = {}
+
+  def of(atom: Atom) -> Hashable:
+    if is_variable(atom):
+      return numbers.setdefault(atom, len(numbers)), atom.aval, held.get(atom)
+    return np.asarray(atom.val).tobytes(), atom.aval
+
+  def of_node(node: Node) -> Hashable:
+    equation = node.equation
+    atoms = (*equation.invars, *equation.outvars)
+    parameters = tuple(sorted(equation.params.items()))
+    place = scopes_inside(equation, depth), source_line(equation), equation.ctx
+    return equation.primitive, tuple(map(of, atoms)), parameters, place, _decisions_of(node)
+
+  inputs, outputs = (tuple((of(v), d) for v, d in pairs) for pairs in (island.inputs, island.outputs))
+  nodes = tuple(map(of_node, (*island.copies, *island.nodes)))
+  return inputs, nodes, outputs, len(island.copies), island.fenced, island.saved
+
+
+def _plan_key(plan: CastPlan) -> Hashable:
+  """Returns the key of a body's plan that reads no side inputs; plans of other jaxprs are never equal."""
+  return plan.jaxpr, tuple(plan.held[v] for v in plan.inputs), plan.outs, tuple(map(_unit_key, plan.units))
+
+
+def _unit_key(unit: Node | Island) -> Hashable:
+  if isinstance(unit, Island):
+    copies, nodes = (tuple(map(_unit_key, nodes)) for nodes in (unit.copies, unit.nodes))
+    return copies, nodes, unit.inputs, unit.outputs, unit.fenced, unit.saved, unit.loss_of
+  return unit.equation, _decisions_of(unit)
+
+
+def _decisions_of(node: Node) -> Hashable:
+  """Returns all that is decided about an equation."""
+  other = ("equation", "path", "call")
+  return *(x for name, x in vars(node).items() if name not in other), node.call and _call_key(node.call)
+
+
+def _call_key(call: Call) -> Hashable:
+  kind = call_kind(call.equation)
+  if kind is None or not kind.is_plain:  # a rule is decided where the call is
+    return call
+  return call.ins, call.outs, call.carry, tuple(map(_plan_key, call.plans))
+
+
+def _common_scopes(island: Island) -> int:
+  """Returns how many scopes, from the outermost on, the equations of an island have in common."""
+  stacks = {n.equation.source_info.name_stack.stack for n in (*island.copies, *island.nodes)}
+  return len([*itertools.takewhile(lambda scopes: len({*scopes}) == 1, zip(*stacks, strict=False))])

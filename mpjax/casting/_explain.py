@@ -17,13 +17,12 @@ from mpjax._render.tables import Shown, Table, answer_lines
 from mpjax._types import Atom, JaxprEqn, PolicyLike, Var
 from mpjax.casting._autocast import AUTO
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
-from mpjax.casting._casting_rules import make_rules
+from mpjax.casting._casting_rules import OpLists, make_rules
 from mpjax.casting._half_precision import explaining
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
 from mpjax.casting._kernels import runs_in_float32, way_out
 from mpjax.casting._kinds import Kind, castable, is_float
-from mpjax.casting._op_lists import OpLists
 from mpjax.casting._reasons import NOT_FP8, Code
 from mpjax.casting._trace import Traced
 from mpjax.fp8._hardware import in_force, slowness

@@ -7,18 +7,17 @@ import itertools
 import pathlib
 import sys
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from mpjax import _compat
-from mpjax._types import Array, Fp8State, JaxprEqn
+from mpjax._types import Array, Fp8State, JaxprEqn, PyTree
 from mpjax.casting._kinds import is_float
 from mpjax.casting._product_roles import ProductRole, Root
 from mpjax.casting._reasons import Code
-from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8 import Recipe
 from mpjax.fp8._delayed import check_state, open_state
 from mpjax.fp8._hardware import fp8_units
@@ -118,6 +117,38 @@ class Sites:
     return next(self._numbers)
 
 
+class SideInputs(NamedTuple):
+  """Inputs of an emitted program that the user's program does not have; bodies that read them get them, too.
+
+  Attributes:
+    scales: float32[3] for lhs, rhs and gradient of an FP8 product, by the name of its history.
+    amax_probes: float32[3] by number of the FP8 product; their cotangents are the amaxes.
+    tap_probes: the probes of a tap, by number of the tapped value: an array, or a tree of arrays, with
+      a row for each step of the loops around the value.
+  """
+
+  scales: dict[str, Array]
+  amax_probes: dict[int, Array]
+  tap_probes: dict[int, PyTree]
+
+  def select(self, sites: Collection[str], products: Collection[int], taps: Sequence[int]) -> SideInputs:
+    """Returns the inputs for some histories, FP8 products and tapped values."""
+    return SideInputs(
+      {site: x for site, x in self.scales.items() if site in sites},
+      {number: x for number, x in self.amax_probes.items() if number in products},
+      {number: self.tap_probes[number] for number in taps},
+    )
+
+  @property
+  def arrays(self) -> list[Array]:
+    """All arrays, in one order."""
+    return jax.tree.leaves(self)
+
+  def with_arrays(self, arrays: Sequence[Array]) -> SideInputs:
+    """Returns the same inputs with other arrays, in the order of `arrays`."""
+    return jax.tree.unflatten(jax.tree.structure(self), arrays)
+
+
 class Support(NamedTuple):
   """This machine's support for a recipe: whether its products are quantised, and in which units.
 
@@ -140,11 +171,6 @@ def support(recipe: Recipe) -> Support:
     # A machine without a GPU may compile for one: the platform decides.
     return Support(None, None if platform in ("cpu", "tpu") else False)
   return Support(lack, None)
-
-
-def works(recipe: Recipe) -> bool:
-  """Returns whether anything is quantised on this machine."""
-  return support(recipe).why_not is None
 
 
 def warn_of(recipes: set[Recipe], compute_dtype: str) -> None:
@@ -265,24 +291,10 @@ def tie_to_state(tie: Array | None, results: list[Array]) -> list[Array]:
   return [observe(x, tie, NOTHING) if is_float(jax.typeof(x)) else x for x in results]
 
 
-class Opened(NamedTuple):
-  """A state of delayed scaling, opened for one step.
-
-  Attributes:
-    scales: by site, float32[3] for lhs, rhs and gradient.
-    amax_probes: by number of the product, float32[3].
-    tie: float32[3], for `tie_to_state`; `None` without a state.
-  """
-
-  scales: dict[str, Array]
-  amax_probes: dict[int, Array]
-  tie: Array | None
-
-
 def open_state_for(
   state: Fp8State | None, recipes: Mapping[str, Recipe], products: Iterable[Fp8Product]
-) -> Opened:
-  """Returns what a program's products under delayed scaling read in a step.
+) -> tuple[SideInputs, Array | None]:
+  """Returns what a program's products under delayed scaling read in a step, and the probe for `tie_to_state`.
 
   Args:
     state: the state from `mpjax.init_fp8_state`, or `None`.
@@ -298,7 +310,7 @@ def open_state_for(
     if fp8.site is not None:
       uses.setdefault(fp8.site, []).append(fp8.number)
   if state is None and not uses:
-    return Opened({}, {}, None)
+    return SideInputs({}, {}, {}), None
   if state is None:
     raise ValueError(
       "fp8 recipe 'delayed' scales by the amaxes of earlier steps: pass them as mpjax.autocast(..., "
@@ -311,4 +323,4 @@ def open_state_for(
   for site, numbers in known.items():  # of products that share a history, the larger amax counts
     several = spread(probes[site], len(numbers)) if len(numbers) > 1 else probes[site][None]
     by_number |= {number: several[i] for i, number in enumerate(numbers)}
-  return Opened(scales, by_number, tie)
+  return SideInputs(scales, by_number, {}), tie

@@ -94,3 +94,22 @@ ad.primitive_jvps[_use_p] = _jvp
 ad.primitive_transposes[_use_p] = _transpose
 batching.primitive_batchers[_use_p] = _batch
 lower_as(_use_p, _first)
+
+
+store_gradient_p = Primitive("store_gradient")  # the identity; its transpose is an optimisation barrier
+register_as(store_gradient_p, jax.lax.copy_p)
+
+
+def _itself(x: AbstractValue) -> AbstractValue:
+  return x
+
+
+def _transposed(ct: Array | ad.Zero, _: object) -> list[Array | ad.Zero]:
+  return [ct if isinstance(ct, ad.Zero) else jax.lax.optimization_barrier(ct)]
+
+
+store_gradient_p.def_impl(_itself)
+store_gradient_p.def_abstract_eval(_itself)
+ad.deflinear2(store_gradient_p, _transposed)
+batching.defvectorized(store_gradient_p)
+lower_as(store_gradient_p, _itself)

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, PyTree
+from mpjax.casting._casting_rules import Overrides
 from mpjax.casting._kinds import castable
 from mpjax.casting._nnx_modules import Modules, with_module_argument
-from mpjax.casting._overrides import Overrides
 from mpjax.jaxpr import (
   REGION_EDGE,
   bodies_of,

@@ -2,24 +2,48 @@
 
 A rule keeps the primitive's promises: the name, shardings and donation of a `jit`, the policy of a
 `checkpoint`, one stable dtype for a loop's carry, the user's derivative rule of a `custom_vjp`.
+
+A custom derivative or batching rule is a program that exists only once JAX differentiates or batches. It is
+traced in its own dtypes, decided about as a whole, and emitted with its casts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import AbstractValue
+from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _compat
-from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, PyTree
-from mpjax.casting import _derivative_rules, _loop_carry
-from mpjax.casting._cast_plan import Call, DecideBody, Emit
+from mpjax._types import Array, Atom, Jaxpr, JaxprEqn, PyTree
+from mpjax.casting._cast_plan import Call
 from mpjax.casting._gradient_sums import MANY, use, widened
-from mpjax.casting._kinds import Held, Kind, Where, as_held, initial, meet
-from mpjax.jaxpr import CallKind, as_traced, bodies_of, joined_branches, open_jaxpr, scan_parts, while_loop
+from mpjax.casting._half_precision import Regions, tracing
+from mpjax.casting._kinds import Held, Kind, Where, as_held, meet
+from mpjax.casting._loops import after_loop, settle
+from mpjax.jaxpr import (
+  CallKind,
+  as_traced,
+  bodies_of,
+  call_kind,
+  constants_of,
+  custom_jvp_rule,
+  custom_vjp_rules,
+  dtype_of,
+  joined_branches,
+  scan_parts,
+  shape_of,
+  while_loop,
+)
 from mpjax.products import as_product, spread
+
+if TYPE_CHECKING:
+  from mpjax.casting._decide import Bodies
+  from mpjax.casting._emit import Emitter
 
 # Entered if their operands are half precision, even without a product inside.
 LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
@@ -35,21 +59,18 @@ class Rule(NamedTuple):
     emit: (call, operands, emit) -> results, as `call.outs` says.
   """
 
-  decide: Callable[[JaxprEqn, Sequence[Held], Wanted, DecideBody], Call]
-  emit: Callable[[Call, Sequence[Array], Emit], list[Array]]
+  decide: Callable[[JaxprEqn, Sequence[Held], Wanted, Bodies], Call]
+  emit: Callable[[Call, Sequence[Array], Emitter], list[Array]]
 
 
-def _constants(jaxpr: AnyJaxpr) -> list[Held]:
-  return [initial(v.aval) for v in open_jaxpr(jaxpr).constvars]
-
-
-def _decide_simple(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
-  (body,) = bodies_of(equation)[:1]
-  plan = bodies(body, [*_constants(body), *held], wanted)
+def _decide_simple(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
+  # Islands in a checkpoint of the user's would be recomputed twice: by it and by their own.
+  islands = call_kind(equation) is not CallKind.REMAT
+  plan = bodies(bodies_of(equation)[0], held, wanted, islands=islands)
   return Call(equation, tuple(held), (plan,), plan.outs, bodies)
 
 
-def _emit_jit(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_jit(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
   within = emit.replace(side)
 
@@ -61,19 +82,12 @@ def _emit_jit(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
     return _compat.bind_jit(call.equation, list(operands), side.arrays, closed)
 
 
-def _emit_inline(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_inline(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   with as_traced(call.equation):
     return call.body(emit)(*operands)
 
 
-def _decide_remat(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
-  (body,) = bodies_of(equation)[:1]
-  # Islands would be recomputed twice: by this checkpoint and by their own.
-  plan = bodies(body, [*_constants(body), *held], wanted, islands=False)
-  return Call(equation, tuple(held), (plan,), plan.outs, bodies)
-
-
-def _emit_remat(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_remat(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   jaxpr, constants = _compat.trace_open(call.body(emit), list(operands))
   policy = call.equation.params["policy"]
   if policy is not None:
@@ -82,19 +96,17 @@ def _emit_remat(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array
     return _compat.bind(call.equation, [*constants, *operands], jaxpr=jaxpr, policy=policy)
 
 
-def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
-  body = equation.params["jaxpr"]
+def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   k, n, _ = scan_parts(equation)
-  consts = _constants(body)
   outs_wanted = [None] * n + list(wanted[n:])
-  decide_with = lambda carry: bodies(body, [*consts, *held[:k], *carry, *held[k + n :]], outs_wanted)
-  plan, carry = _loop_carry.settle(held[k : k + n], decide_with, len(consts) + k, bodies.layers(), bodies)
+  before, entering, rows = held[:k], held[k : k + n], held[k + n :]
+  plan, carry = settle(bodies, equation.params["jaxpr"], before, entering, rows, outs_wanted)
   kept = [one.held for one in carry]
-  outs = _loop_carry.after_loop([*kept, *plan.outs[n:]])
+  outs = after_loop([*kept, *plan.outs[n:]])
   return Call(equation, (*held[:k], *kept, *held[k + n :]), (plan,), outs, bodies, carry)
 
 
-def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_scan(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   k, n, options = scan_parts(call.equation)
   side = emit.within(call.plans)
   captured = list(zip(operands[:k], call.ins[:k], strict=True))
@@ -122,23 +134,21 @@ def _as_carry(call: Call, out: Sequence[Array]) -> list[Array]:
   return [as_held(x, one.held) for x, one in zip(out, call.carry, strict=True)]
 
 
-def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
+def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   p = equation.params
   first, second = p["cond_nconsts"], p["body_nconsts"]
   in_condition, in_body, entering = held[:first], held[first : first + second], held[first + second :]
-  consts = _constants(p["body_jaxpr"])
-  decide_with = lambda carry: bodies(p["body_jaxpr"], [*consts, *in_body, *carry])
-  plan, carry = _loop_carry.settle(entering, decide_with, len(consts) + second, bodies.layers(), bodies)
+  plan, carry = settle(bodies, p["body_jaxpr"], in_body, entering)
   kept = [one.held for one in carry]
-  condition = bodies(p["cond_jaxpr"], [*_constants(p["cond_jaxpr"]), *in_condition, *kept])
+  condition = bodies(p["cond_jaxpr"], [*in_condition, *kept])
   # In the order of the bodies in the parameters.
   order = {"cond_jaxpr": condition, "body_jaxpr": plan}
   plans = tuple(order[key] for key in p if key in order)
   ins = (*in_condition, *in_body, *kept)
-  return Call(equation, ins, plans, _loop_carry.after_loop(kept), bodies, carry)
+  return Call(equation, ins, plans, after_loop(kept), bodies, carry)
 
 
-def _emit_while(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_while(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   p = call.equation.params
   first, second = p["cond_nconsts"], p["body_nconsts"]
   keys = [key for key in p if key in ("cond_jaxpr", "body_jaxpr")]
@@ -153,14 +163,14 @@ def _emit_while(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array
     return while_loop(call.equation, go_on, step, list(operands[first + second :]))
 
 
-def _decide_cond(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
+def _decide_cond(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   branches = equation.params["branches"]
-  plans = tuple(bodies(branch, [*_constants(branch), *held[1:]], wanted) for branch in branches)
+  plans = tuple(bodies(branch, held[1:], wanted) for branch in branches)
   outs = tuple(meet(column, Where.BRANCHES) for column in zip(*(plan.outs for plan in plans), strict=True))
   return Call(equation, tuple(held), plans, outs, bodies)
 
 
-def _emit_cond(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_cond(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   def branch(i: int) -> tuple[Jaxpr, list[Array]]:
     body = call.body(emit, i)
 
@@ -176,7 +186,7 @@ def _emit_cond(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]
     return _compat.bind(call.equation, [operands[0], *consts, *operands[1:]], branches=branches)
 
 
-def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
   scales, probes = jax.tree.leaves(side.scales), jax.tree.leaves(side.amax_probes)
 
@@ -190,15 +200,201 @@ def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
     return list(mapped(*operands, *scales, *(spread(probe, devices) for probe in probes)))
 
 
+def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  """Emits a `custom_jvp_call` with the user's rule."""
+  body = call.body(emit)
+  rule = custom_jvp_rule(call.equation)
+  inputs = call.equation.invars
+  moving = [i for i, a in enumerate(inputs) if jnp.issubdtype(dtype_of(a), jnp.inexact)]
+
+  @jax.custom_jvp
+  def f(*primals: Array) -> tuple[Array, ...]:
+    return tuple(body(*primals))
+
+  @f.defjvp
+  def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    still = {i: tangents[i] for i in range(len(inputs)) if i not in moving}
+
+    def flat(*xs: Array) -> list[Array]:
+      of = dict(zip(moving, xs[len(inputs) :], strict=True)) | still
+      return rule(*xs[: len(inputs)], *(of[i] for i in range(len(inputs))))
+
+    like = [*(_struct(a.aval) for a in inputs), *(_struct(inputs[i].aval) for i in moving)]
+    held = [*call.ins, *(call.ins[i] for i in moving)]
+    values = [*primals, *(tangents[i] for i in moving)]
+    out, _ = _emit_rule(call, emit, flat, like, held, values, tangents=len(moving))
+    n = len(call.outs)
+    return _as_results(call, out[:n]), _as_results(call, out[n:])
+
+  with as_traced(call.equation):
+    return list(f(*operands))
+
+
+def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  """Emits a `custom_vjp_call` with the user's rules."""
+  body = call.body(emit)
+  forward, backward = custom_vjp_rules(call.equation)
+  avals = [a.aval for a in call.equation.invars]
+  # Facts about the residuals, from the forward rule for the backward rule. Those that are not tracers (a
+  # Python bool, an array of constants) are passed on unchanged: the backward rule may branch on them.
+  is_traced: list[bool] = []
+  kept_types: list[AbstractValue] = []  # the types of the tracers
+  kept_held: list[Held] = []
+
+  @jax.custom_vjp
+  def f(*xs: Array) -> tuple[Array, ...]:
+    return tuple(body(*xs))
+
+  def f_forward(
+    *primals: jax.custom_derivatives.CustomVJPPrimal,
+  ) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+    known: list[Any] = []
+
+    def flat(*xs: Array) -> list[Array]:
+      residuals, outs = forward(list(xs), [primal.perturbed for primal in primals])
+      is_traced[:] = [isinstance(r, jax.core.Tracer) for r in residuals]
+      kept, known[:] = _parted(is_traced, residuals)
+      kept_types[:] = map(jax.typeof, kept)
+      return [*outs, *kept]
+
+    values = [primal.value for primal in primals]
+    out, held = _emit_rule(call, emit, flat, list(map(_struct, avals)), call.ins, values)
+    n = len(call.outs)
+    kept_held[:] = held[n:]
+    return _as_results(call, out[:n]), tuple(_merged(is_traced, out[n:], known))
+
+  def f_backward(residuals: Sequence[Any], cotangents: Sequence[Array]) -> tuple[Array | None, ...]:
+    given: list[bool] = []
+    kept, known = _parted(is_traced, residuals)
+    avals_out = [v.aval for v in call.equation.outvars]
+    if not _compat.takes_symbolic_zeros(call.equation):
+      cotangents = [_instantiated(g) for g in cotangents]
+    # Zeros stay symbolic: a batched rule asks which results have a cotangent.
+    is_given = [not isinstance(g, SymbolicZero) for g in cotangents]
+    moving, still = _parted(is_given, cotangents)
+    zeros = [_zero_like(g, aval) for g, aval in zip(still, _parted(is_given, avals_out)[1], strict=True)]
+
+    def flat(*xs: Array) -> list[Array]:
+      of_results = _merged(is_given, xs[len(kept) :], zeros)
+      out = backward(_merged(is_traced, xs[: len(kept)], known), of_results)
+      given[:] = [x is not None and x.dtype != jax.dtypes.float0 for x in out]
+      return [x for x, is_given in zip(out, given, strict=True) if is_given]
+
+    like = [*map(_struct, kept_types), *map(_struct, _parted(is_given, avals_out)[0])]
+    held = [*kept_held, *_parted(is_given, call.outs)[0]]
+
+    def gradients() -> list[bool]:
+      return [h.kind is Kind.FLEXIBLE for h, here in zip(call.ins, given, strict=True) if here]
+
+    out, _ = _emit_rule(call, emit, flat, like, held, [*kept, *moving], gradients=gradients)
+    results = iter(out)
+    return tuple(as_held(next(results), h) if here else None for h, here in zip(call.ins, given, strict=True))
+
+  # Symbolic zeros tell the rule which operands are differentiated: its constants are not.
+  f.defvjp(f_forward, f_backward, symbolic_zeros=True)
+  with as_traced(call.equation):
+    return list(f(*operands))
+
+
+def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  """Emits a `custom_vmap_call` with the user's rule."""
+  body = call.body(emit)
+  f = jax.custom_batching.custom_vmap(lambda *xs: tuple(body(*xs)))
+  parameters = call.equation.params
+
+  @f.def_vmap
+  def _(axis_size: int, in_batched: Sequence[bool], *xs: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    out_batched: list[bool] = []
+
+    def batched_struct(a: Atom, is_batched: bool) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct((*([axis_size] * is_batched), *shape_of(a)), dtype_of(a))
+
+    def unflatten(leaves: Sequence[PyTree]) -> PyTree:
+      return jax.tree.unflatten(parameters["in_tree"], list(leaves))
+
+    def flat(*xs: Array) -> list[Array]:
+      out, batched = parameters["rule"](axis_size, unflatten(in_batched), *unflatten(xs))
+      out_batched[:] = jax.tree.leaves(batched)
+      return jax.tree.leaves(out)
+
+    like = [batched_struct(a, b) for a, b in zip(call.equation.invars, in_batched, strict=True)]
+    out, _ = _emit_rule(call, emit, flat, like, call.ins, xs)
+    return _as_results(call, out), tuple(out_batched)
+
+  with as_traced(call.equation):
+    return list(f(*operands))
+
+
+def _emit_rule(
+  call: Call,
+  emit: Emitter,
+  flat: Callable[..., list[Array]],
+  like: Sequence[jax.ShapeDtypeStruct],
+  held: Sequence[Held],
+  operands: Sequence[Array],
+  tangents: int = 0,
+  gradients: Callable[[], list[bool]] | None = None,
+) -> tuple[list[Array], tuple[Held, ...]]:
+  """Returns the results of a rule, and how they are held.
+
+  Args:
+    call: the call that the rule is of.
+    emit: executes plans.
+    flat: the rule, as a function of arrays.
+    like: the operands in the program's own dtypes, in which the rule is traced.
+    held: how the operands are held.
+    operands: the operands.
+    tangents: how many of the last are tangents, in which the rule must stay linear.
+    gradients: for a backward rule, returns after the trace which results are gradients of parameters.
+  """
+  # The rule is traced long after the function.
+  with tracing(Regions(call.decide_rule.half, instead=tracing.value.instead)):
+    closed = jax.make_jaxpr(flat)(*like)
+  of_parameters = gradients() if gradients else None
+  plan = call.decide_rule(closed, held, tangents=tangents, gradients=of_parameters)
+  return emit(plan, [*constants_of(closed), *operands]), plan.outs
+
+
+def _parted(flags: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+  """Returns the values with a flag, and those without."""
+  pairs = list(zip(flags, values, strict=True))
+  return [x for flag, x in pairs if flag], [x for flag, x in pairs if not flag]
+
+
+def _merged(flags: Sequence[bool], flagged: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+  """Inverts `_parted`."""
+  parts = iter(flagged), iter(others)
+  return [next(parts[0] if flag else parts[1]) for flag in flags]
+
+
+def _as_results(call: Call, out: Sequence[Array]) -> tuple[Array, ...]:
+  return tuple(as_held(x, h) for x, h in zip(out, call.outs, strict=True))
+
+
+def _instantiated(x: Array | SymbolicZero) -> Array:
+  return jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
+
+
+def _zero_like(zero: SymbolicZero, aval: AbstractValue) -> SymbolicZero:
+  """Returns a zero in the dtype of the program's result; the zero of an integer result has its own dtype."""
+  dtype = cast(jax.core.ShapedArray, aval).dtype
+  return SymbolicZero(zero.aval.update(dtype=dtype)) if jnp.issubdtype(dtype, jnp.inexact) else zero
+
+
+def _struct(aval: AbstractValue) -> jax.ShapeDtypeStruct:
+  aval = cast(jax.core.ShapedArray, aval)
+  return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
 RULES: dict[CallKind | None, Rule] = {
   CallKind.JIT: Rule(_decide_simple, _emit_jit),
   CallKind.INLINE: Rule(_decide_simple, _emit_inline),
-  CallKind.REMAT: Rule(_decide_remat, _emit_remat),
+  CallKind.REMAT: Rule(_decide_simple, _emit_remat),
   CallKind.SCAN: Rule(_decide_scan, _emit_scan),
   CallKind.WHILE: Rule(_decide_while, _emit_while),
   CallKind.COND: Rule(_decide_cond, _emit_cond),
   CallKind.SHARD_MAP: Rule(_decide_simple, _emit_shard_map),
-  CallKind.CUSTOM_JVP: Rule(_decide_simple, _derivative_rules.emit_custom_jvp),
-  CallKind.CUSTOM_VJP: Rule(_decide_simple, _derivative_rules.emit_custom_vjp),
-  CallKind.CUSTOM_VMAP: Rule(_decide_simple, _derivative_rules.emit_custom_vmap),
+  CallKind.CUSTOM_JVP: Rule(_decide_simple, _emit_custom_jvp),
+  CallKind.CUSTOM_VJP: Rule(_decide_simple, _emit_custom_vjp),
+  CallKind.CUSTOM_VMAP: Rule(_decide_simple, _emit_custom_vmap),
 }

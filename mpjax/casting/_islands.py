@@ -9,21 +9,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.core import AbstractValue
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, primitives
 
 from mpjax._types import Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Decision, Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._copies import Copies, held_dtype
-from mpjax.casting._elementwise_losses import is_by_element
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
-from mpjax.casting._place import Place
 from mpjax.casting._reasons import EXACT, Code
 from mpjax.jaxpr import (
   CallKind,
@@ -38,7 +35,12 @@ from mpjax.jaxpr import (
   variables_of,
 )
 
+if TYPE_CHECKING:
+  from mpjax.casting._decide import Place
+
 _KEEPS_NONE = Trait.NO_RESIDUAL | Trait.CHOICE
+_STORED = Trait.READS_STORED | Trait.STORES_RESULT | Trait.MOVES | Trait.PRODUCT
+_MOST = 8  # sources of one value: a value with more is considered as large as they are
 
 
 def pull_in(
@@ -90,8 +92,12 @@ def _only_float32_reads(
 
 
 def _better_saved(made: Decision, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
-  """Returns whether a result is smaller to save than its inputs, or costs a memory pass to recompute."""
-  return has(made.equation, Trait.MOVES) or _sums(made, held, sources) or _shrinks(made, held)
+  """Returns whether a result is smaller to save than its inputs, or costs a memory pass to recompute.
+
+  What has a name (`jax.ad_checkpoint.checkpoint_name`) may be saved by it, in half the bytes of float32.
+  """
+  saved = made.equation.primitive is primitives.name_p or has(made.equation, Trait.MOVES)
+  return saved or _sums(made, held, sources) or _shrinks(made, held)
 
 
 def _shrinks(made: Decision, held: Mapping[Var, Held]) -> bool:
@@ -161,7 +167,7 @@ class Segments:
     self.place = place
     self.roles = place.roles
     inputs = (*jaxpr.constvars, *jaxpr.invars)
-    self.arguments = {v for v in inputs if place.roles is not None and place.roles.lineage(v).argument}
+    self.arguments = {v for v in inputs if place.roles is not None and place.roles.lineages[v].argument}
     recomputed = (node for node in nodes if rules.may_recompute(node.equation))
     self.inside = {node for node in recomputed if _in_float32(node) and rules.computes_again(node.path)}
     self.makers = {v: node for node in nodes for v in node.equation.outvars}
@@ -399,8 +405,87 @@ def _saved_dtype(island: Island, rules: CastingRules) -> np.dtype | None:
   `None` if there is an exponential: a rounding error there is an error of the exponent.
   """
   recipe = rules.overrides.recipe_at(island.nodes[0].path)
-  if recipe is None or recipe.saved_activations != "fp8" or not _fp8_products.works(recipe):
+  if recipe is None or recipe.saved_activations != "fp8" or _fp8_products.support(recipe).why_not:
     return None
   inside = rules.primitives([node.equation for node in island.nodes])
   exponential = any(has(primitive, Trait.EXPONENTIAL) for primitive in inside)
   return None if exponential else recipe.forward
+
+
+class Copies:
+  """The cheap equations of a program, which any island may compute itself: a mask of positions, a one-hot.
+
+  The inputs of an island are kept for the backward pass. A value that is cheap, and larger than what it is
+  computed from, is not worth its memory: a compiler fuses its computation into the reader. The same holds for
+  a half-precision copy of an argument, which exists anyway.
+
+  Args:
+    cheap: those in no island, whose inside nothing else can read, in the order of the program.
+    held: how each variable is held.
+  """
+
+  def __init__(self, cheap: Iterable[Node], held: Mapping[Var, Held]):
+    self._held = held
+    self._makers: dict[Var, tuple[int, Node]] = {}
+    self._sources: dict[Var, tuple[Var, ...]] = {}
+    for i, node in enumerate(cheap):
+      operands = variables_of(node.equation.invars)
+      sources = tuple(dict.fromkeys(s for a in operands for s in self._sources.get(a, (a,))))
+      if len(sources) <= _MOST:
+        self._makers.update(dict.fromkeys(node.equation.outvars, (i, node)))
+        self._sources.update(dict.fromkeys(node.equation.outvars, sources))
+
+  def instead_of(self, inputs: Sequence[Var], free: Collection[Var] = ()) -> tuple[Node, ...]:
+    """Returns the equations for those inputs of an island that it should compute instead of reading.
+
+    These inputs take at least twice the memory of their sources, without those that are read anyway.
+
+    Args:
+      inputs: the island's inputs.
+      free: variables that cost nothing to keep.
+    """
+    read = dict.fromkeys(v for v in inputs if v not in self._makers)
+    waiting = []
+    for v in (v for v in inputs if v in self._makers):
+      further = [source for source in self._sources[v] if source not in read]
+      if 2 * sum(self._bytes(source) for source in further if source not in free) <= self._bytes(v):
+        waiting.append(v)
+        read.update(dict.fromkeys(further))
+      else:
+        read[v] = None
+    made: set[Var] = set()
+    while waiting:
+      v = waiting.pop()
+      if v in self._makers and v not in read and v not in made:
+        made.add(v)
+        waiting += variables_of(self._makers[v][1].equation.invars)
+    return tuple(node for _, node in sorted({self._makers[v] for v in made}))
+
+  def _bytes(self, v: Var) -> int:
+    return size(v) * getattr(held_dtype(v, self._held), "itemsize", 4)
+
+
+def held_dtype(v: Var, held: Mapping[Var, Held]) -> np.dtype:
+  """Returns the dtype that a variable is held in."""
+  return held[v].dtype if castable(v.aval) else dtype_of(v)
+
+
+def is_by_element(nodes: Sequence[Node], result: Var, rules: CastingRules) -> bool:
+  """Returns whether equations use each element of a value alone, until they sum.
+
+  A product's fused epilogue can compute such a loss and its gradient at once, without storing the result of
+  the product: a squared error, a cross entropy of independent logits. Compilers store it anyway, and both
+  products of the backward pass recompute the gradient from it, and read the targets again. So the gradient
+  crosses an optimisation barrier: it is computed and stored once. A softmax first needs its whole rows: its
+  result is stored anyway, and a barrier would store another array. A barrier does not pay either if the
+  result is small compared with the product's operands.
+  """
+  made = {result}  # and what is made of it
+  for equation in (node.equation for node in nodes):
+    read = made & set(variables_of(equation.invars))
+    made.update(equation.outvars if read else ())
+    if read and any(size(v) >= size(result) for v in equation.outvars):
+      stored = any(facts(p).traits & _STORED for p in rules.primitives([equation]))
+      if stored or any(size(v) < size(result) for v in read):
+        return False
+  return True

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
@@ -25,6 +26,7 @@ from mpjax.jaxpr import (
   Facts,
   Trait,
   backward_depth,
+  bodies_of,
   has,
   is_variable,
   open_jaxpr,
@@ -292,10 +294,6 @@ class ProductRoles:
     """Returns the role of a product; `None` if unknown."""
     return self._products.get((*self.lineages.calls, (equation, 0)))
 
-  def lineage(self, atom: Atom) -> Lineage:
-    """Returns the sources of a value."""
-    return self.lineages[atom]
-
   def meets_data(self, equation: JaxprEqn, rounded: Sequence[Atom], orders: bool) -> bool:
     """Returns whether values meet data in an elementwise equation, and more than layers read its result.
 
@@ -312,7 +310,7 @@ class ProductRoles:
       return False
     rows = shape_of(equation.outvars[0])[:1]
     data = (a for a in equation.invars if a not in rounded and shape_of(a)[:1] == rows)
-    return any(self.lineage(a).sources & ~self.parameters for a in data)
+    return any(self.lineages[a].sources & ~self.parameters for a in data)
 
   def reaches_product(self, atom: Atom) -> bool:
     """Returns whether a product follows a value."""
@@ -369,55 +367,53 @@ def _parameters(lineages: Facts[Lineage], rules: CastingRules, groups: list[int]
     data |= (lhs.sources if rhs.sources & found else rhs.sources if lhs.sources & found else 0) & ~found
   for lhs, rhs, rows in first:
     left, right = lhs.sources & ~_CONSTANTS, rhs.sources & ~_CONSTANTS
+    apart = len(groups) < 2 or not any(left & leaves and right & leaves for leaves in groups)
     if rhs.is_constant:  # a filter, or rows of data behind a weight on the left
       found |= left & ~data if rows else 0
-    elif (
-      not right & (data | left) and not left & found and (len(groups) < 2 or not _alike(left, right, groups))
-    ):
+    elif apart and not right & (data | left) and not left & found:
       found, data = found | right, data | left & ~right
   return found | sum(
     {leaves & ~found for leaves in groups if leaves & layers and not leaves & data}
   ), has_filters
 
 
-def _alike(left: int, right: int, groups: list[int]) -> bool:
-  """Returns whether two values are from one argument."""
-  return any(left & leaves and right & leaves for leaves in groups)
-
-
 def _products(lineages: Facts[Lineage], ends: Facts[Ends], rules: CastingRules) -> dict[Calls, ProductRole]:
   """Returns the products of a program by equation, with the calls around it."""
   known = {}
   after = by_calls(ends)
-  for facts in lineages.everywhere():
-    for equation in facts.equations:
-      if is_product(equation, rules):
-        behind = after.get(facts.calls)
-        outs = [behind[v] for v in equation.outvars if is_float(v.aval)] if behind else [Ends.PRODUCT]
-        last = not any(end & Ends.PRODUCT for end in outs)
-        lhs, rhs = (facts[a] for a in equation.invars[:2])
-        gradient = lhs.gradient or rhs.gradient or backward_depth(equation) > 0
-        still = [not x.active and not x.gradient for x in (lhs, rhs)]
-        known[(*facts.calls, (equation, 0))] = ProductRole(
-          (lhs.active, rhs.active),
-          (lhs.gradient, rhs.gradient),
-          (lhs.root, rhs.root),
-          size(equation.invars[0 if lhs.gradient else 1] if gradient else equation.outvars[0]),
-          last,
-          (still[0] and not still[1], still[1]),
-        )
+  for facts, equation in _in_order(lineages):
+    if is_product(equation, rules):
+      behind = after.get(facts.calls)
+      outs = [behind[v] for v in equation.outvars if is_float(v.aval)] if behind else [Ends.PRODUCT]
+      last = not any(end & Ends.PRODUCT for end in outs)
+      lhs, rhs = (facts[a] for a in equation.invars[:2])
+      gradient = lhs.gradient or rhs.gradient or backward_depth(equation) > 0
+      still = [not x.active and not x.gradient for x in (lhs, rhs)]
+      known[(*facts.calls, (equation, 0))] = ProductRole(
+        (lhs.active, rhs.active),
+        (lhs.gradient, rhs.gradient),
+        (lhs.root, rhs.root),
+        size(equation.invars[0 if lhs.gradient else 1] if gradient else equation.outvars[0]),
+        last,
+        (still[0] and not still[1], still[1]),
+      )
   again = {place for place in known if any(backward_depth(call) for call, _ in place[:-1])}
   backward = {place for place, role in known.items() if any(role.gradients)}
   forward = {place: role for place, role in known.items() if place not in backward | again}
-  order = {
-    (*facts.calls, (equation, 0)): i
-    for facts in lineages.everywhere()
-    for i, equation in enumerate(facts.equations)
-  }
-  forward |= _with_shares(forward, order)
+  forward |= _with_shares(forward)
   recomputed = _inherited({place: known[place] for place in again - backward}, forward)
   both = forward | recomputed
   return both | _inherited({place: known[place] for place in backward}, both)
+
+
+def _in_order(facts: Facts[F]) -> Iterator[tuple[Facts[F], JaxprEqn]]:
+  """Yields the equations of a program in its order, those of bodies after their call."""
+  for equation in facts.equations:
+    yield facts, equation
+    for i in range(len(bodies_of(equation))):
+      inner = facts.inside(equation, i)
+      if inner is not None:
+        yield from _in_order(inner)
 
 
 def _inherited(
@@ -448,34 +444,26 @@ def _inherited(
   return found
 
 
-def _with_shares(
-  products: Mapping[Calls, ProductRole], order: Mapping[Calls, int]
-) -> dict[Calls, ProductRole]:
+def _with_shares(products: Mapping[Calls, ProductRole]) -> dict[Calls, ProductRole]:
   """Returns products with a weight, with the share of them that comes after each.
 
   Args:
-    products: products of the forward pass.
-    order: the position of each equation in its body.
+    products: products of the forward pass, in the order of the program.
   """
 
-  def position(place: Calls) -> list[tuple[int, int]]:
-    return [(order[(*place[:i], (equation, 0))], body) for i, (equation, body) in enumerate(place)]
+  def outermost_loop(place: Calls) -> Calls:
+    """Returns the outermost loop around a product; the product itself without one."""
+    return next((place[: i + 1] for i, (e, _) in enumerate(place) if times_run(e) > 1), place)
 
-  def loop_of(place: Calls) -> int:
-    """Returns the number of calls down to the outermost loop; all of them without a loop."""
-    return next((i + 1 for i, (e, _) in enumerate(place) if times_run(e) > 1), len(place))
-
-  found = {place: role for place, role in products.items() if not all(role.active)}
-  counts = {place: math.prod(times_run(equation) for equation, _ in place) for place in found}
-  groups: dict[tuple[tuple[int, int], ...], list[Calls]] = {}
-  for place in found:
-    groups.setdefault(tuple(position(place)[: loop_of(place)]), []).append(place)
-  total, after = sum(counts.values()), 0
-  for _, places in sorted(groups.items(), reverse=True):
-    runs = sum(counts[place] for place in places)
-    for place in places:
-      found[place] = found[place]._replace(after=(after + runs - 1) / total)
-    after += runs
+  weighted = (place for place, role in products.items() if not all(role.active))
+  counts = {place: math.prod(times_run(equation) for equation, _ in place) for place in weighted}
+  found: dict[Calls, ProductRole] = {}
+  after = 0
+  for _, together in itertools.groupby(reversed(counts), outermost_loop):
+    places = list(together)
+    after += sum(counts[place] for place in places)
+    share = (after - 1) / sum(counts.values())
+    found |= {place: products[place]._replace(after=share) for place in places}
   return found
 
 

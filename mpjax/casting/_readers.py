@@ -11,13 +11,16 @@ import enum
 import functools
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
+from jax.extend.core import primitives
 
+from mpjax._compat import newer
 from mpjax._types import AnyJaxpr, JaxprEqn
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import castable, is_float, size
-from mpjax.casting._loop_facts import is_recurrent, why_in_solver
+from mpjax.casting._loops import loop_facts, why_in_solver
 from mpjax.casting._product_roles import (
   Ends,
   Lineage,
@@ -46,6 +49,11 @@ from mpjax.jaxpr import (
   marked_path,
   open_jaxpr,
 )
+
+_PASSES = Trait.SAME_WEIGHT | Trait.PASSES_ON | Trait.MARKS_AXES | Trait.ADDS
+_MOVES = frozenset({jax.lax.dynamic_update_slice_p, jax.lax.select_n_p, newer("stack_p"), newer("unstack_p")})
+_NOWHERE = -1
+_SCALES = frozenset({jax.lax.mul_p, jax.lax.div_p})
 
 
 class Reads(enum.Flag):
@@ -120,7 +128,7 @@ def why_float32(
     return Code.POSITIONS
   if not backward and is_filter(operands):
     return Code.FILTER
-  if any(is_recurrent(equation, call, rules) for call, _ in calls):
+  if any(equation in loop_facts(call, rules).recurrent for call, _ in calls):
     return Code.RECURRENCE
   if backward or not _only_float32(reads):
     return None
@@ -148,51 +156,15 @@ def why_float32_result(equation: JaxprEqn, reads: Reads, roles: ProductRoles) ->
   if backward_depth(equation) or not _only_float32(reads):
     return None
   result = equation.outvars[0]
-  if roles.lineage(result).gradient:
+  if roles.lineages[result].gradient:
     return None
   if reads & Reads.ALGEBRA:
     return Code.RESULT_FOR_ALGEBRA
   operands = equation.invars[:2]
-  activations = [a for a in operands if roles.lineage(a).active] or operands
+  activations = [a for a in operands if roles.lineages[a].active] or operands
   if roles.reaches_product(result) or 4 * size(result) > max(map(size, activations)):
     return None
   return Code.SMALL_RESULT
-
-
-class _Products:
-  """Facts about the products of a program before the decisions.
-
-  Args:
-    rules: the rules.
-    lineages: the sources of the program's values; `None` if unknown.
-    ends: what follows its values; `None` if unknown.
-  """
-
-  def __init__(self, rules: CastingRules, lineages: Facts[Lineage] | None, ends: Facts[Ends] | None):
-    self._rules = rules
-    self._lineages = by_calls(lineages) if lineages else {}
-    self._ends = by_calls(ends) if ends else {}
-
-  def operands(self, equation: JaxprEqn, calls: Calls) -> list[Lineage]:
-    """Returns the sources of an equation's operands; empty if unknown."""
-    known = self._lineages.get(calls)
-    return [known[a] for a in equation.invars] if known else []
-
-  def is_norm(self, equation: JaxprEqn, calls: Calls) -> bool:
-    """Returns whether an equation is a reduction that only layers read."""
-    ends = self._ends.get(calls)
-    if ends is None or not has(equation, Trait.STORES_RESULT):
-      return False
-    return ends[equation.outvars[0]] == Ends.PRODUCT
-
-  def keeps_float32(self, equation: JaxprEqn, reads: Reads, calls: Calls) -> bool:
-    """Returns whether a product keeps float32 operands if its result is read so."""
-    if not is_layer(equation, self._rules) or states_precision(equation) or is_outer_product(equation, calls):
-      return True
-    ends = self._ends.get(calls)
-    followed = ends is not None and any(ends[v] & Ends.PRODUCT for v in equation.outvars)
-    operands = self.operands(equation, calls)[:2]
-    return why_float32(equation, operands, followed, reads, self._rules, calls) is not None
 
 
 class Readers(Backward[Reads]):
@@ -216,7 +188,8 @@ class Readers(Backward[Reads]):
   ):
     self._rules = rules
     self._path = path
-    self._products = _Products(rules, lineages, ends)
+    self._lineages = by_calls(lineages) if lineages else {}
+    self._ends = by_calls(ends) if ends else {}
 
   @classmethod
   def of(cls, jaxpr: AnyJaxpr, rules: CastingRules, roles: ProductRoles, full_outputs: bool) -> Facts[Reads]:
@@ -233,9 +206,30 @@ class Readers(Backward[Reads]):
     later = reads
     if reads & _IN_HALF and in_backward(equation, calls):
       later = reads & ~_IN_HALF | (Reads.LATER if reads & Reads.VIEW else Reads.NONE)
-    known = self._products.operands(equation, calls)
+    known = self.operands(equation, calls)
     found = [reads if fact.gradient else later for fact in known] or [reads] * len(equation.invars)
     return [r if castable(a.aval) else Reads.NONE for a, r in zip(equation.invars, found, strict=True)]
+
+  def operands(self, equation: JaxprEqn, calls: Calls) -> list[Lineage]:
+    """Returns the sources of an equation's operands; empty if unknown."""
+    known = self._lineages.get(calls)
+    return [known[a] for a in equation.invars] if known else []
+
+  def keeps_float32(self, equation: JaxprEqn, reads: Reads, calls: Calls) -> bool:
+    """Returns whether a product keeps float32 operands if its result is read so."""
+    if not is_layer(equation, self._rules) or states_precision(equation) or is_outer_product(equation, calls):
+      return True
+    ends = self._ends.get(calls)
+    followed = ends is not None and any(ends[v] & Ends.PRODUCT for v in equation.outvars)
+    operands = self.operands(equation, calls)[:2]
+    return why_float32(equation, operands, followed, reads, self._rules, calls) is not None
+
+  def _is_norm(self, equation: JaxprEqn, calls: Calls) -> bool:
+    """Returns whether an equation is a reduction that only layers read."""
+    ends = self._ends.get(calls)
+    if ends is None or not has(equation, Trait.STORES_RESULT):
+      return False
+    return ends[equation.outvars[0]] == Ends.PRODUCT
 
   def _reads(self, equation: JaxprEqn, results: Reads, calls: Calls) -> Reads:
     if at_region_edge(marked_path(equation)):
@@ -246,15 +240,15 @@ class Readers(Backward[Reads]):
     if half is None or why_in_solver(calls, self._rules, self._path):
       return Reads.FLOAT32
     if listed == "allow":
-      if not self._products.keeps_float32(equation, results, calls):
+      if not self.keeps_float32(equation, results, calls):
         return _IN_HALF
-      solved = any(fact.solved for fact in self._products.operands(equation, calls))
+      solved = any(fact.solved for fact in self.operands(equation, calls))
       return Reads.FLOAT32 | (Reads.ALGEBRA if solved else results & Reads.ALGEBRA)
     if listed == "deny" and has(equation, Trait.ORDERS):
       return Reads.ORDER
     if listed in ("deny", "opaque", "call"):
       algebra = Reads.ALGEBRA if has(equation, Trait.ALGEBRA) else results & Reads.ALGEBRA
-      norm = Reads.NORM if self._products.is_norm(equation, calls) else results & Reads.NORM
+      norm = Reads.NORM if self._is_norm(equation, calls) else results & Reads.NORM
       return Reads.FLOAT32 | algebra | norm
     return self._followed(equation, results)
 
@@ -280,7 +274,7 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
   `while_loop` has them, too: the derivative of a solver may be a loop that repeats its steps. Such loops are
   also in the result.
   """
-  products, read = _Products(rules, roles.lineages, roles.ends), by_calls(readers)
+  products, read = Readers(rules, "", roles.lineages, roles.ends), by_calls(readers)
   forward: dict[Root, list[bool]] = {}
   backward: dict[Calls, list[Root]] = {}
   for facts in roles.lineages.everywhere():
@@ -309,3 +303,92 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
         loop = (*place[:i], (call, 0))
         loops[loop] = loops.get(loop, True) and is_exact
   return frozenset(place for place, is_exact in (known | loops).items() if is_exact)
+
+
+class WeightGradients(NamedTuple):
+  """The values of a program with a backward pass inside that become gradients of parameters and nothing else.
+
+  `autocast(jax.grad(f))` sees the products of the backward pass as equations. A product is the gradient of an
+  input of the forward pass, and has a float32 result, if its result is only reshaped, scaled by a number and
+  added to others on its way out of the backward pass.
+
+  Attributes:
+    others: how deep in backward passes each value has another use.
+    depth: the number of backward passes around the program.
+  """
+
+  others: Facts[int]
+  depth: int
+
+  @classmethod
+  def of(cls, jaxpr: AnyJaxpr, outs: Sequence[bool], depth: int = 0) -> WeightGradients:
+    """Finds the gradients of a program.
+
+    Args:
+      jaxpr: the program.
+      outs: for each output, whether it is such a gradient, or leaves the backward pass.
+      depth: the number of backward passes around the program.
+    """
+    outputs = [_NOWHERE if is_gradient else depth for is_gradient in outs]
+    return cls(_Others(depth).solve(jaxpr, outputs), depth)
+
+  @classmethod
+  def leaving(cls, jaxpr: AnyJaxpr) -> WeightGradients:
+    """Finds the gradients of a whole program: all outputs of its backward passes."""
+    return cls.of(jaxpr, [True] * len(open_jaxpr(jaxpr).outvars))
+
+  def has_product(self, equation: JaxprEqn) -> bool:
+    """Returns whether an equation in a backward pass of the program computes the gradient of a parameter."""
+    depth = max(self.depth, backward_depth(equation))
+    return depth > 0 and all(self.others[v] < depth for v in equation.outvars)
+
+  def has_sum(self, equation: JaxprEqn) -> bool:
+    """Returns whether an equation adds two such gradients."""
+    return equation.primitive is primitives.add_jaxvals_p and self.has_product(equation)
+
+  def inside(self, equation: JaxprEqn, i: int = 0) -> WeightGradients | None:
+    """Returns the gradients of the i-th body of an equation; `None` if unknown."""
+    others = self.others.inside(equation, i)
+    return WeightGradients(others, max(self.depth, backward_depth(equation))) if others else None
+
+
+class _Others(Backward[int]):
+  """How deep in backward passes a value has another use than as a gradient on its way out of them.
+
+  Such a use does not matter for a value that is made deeper: it has left its backward pass.
+  """
+
+  nothing = _NOWHERE
+
+  def __init__(self, depth: int):
+    self._depth = depth
+
+  def join(self, a: int, b: int) -> int:
+    return max(a, b)
+
+  def enters(self, equation: JaxprEqn) -> bool:
+    kind = call_kind(equation)
+    return kind is not None and kind is not CallKind.WHILE and kind.is_plain
+
+  def transfer(self, equation: JaxprEqn, results: list[int], calls: Calls) -> list[int]:
+    depth = self._depth_of(equation, calls)
+    goes_on = max(results, default=_NOWHERE) < depth and _passes(equation)
+    return [_NOWHERE if goes_on else depth] * len(equation.invars)
+
+  def choice(self, equation: JaxprEqn, results: list[int], calls: Calls) -> int:
+    return self._depth_of(equation, calls)
+
+  def _depth_of(self, equation: JaxprEqn, calls: Calls) -> int:
+    return max(self._depth, backward_depth(equation), *(backward_depth(call) for call, _ in calls))
+
+
+def _passes(equation: JaxprEqn) -> bool:
+  """Returns whether an equation turns gradients into a gradient, with only another shape and scale."""
+  primitive, operands = equation.primitive, [a for a in equation.invars if castable(a.aval)]
+  if not all(castable(v.aval) for v in equation.outvars):
+    return False
+  if primitive in _SCALES:
+    return sum(size(a) > 1 for a in operands) <= 1 and size(equation.invars[-1]) == 1
+  if primitive is jax.lax.reduce_sum_p:  # over dimensions of size 1
+    return size(equation.invars[0]) == size(equation.outvars[0])
+  return primitive is not jax.lax.gather_p and (has(primitive, _PASSES) or primitive in _MOVES)

@@ -12,17 +12,14 @@ from jax.tree_util import KeyPath
 from mpjax._average import is_average
 from mpjax._types import Array, PyTree
 from mpjax.casting._cast_plan import CastPlan
-from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._decide import decide
+from mpjax.casting._casting_rules import CastingRules, Overrides
+from mpjax.casting._decide import Body, Place
 from mpjax.casting._half_precision import trace
 from mpjax.casting._kinds import Held, initial, own_types
 from mpjax.casting._linen_modules import InOwnDtypes
 from mpjax.casting._nnx_modules import Modules, with_module_argument
-from mpjax.casting._overrides import Overrides
-from mpjax.casting._place import Place
 from mpjax.casting._product_roles import ProductRoles
-from mpjax.casting._readers import Readers, backward_of_exact
-from mpjax.casting._weight_gradients import WeightGradients
+from mpjax.casting._readers import Readers, WeightGradients, backward_of_exact
 from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr, structure_of
 from mpjax.policy import Policy
 
@@ -87,7 +84,7 @@ class Traced:
     gradients = WeightGradients.leaving(self.closed)
     exact = backward_of_exact(roles, readers, rules)
     place = Place(gradients, roles, roles.lineages, readers, exact=exact, copies=copies, enter_all=enter_all)
-    return decide(self.closed, self._held(rules), rules, place, full_outputs=full)
+    return Body(self.closed, self._held(rules), rules, place).plan(full_outputs=full)
 
   def key(self, rules: CastingRules, policy: Policy) -> Hashable | None:
     """Returns a key that is equal for two programs only if autocast decides the same about both.
@@ -135,11 +132,8 @@ def to_output(tree: PyTree, policy: Policy, arguments: PyTree) -> PyTree:
   own = own_types(arguments)
 
   def cast(x: Array) -> Array:
-    if is_average(x) or (getattr(x, "dtype", None) in _OUTPUTS and (x.shape, x.dtype) in own):
-      return x
-    if getattr(x, "dtype", None) in _OUTPUTS and x.dtype != policy.output_dtype:
-      return jax.lax.convert_element_type(x, policy.output_dtype)
-    return x
+    keeps = is_average(x) or getattr(x, "dtype", None) not in _OUTPUTS or (x.shape, x.dtype) in own
+    return x if keeps else _as(x, policy.output_dtype)
 
   with jax.named_scope(OUTPUT):
     return jax.tree.map(cast, tree, is_leaf=is_average)

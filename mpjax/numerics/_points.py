@@ -18,7 +18,7 @@ from mpjax.casting._cast_plan import CastPlan, Mode, Node
 from mpjax.casting._casting_rules import CastingRules, make_rules
 from mpjax.casting._emit import Tap, execute
 from mpjax.casting._kinds import castable, is_float, size
-from mpjax.casting._loop_facts import layers_of_steps
+from mpjax.casting._loops import loop_facts
 from mpjax.casting._trace import Traced
 from mpjax.jaxpr import (
   CallKind,
@@ -179,7 +179,7 @@ def _loops_inside(
     return steps, repeats
   length = times_run(node.equation)
   # If its steps are not layers, each with its own weights, they are steps of time.
-  if repeats or not any(layers_of_steps(node.equation, rules)) or math.prod((*steps, length)) > _LONGEST:
+  if repeats or not any(loop_facts(node.equation, rules).layers) or math.prod((*steps, length)) > _LONGEST:
     return steps, (*repeats, length)
   return (*steps, length), repeats
 

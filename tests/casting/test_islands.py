@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 import mpjax
-from tests.casting._jaxprs import jit
+from tests.casting._jaxprs import jit, named
 
 D, V = 32, 1031  # no other dimension is as large as the vocabulary's
 ROWS, TOKENS = 4, 8
@@ -218,3 +219,10 @@ def test_what_is_looked_at_is_looked_at_where_it_is_made():
   made = [row for row in report.tensors if row.module == "maker"]
   assert made
   assert all(row.error is not None for row in made)
+
+
+def test_what_is_saved_by_its_name_is_half_precision():
+  hidden = lambda p, x: jax.nn.softmax(checkpoint_name(x @ p["up"], "hidden"))
+  policy = jax.checkpoint_policies.save_only_these_names("hidden")
+  found = named("name", jax.grad(lambda p: BF16(jax.checkpoint(hidden, policy=policy))(p, X).sum()), PARAMS)
+  assert {str(equation.outvars[0].aval.dtype) for equation in found} == {"bfloat16"}
