@@ -33,8 +33,7 @@ class Subject:
     self._setup, self._batches = setup, batches
     self.step: TrainStep = setup.step
     self.state = state
-    any_device, float32 = setup.config.with_any_attention(), get_policy(_REFERENCE)
-    self.reference = Experiment(any_device, setup.info, float32, Place(None)).step
+    self.reference = Experiment(setup.config, setup.info, get_policy(_REFERENCE), Place(None)).step
 
   @property
   def parameters(self) -> int:
@@ -74,7 +73,7 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
   # The run's own policy and optimiser decide the shape of the saved state.
   saved = SavedRun(run)
   theirs = saved.config
-  models = [(each.with_any_attention().model.model_dump(), each.data.kind) for each in (theirs, config)]
+  models = [(each.model.model_dump(), each.data.kind) for each in (theirs, config)]
   if models[0] != models[1]:
     raise ConfigError(
       f"checkpoint={checkpoint} is of another model or data {models[0]} than the config's {models[1]}: give "
