@@ -21,7 +21,7 @@ from benchmarks._runner import origin
 from benchmarks._timing import Stepper, compared, in_turns
 from mpjax._render.plain_text import bytes_text
 from mpjax.cli._commands import Command, add_arguments as add_of_command, with_default
-from mpjax.cli._policy_arguments import split_policies
+from mpjax.cli._shared import split_policies
 from mpjax.train import load_config, load_plugins, make_setup
 from mpjax.train.setup._experiment import Setup
 

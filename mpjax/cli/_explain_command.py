@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mpjax.cli._policy_arguments import split_policies, warn_of_policy
-from mpjax.cli._show import report_console, show
+from mpjax.cli._shared import report_console, show, split_policies, warn_of_policy
 from mpjax.train import load_config, load_plugins
 from mpjax.train.setup._experiment import Experiment, Place
 from mpjax.train.setup._saved_run import facts_of

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Sequence
 
+import jax
 import rich.console
 import yaml
 
 from mpjax import formats
-from mpjax.cli._config_arguments import whole_number, write_file, writing
 from mpjax.cli._exit_status import config_errors
-from mpjax.cli._policy_arguments import warn_of_policy
-from mpjax.cli._show import progress, report_console, say, show
+from mpjax.cli._shared import (
+  progress,
+  report_console,
+  say,
+  show,
+  warn_of_policy,
+  whole_number,
+  write,
+  write_config,
+)
 from mpjax.cli._subject import find_batch, load_batch, locate, open_subject, run_or_config
-from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics
+from mpjax.numerics import find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
 from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train.config._config_file import read_tree
 
-_STEPS = 10
 # What a line says that stays.
 _SAID = {"compiling": "compiling the inspection: the step under the policy, and in float32"}
 
@@ -41,30 +47,28 @@ def run(options: argparse.Namespace) -> None:
     return
   page = pathlib.Path(options.html or _page(path, config, checkpoint))
   batches, keep = whole_number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
-  steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
+  steps = whole_number(own, "steps", 0 if checkpoint else 10, 0)
   doing = f"compiling the training step, and training {steps} steps"
   with progress(console, lines=True) as advance:
     advance(doing if steps else "building the model and reading its state")
     subject = open_subject(config, checkpoint)
-  recipe, used = config.resolve_policy().fp8, subject.step.policy.fp8
+  recipe, used = config.resolve_policy().fp8, subject.setup.step.policy.fp8
   if recipe and used and recipe.recipe != used.recipe:
     say(
       console,
       f"fp8: the checkpoint has no amax histories, so tensors are scaled by their own amax ({used.recipe})",
     )
   name = path.parent.name if path.name == "config.yaml" else path.stem
-  title = f"{name} ({config.model.kind} of {subject.parameters:,} parameters)"
+  parameters = sum(leaf.size for leaf in jax.tree.leaves(subject.state.arrays))
+  title = f"{name} ({config.model.kind} of {parameters:,} parameters)"
   with progress(console, steps) as advance:
-    for _ in range(steps):
-      advance("training")
-      subject.train()
-  total = batches * subject.step.accumulate
+    subject.train(steps, advance)
+  total = batches * subject.setup.step.accumulate
   with progress(console, total, lines=True) as advance, config_errors():
     report = inspect_numerics(
-      subject.step,
+      subject.setup.step,
       subject.state,
       (subject.next_batch() for _ in range(batches)),
-      reference=subject.reference,
       keep=keep,
       title=title,
       progress=lambda line: advance(
@@ -72,18 +76,19 @@ def run(options: argparse.Namespace) -> None:
       ),
     )
   show(report, console, options.table, alarm="^problem")
-  with writing("--html", str(page)):
-    if options.html is None:
-      page.parent.mkdir(parents=True, exist_ok=True)
-    report.save_html(page)
-  say(console, f"page: {page}")
-  if options.json:
-    with writing("--json", options.json):
-      report.save_json(options.json)
-    say(console, f"data: {options.json}")
+  if options.html is None:
+    page.parent.mkdir(parents=True, exist_ok=True)
+  write(console, "page", "--html", str(page), report.save_html)
+  write(console, "data", "--json", options.json, report.save_json)
   if options.apply:
-    write_file("--apply", options.apply, _advised_config(path, overrides, report), new=True)
-    say(console, f"the config with this policy: {options.apply}")
+    assert report.advice is not None
+    policy = dict(report.advice.policy)
+    if recipe and get_policy(policy).fp8 is not None:  # delayed scaling was inspected without its histories
+      policy["fp8"] = config.resolve_policy().to_dict()["fp8"]
+    lines = [f"# {path} with the policy that `mpjax numerics` advises."]
+    lines += [f"# {key}: {buys}" for key, buys in report.advice.lines]
+    text = "\n".join(lines) + "\n" + yaml.safe_dump({"policy": policy}, sort_keys=False)
+    write_config(console, "--apply", options.apply, text, read_tree(path, overrides))
 
 
 def _page(path: pathlib.Path, config: Config, checkpoint: str | None) -> pathlib.Path:
@@ -93,8 +98,8 @@ def _page(path: pathlib.Path, config: Config, checkpoint: str | None) -> pathlib
   if checkpoint is None:
     return pathlib.Path("runs/numerics") / f"{path.stem}-{label}.html"
   run, _ = locate(checkpoint)
-  is_own = load_config(run / "config.yaml").resolve_policy() == policy
-  return run / ("numerics.html" if is_own else f"numerics-{label}.html")
+  is_own = run.config.resolve_policy() == policy
+  return run.directory / ("numerics.html" if is_own else f"numerics-{label}.html")
 
 
 def _hunt(
@@ -107,25 +112,11 @@ def _hunt(
   batch = load_batch(found, subject.next_batch())
   say(
     console,
-    f"batch {found}, checkpoint of step {int(subject.state.step)}, policy {subject.step.policy.label}",
+    f"batch {found}, checkpoint of step {int(subject.state.step)}, policy {subject.setup.step.policy.label}",
   )
   with console.status("computing the step operation by operation"):
-    report = find_nonfinite(subject.step, subject.state, subject.place(batch))
+    report = find_nonfinite(subject.setup.step, subject.state, subject.setup.place(batch))
   show(report, console, table)
-
-
-def _advised_config(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport) -> str:
-  """Returns the config with the advised policy as YAML."""
-  assert report.advice is not None
-  policy = dict(report.advice.policy)
-  if get_policy(policy).fp8 is not None:  # delayed scaling was inspected without its histories
-    asked = load_config(path, overrides).resolve_policy()
-    policy |= {"fp8": asked.to_dict()["fp8"]} if asked.fp8 else {}
-  tree = read_tree(path, overrides) | {"policy": policy}
-  tree.pop("out", None)  # a run of another policy is another run
-  lines = [f"# {path} with the policy that `mpjax numerics` advises."]
-  lines += [f"# {key}: {buys}" for key, buys in report.advice.lines]
-  return "\n".join(lines) + "\n" + yaml.safe_dump(tree, sort_keys=False)
 
 
 def _share(text: str) -> float:

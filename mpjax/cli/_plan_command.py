@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import pathlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,10 +16,8 @@ import rich.console
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.tables import Report
 from mpjax._types import PolicyLike
-from mpjax.cli._config_arguments import check_picture, write_file, writing
 from mpjax.cli._exit_status import config_errors
-from mpjax.cli._policy_arguments import split_policies, warn_of_policy
-from mpjax.cli._show import progress, report_console, say, show
+from mpjax.cli._shared import progress, report_console, show, split_policies, warn_of_policy, write
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, presets_of
 from mpjax.planner.render import NO_FIT, answer, answer_beside, save_picture, sections_of
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
@@ -46,7 +45,6 @@ def run(options: argparse.Namespace) -> None:
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest, too")
   if options.multiple is not None and options.multiple < 1:
     raise ConfigError(f"--multiple {options.multiple}: expected a positive number")
-  check_picture(options.picture)
   for each in configs:
     warn_of_policy(each.policy, target.kind)
   planner = Planner(configs[0], target, facts_of(configs[0], options.config))
@@ -57,9 +55,20 @@ def run(options: argparse.Namespace) -> None:
   first: list[str] = []
   if options.search == "fit":
     with progress(console) as advance, config_errors():
-      fits = [_fit(planner, policy, memory, compile, options.multiple, advance) for policy in chosen]
-    plans = [fit.plan for fit in fits]
-    first = [f"{fit.plan.label}: {fit}" for fit in fits]
+
+      def fit(policy: PolicyLike | None) -> Fit:
+        said = f"fit {policy or planner.config.policy}: batch"
+        return largest_batch(
+          lambda batch, how: planner.plan(policy, batch=batch, compile=how),
+          memory,
+          multiple=options.multiple or planner.multiple,
+          compile=compile,
+          progress=lambda batch, low, high: advance(f"{said} {batch}, between {low} and {high or '?'}"),
+        )
+
+      fits = [fit(policy) for policy in chosen]
+    plans = [found.plan for found in fits]
+    first = [f"{found.plan.label}: {found}" for found in fits]
     keys = ("batch", "next_batch", "next_peak", "memory", "tried")
     report["fit"] = [{"label": fit.plan.label} | {key: getattr(fit, key) for key in keys} for fit in fits]
   elif options.search == "cheapest":
@@ -72,8 +81,8 @@ def run(options: argparse.Namespace) -> None:
   else:
     plans = _compare(planner, [(policy, None, None) for policy in chosen], compile, console)
   report = {"plans": [plan.to_dict() for plan in plans], **report}
-  if options.search != "fit":
-    plans = _fastest_first(plans)
+  if options.search != "fit" and all(plan.time for plan in plans):
+    plans.sort(key=lambda plan: plan.time.seconds if plan.time else 0)
   if options.search == "cheapest":
     plans.sort(key=lambda plan: plan is not best)
   said = (
@@ -82,20 +91,10 @@ def run(options: argparse.Namespace) -> None:
     else [*first, *answer(plans[0], rates=options.tokens)]
   )
   show(Report(said, list(sections_of(plans))), console, options.table, alarm=NO_FIT)
-  if options.json:
-    write_file("--json", options.json, json.dumps(report, indent=1) + "\n")
-  if options.picture:
-    with writing("--picture", options.picture):
-      save_picture(plans, options.picture)
-    say(console, f"picture: {options.picture}")
-
-
-def _fastest_first(plans: list[Plan]) -> list[Plan]:
-  """Returns plans by their time, if all have one."""
-  seconds = [plan.time.seconds for plan in plans if plan.time]
-  if len(seconds) < len(plans):
-    return plans
-  return [plans[i] for i in sorted(range(len(plans)), key=seconds.__getitem__)]
+  data = json.dumps(report, indent=1) + "\n"
+  write(console, "data", "--json", options.json, lambda name: pathlib.Path(name).write_text(data))
+  with config_errors("--picture"):
+    write(console, "picture", "--picture", options.picture, lambda name: save_picture(plans, name))
 
 
 def _memory(text: str | None, target: Target) -> int:
@@ -129,21 +128,3 @@ def _compare(
       made = planner.plan(policy, recompute=how, gather=gather, compile=compile)
       plans.setdefault(made.label, made)
   return list(plans.values())
-
-
-def _fit(
-  planner: Planner,
-  policy: PolicyLike | None,
-  memory: int,
-  compile: bool | str,
-  multiple: int | None,
-  say: Callable[[str], None],
-) -> Fit:
-  title = f"fit {policy or planner.config.policy}"
-  return largest_batch(
-    lambda batch, how: planner.plan(policy, batch=batch, compile=how),
-    memory,
-    multiple=multiple or planner.multiple,
-    compile=compile,
-    progress=lambda batch, low, high: say(f"{title}: batch {batch}, between {low} and {high or '?'}"),
-  )

@@ -4,55 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 
 from mpjax._types import PyTree
-from mpjax.policy import get_policy
-from mpjax.step import TrainState, TrainStep
+from mpjax.step import TrainState
 from mpjax.train import Config, ConfigError, make_setup
 from mpjax.train.config._config_file import find_config
-from mpjax.train.setup._experiment import Experiment, Place, Setup
+from mpjax.train.setup._experiment import Place, Setup
 from mpjax.train.setup._saved_run import SavedRun
 
-_REFERENCE = {"base": "fp32", "matmul_precision": "highest"}
 
-
+@dataclasses.dataclass
 class Subject:
-  """A training step to inspect, and its state.
+  """A training step to look at.
 
   Attributes:
-    step: the training step under the config's policy.
-    state: its state; `train` updates it.
-    reference: the training step in float32.
+    setup: has the step under the config's policy.
+    state: its state, which `train` updates.
+    batches: the training batches from there on.
   """
 
-  def __init__(self, setup: Setup, state: TrainState, batches: Iterator[PyTree]):
-    self._setup, self._batches = setup, batches
-    self.step: TrainStep = setup.step
-    self.state = state
-    any_device, float32 = setup.config.with_any_attention(), get_policy(_REFERENCE)
-    self.reference = Experiment(any_device, setup.info, float32, Place(None)).step
-
-  @property
-  def parameters(self) -> int:
-    """Returns the number of trained parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(self.state.arrays))
+  setup: Setup
+  state: TrainState
+  batches: Iterator[PyTree]
 
   def next_batch(self) -> PyTree:
     """Returns the next training batch, on the devices."""
-    return self.place(next(self._batches))
+    return self.setup.place(next(self.batches))
 
-  def place(self, batch: PyTree) -> PyTree:
-    """Puts a batch from the host on the devices."""
-    return self._setup.place(batch)
-
-  def train(self) -> None:
-    """Takes one training step."""
-    self.state, _ = self.step(self.state, self.next_batch())
-    jax.block_until_ready(self.state.step)
+  def train(self, steps: int, advance: Callable[[str], None]) -> None:
+    """Takes training steps; calls `advance` before each."""
+    for _ in range(steps):
+      advance("training")
+      self.state, _ = self.setup.step(self.state, self.next_batch())
+      jax.block_until_ready(self.state.step)
 
 
 def open_subject(config: Config, checkpoint: str | None) -> Subject:
@@ -70,19 +58,16 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
   batches = setup.data.train()
   if checkpoint is None:
     return Subject(setup, setup.first_state(), batches)
-  run, step = locate(checkpoint)
-  # The run's own policy and optimiser decide the shape of the saved state.
-  saved = SavedRun(run)
+  saved, which = locate(checkpoint)
   theirs = saved.config
-  models = [(each.with_any_attention().model.model_dump(), each.data.kind) for each in (theirs, config)]
-  if models[0] != models[1]:
+  if (theirs.model, theirs.data.kind) != (config.model, config.data.kind):
     raise ConfigError(
-      f"checkpoint={checkpoint} is of another model or data {models[0]} than the config's {models[1]}: give "
-      "the run directory in place of the config"
+      f"checkpoint={checkpoint} is of another model or data than the config's ({theirs.model.kind} of "
+      f"{theirs.data.kind}): give the run directory in place of the config"
     )
-  # On the devices of this machine, whatever the run used.
+  # The run's own policy and optimiser decide the shape of the saved state; the devices are those here.
   original = saved.experiment(setup.at)
-  restored = saved.restore("latest" if step is None else str(step), original)
+  restored = saved.restore(which, original)
   if restored.loop["fingerprint"] == setup.data.info.fingerprint and config.data == theirs.data:
     batches.set_state(restored.data)
   same_optimizer = (config.optimizer, config.train.average) == (theirs.optimizer, theirs.train.average)
@@ -99,7 +84,7 @@ def find_batch(checkpoint: str) -> pathlib.Path:
   Raises:
     ConfigError: if the run saved no batch.
   """
-  run, _ = locate(checkpoint)
+  run = locate(checkpoint)[0].directory
   files = list(run.glob("nonfinite_batch_*.npz"))
   if not files:
     raise ConfigError(
@@ -143,17 +128,13 @@ def run_or_config(config: str, checkpoint: str | None) -> tuple[pathlib.Path, st
   return pathlib.Path(config) / "config.yaml", config
 
 
-def locate(checkpoint: str) -> tuple[pathlib.Path, int | None]:
-  """Returns the run directory of a checkpoint, and the step if one is named.
+def locate(checkpoint: str) -> tuple[SavedRun, str]:
+  """Returns the run of a checkpoint, and which of its checkpoints.
 
   Raises:
     ConfigError: if there is no run.
   """
   path = pathlib.Path(checkpoint)
   if path.name.isdecimal() and path.parent.name == "checkpoints":
-    run, step = path.parent.parent, int(path.name)
-  else:
-    run, step = (path.parent if path.name == "checkpoints" else path), None
-  if not (run / "config.yaml").exists():
-    raise ConfigError(f"checkpoint={checkpoint}: {run} is not a run directory (no config.yaml)")
-  return run, step
+    return SavedRun(path.parent.parent), path.name
+  return SavedRun(path.parent if path.name == "checkpoints" else path), "latest"

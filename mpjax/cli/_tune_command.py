@@ -5,22 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-from collections.abc import Sequence
 
-import yaml
-
-from mpjax.cli._config_arguments import whole_number, write_file
 from mpjax.cli._exit_status import config_errors
-from mpjax.cli._policy_arguments import split_policies
-from mpjax.cli._show import progress, report_console, say, show
+from mpjax.cli._shared import (
+  progress,
+  report_console,
+  show,
+  split_policies,
+  whole_number,
+  write,
+  write_config,
+)
 from mpjax.cli._subject import open_subject, run_or_config
 from mpjax.planner import get_target
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config_file import read_tree
-from mpjax.tuning import TuneResult, tune
+from mpjax.tuning import tune
 from mpjax.tuning._tune import parse_tolerance
-
-_STEPS, _BATCHES = 10, 2
 
 
 def run(options: argparse.Namespace) -> None:
@@ -31,8 +32,8 @@ def run(options: argparse.Namespace) -> None:
       f"{fixed[0]}: tune chooses the policy; name those to choose from as policy=bf16,fp16,fp32"
     )
   path, checkpoint = run_or_config(options.config, own.get("checkpoint"))
-  steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
-  batches = whole_number(own, "batches", _BATCHES, 1)
+  steps = whole_number(own, "steps", 0 if checkpoint else 10, 0)
+  batches = whole_number(own, "batches", 2, 1)
   with config_errors():  # before anything is computed
     parse_tolerance(options.tolerance)
     target = get_target(own.get("target"))
@@ -45,11 +46,10 @@ def run(options: argparse.Namespace) -> None:
     subject = open_subject(config, checkpoint)
     if steps:
       advance(f"training {steps} steps in float32")
-    for _ in range(steps):
-      subject.train()
+    subject.train(steps, lambda _: None)
     with config_errors():
       result = tune(
-        subject.step.with_layout(layout),
+        subject.setup.step.with_layout(layout),
         subject.state,
         [subject.next_batch() for _ in range(batches)],
         target=target,
@@ -59,18 +59,7 @@ def run(options: argparse.Namespace) -> None:
         progress=advance,
       )
   show(result, console, options.table)
-  if options.out:
-    write_file("--out", options.out, _config_text(path, overrides, result), new=True)
-    say(console, f"the config with this policy: {options.out}")
-  if options.json:
-    write_file("--json", options.json, json.dumps(result.to_dict(), indent=1) + "\n")
-    say(console, f"data: {options.json}")
-
-
-def _config_text(path: pathlib.Path, overrides: Sequence[str], result: TuneResult) -> str:
-  """Returns the config as YAML: first the policy that was found."""
-  tree = read_tree(path, overrides)
-  for key in ("policy", "out"):  # a run of another policy is another run
-    tree.pop(key, None)
-  text = f"# {path.name} with the policy that `mpjax tune` found for {result.target}.\n"
-  return text + result.yaml + yaml.safe_dump(tree, sort_keys=False)
+  comment = f"# {path.name} with the policy that `mpjax tune` found for {result.target}.\n"
+  write_config(console, "--out", options.out, comment + result.yaml, read_tree(path, overrides))
+  data = json.dumps(result.to_dict(), indent=1) + "\n"
+  write(console, "data", "--json", options.json, lambda name: pathlib.Path(name).write_text(data))

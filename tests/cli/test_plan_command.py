@@ -238,7 +238,7 @@ BAD = {
   "key": ([*analytic("nosuch=3")], "unknown key 'nosuch'"),
   "picture": (
     [*analytic("--picture", "plan.gif")],
-    "--picture plan.gif: expected a file that ends in .png or .svg",
+    "--picture: picture 'plan.gif': expected a name that ends in .png or .svg",
   ),
   "json": (
     [*analytic("--json", "/no/such/folder/plan.json")],

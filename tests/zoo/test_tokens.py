@@ -88,8 +88,9 @@ def test_a_bad_file_is_one_line(tmp_path):
     if content is not None:
       file.write_bytes(content)
     raises_one_line(DataError, words, tokens_of, str(file), **options)
-  for path, words in (("", "expected a file"), (".", "name its files"), ([], "a list of")):
-    raises_one_line(DataError, [words], tokens_of, path)
+  (tmp_path / "folder").mkdir()
+  for path in ("", [], str(tmp_path / "folder"), f"{tmp_path}/*.none"):
+    raises_one_line(DataError, ["data.path", "no such file", "a list of"], tokens_of, path)
 
 
 def test_a_bad_token_is_named_when_it_is_read(tmp_path):

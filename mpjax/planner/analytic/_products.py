@@ -18,8 +18,7 @@ from mpjax.jaxpr import Trait, dtype_of, facts, has, is_recomputation, layer_pat
 from mpjax.planner._results import Collective, ProductGroup, add_up
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation
-from mpjax.products import is_fp8, plain_primitive
-from mpjax.products._spec import Spec
+from mpjax.products import Spec, is_fp8, plain_primitive
 
 # The number of bfloat16 passes of a TPU for a float32 product, by precision.
 _TPU_PASSES = {"": 1, "HIGH": 3, "HIGHEST": 6}

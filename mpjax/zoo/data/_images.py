@@ -64,7 +64,7 @@ def load_npz(
     for name in (f"{prefix}images", f"{prefix}labels"):
       if name not in arrays:
         raise DataError(f"{path}: no array {name!r}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
-    images = arrays[f"{prefix}images"]
+    images = np.atleast_1d(arrays[f"{prefix}images"])
     if images.dtype.kind == "f":
       with np.errstate(over="ignore"):  # what float32 cannot hold is reported as infinite
         images = images.astype(np.float32)
@@ -93,12 +93,8 @@ class Labelled(NamedTuple):
       return self.images[positions]
     some = positions[np.unique(np.linspace(0, len(positions) - 1, _SAMPLED).astype(int))]
     images = [np.asarray(self.images[int(position)]) for position in some]
-    for position, image in zip(some, images, strict=True):
-      if image.shape != images[0].shape:
-        raise DataError(
-          f"{self.title}: image {position} has shape {image.shape}, image {some[0]} {images[0].shape}: "
-          "expected one shape"
-        )
+    if len(shapes := {image.shape for image in images}) > 1:
+      raise DataError(f"{self.title}: images have the shapes {sorted(shapes)}: expected one shape")
     return np.stack(images)
 
 
@@ -121,11 +117,7 @@ def images_to_rows(
   Raises:
     DataError: if a split is empty, or images and labels do not fit together.
   """
-  bound = num_classes or max(_FEW, sum(len(split.labels) for split in splits))
-  below = f"data.num_classes={num_classes}" if num_classes else f"{bound}, or data.num_classes"
-  for split in splits:
-    _check(split, bound, below)
-  positions = [np.arange(len(split.images)) for split in splits]
+  given, positions = splits, [np.arange(len(split.images)) for split in splits]
   if len(splits) == 1:
     order = np.random.default_rng(0).permutation(positions[0])
     held_out = max(1, round(len(order) * valid_fraction))
@@ -133,6 +125,10 @@ def images_to_rows(
   counts = [len(part) for part in positions]
   if not all(counts):
     raise DataError(f"{title}: {counts[0]} training and {counts[1]} evaluation images: expected some")
+  bound = num_classes or max(_FEW, sum(len(split.labels) for split in given))
+  below = f"data.num_classes={num_classes}" if num_classes else f"{bound}, or data.num_classes"
+  for split in given:
+    _check(split, bound, below)
   seen, seen_held_out = (split.sample(part) for split, part in zip(splits, positions, strict=True))
   if (seen.shape[1:], seen.dtype) != (seen_held_out.shape[1:], seen_held_out.dtype):
     # Most likely 0 to 255 in one and 0 to 1 in the other, with one mean and deviation for both.
@@ -189,10 +185,6 @@ class Images:
 def _check(split: Labelled, bound: int, below: str) -> None:
   """Raises `DataError` for unfit images or labels, or if they do not fit together."""
   title, name, labels = split.title, split.name, split.labels
-  if getattr(split.images, "shape", None) == ():
-    raise DataError(f"{title}: images is one value: expected numbers of shape [N, H, W] or [N, H, W, C]")
-  if not len(split.images):
-    return  # said of both splits
   if labels.ndim != 1 or labels.dtype.kind not in "ui":
     raise DataError(f"{title}: {name} is {labels.dtype}{list(labels.shape)}: expected integers [N]")
   if (wrong := (labels < 0) | (labels >= bound)).any():

@@ -29,8 +29,7 @@ _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
 @register_data("stdlib")
 def load_stdlib(*, seq_len: Positive = 128, valid_fraction: Share = 0.05) -> Loaded:
   """Loads the `*.py` files of this Python's standard library, split by file."""
-  root = pathlib.Path(sysconfig.get_path("stdlib"))
-  files = _walk(root, lambda name: name in _NOT_OURS)
+  files = find_files(sysconfig.get_path("stdlib"), lambda name: name in _NOT_OURS)
   documents = {name: file.read_bytes() for name, file in files if name.endswith(".py")}
   return documents_to_rows([documents], "Python standard library source", seq_len, valid_fraction)
 
@@ -51,10 +50,10 @@ def load_text(
   documents: dict[str, bytes] = {}
   seen: set[pathlib.Path] = set()
   for position, each in enumerate(paths):
-    found, only_text = _find(each), not pathlib.Path(each).is_file()
+    found, is_named = find_files(each), pathlib.Path(each).is_file()
     for name, file in found:
       real = file.resolve()
-      if real not in seen and (text := _read(file, only_text)):
+      if real not in seen and (text := _read(file, only_text=not is_named)):
         seen.add(real)
         # Named by position in the list: split and fingerprint do not depend on the location.
         documents[name if len(paths) == 1 else f"{position}:{name}"] = text
@@ -63,6 +62,35 @@ def load_text(
         f"data.path={each!r}: no text files there (empty, hidden and binary files are left out)"
       )
   return documents_to_rows([documents], ", ".join(paths), seq_len, valid_fraction)
+
+
+def find_files(
+  path: str, skip: Callable[[str], bool] = lambda name: name.startswith(".")
+) -> list[tuple[str, pathlib.Path]]:
+  """Returns (name, file) of the file at a path, of those in a folder, or of a glob's, sorted by name.
+
+  Names are relative to the folder, or to the part of the pattern before its first wildcard. Files and whole
+  folders for whose name `skip` is true are left out of a folder.
+
+  Raises:
+    OSError: for a folder that cannot be listed; `os.walk` would leave it out.
+  """
+  root = base = pathlib.Path(path)
+  if root.is_file():
+    return [(root.name, root)]
+  files: list[pathlib.Path] = []
+  if path and root.is_dir():
+
+    def refuse(error: OSError) -> None:
+      raise error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+      folders[:] = [name for name in folders if not skip(name)]
+      files += [pathlib.Path(folder, name) for name in names if not skip(name)]
+  else:
+    files += map(pathlib.Path, glob.glob(path, recursive=True))
+    base = pathlib.Path(*itertools.takewhile(lambda part: not glob.has_magic(part), root.parts))
+  return sorted((file.relative_to(base).as_posix(), file) for file in files if file.is_file())
 
 
 class TextWindows:
@@ -197,39 +225,6 @@ def split_by_name(
   held_out = set(order[:count])
   part = lambda inside: {n: text for n, text in documents.items() if (n in held_out) == inside}
   return part(False), part(True)
-
-
-def _find(path: str) -> list[tuple[str, pathlib.Path]]:
-  """Returns (name, file) of the files at a path, sorted by name; raises `DataError` if there is nothing."""
-  root = pathlib.Path(path)
-  if root.is_file():
-    return [(root.name, root)]
-  if root.is_dir():
-    return _walk(root, lambda name: name.startswith("."))
-  files = [pathlib.Path(name) for name in glob.glob(path, recursive=True)]
-  if not files:
-    raise DataError(f"data.path={path!r}: no such file, folder or match")
-  # Names are relative to the part of the pattern before its first wildcard, not to the location.
-  base = pathlib.Path(*itertools.takewhile(lambda part: not glob.has_magic(part), root.parts))
-  return sorted((file.relative_to(base).as_posix(), file) for file in files if file.is_file())
-
-
-def _walk(root: pathlib.Path, skip: Callable[[str], bool]) -> list[tuple[str, pathlib.Path]]:
-  """Returns the files below a folder, without files and whole folders for whose name `skip` is true.
-
-  Raises:
-    OSError: for a folder that cannot be listed; `os.walk` would leave it out.
-  """
-  found = []
-
-  def refuse(error: OSError) -> None:
-    raise error
-
-  for folder, folders, files in os.walk(root, onerror=refuse):
-    folders[:] = [name for name in folders if not skip(name)]
-    inside = pathlib.Path(folder).relative_to(root)
-    found += [((inside / name).as_posix(), pathlib.Path(folder, name)) for name in files if not skip(name)]
-  return sorted((name, file) for name, file in found if file.is_file())
 
 
 def _read(file: pathlib.Path, only_text: bool) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import glob
 import hashlib
 import pathlib
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import numpy as np
 from mpjax.registry._checks import Natural, Positive
 from mpjax.registry._errors import DataError
 from mpjax.registry._registry import register_data
-from mpjax.zoo.data._text import Loaded, Share
+from mpjax.zoo.data._text import Loaded, Share, find_files
 
 # Rows that are read before a run, for the fingerprint and to find numbers outside the vocabulary.
 _SAMPLED = 256
@@ -35,7 +34,7 @@ def load_tokens(
   """Maps files that contain only token numbers, little-endian.
 
   Args:
-    path: a file, a glob or a list of these; no row crosses from one file into the next.
+    path: a file, a folder, a glob or a list of these; no row crosses from one file into the next.
     vocab_size: size of the vocabulary; every number must be below it.
     eval_path: files to hold out; by default the last rows, a share of `valid_fraction`, are held out.
     dtype: the numbers' dtype; by default uint16 if it suffices for the vocabulary, else uint32.
@@ -134,18 +133,15 @@ def _map(file: pathlib.Path, dtype: np.dtype, skip_bytes: int) -> np.ndarray:
 
 
 def _files(path: str | list[str], key: str) -> list[pathlib.Path]:
-  """Returns the files that a key names, each once; those of a glob in the order of their names."""
-  found: list[pathlib.Path] = []
-  for each in [path] if isinstance(path, str) else path:
-    names = [each] if pathlib.Path(each).is_file() else sorted(glob.glob(each, recursive=True))
-    files = [pathlib.Path(name) for name in names if pathlib.Path(name).is_file()]
-    if not each or not files:
-      what = "a folder: name its files, as in tokens/*.bin" if pathlib.Path(each).is_dir() else "no such file"
-      raise DataError(f"data.{key}={each!r}: {what if each else 'expected a file'}")
-    found += files
-  if not found:
-    raise DataError(f"data.{key}={path!r}: expected a file, a glob or a list of these")
-  return list(dict.fromkeys(found))
+  """Returns the files that a key names, each once."""
+  paths = [path] if isinstance(path, str) else path
+  found = [[file for _, file in find_files(each)] for each in paths]
+  if not all(found) or not found:
+    lacking = next((each for each, files in zip(paths, found, strict=True) if not files), path)
+    raise DataError(
+      f"data.{key}={lacking!r}: no such file; expected a file, a folder, a glob or a list of these"
+    )
+  return list(dict.fromkeys(file for files in found for file in files))
 
 
 def _named(path: str | list[str]) -> str:
