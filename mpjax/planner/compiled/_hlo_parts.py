@@ -24,7 +24,7 @@ def divide_memory(
   Args:
     module: the program.
     whole: the compiler's totals, with `temporaries` undivided.
-    weights: shapes of the weights on one device.
+    weights: shapes of the weights, whole and on one device.
     known_live: bytes of `temporaries` that are live at the peak, by the compiler; 0 if not known. The rest
       are gaps between buffers.
   """
