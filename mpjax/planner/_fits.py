@@ -199,7 +199,7 @@ def _bounds(tried: dict[int, float], memory: int) -> tuple[int, int]:
 
 
 def _next(low: int, high: int, tried: dict[int, float], memory: int) -> int:
-  """Returns a size between the bounds: where a line through the nearest two meets the memory, or the middle."""
+  """Returns a size in the bounds: where a line through the nearest two meets the memory, or the middle."""
   guess = (low + high) // 2 if high else low + max(1, low // 4)
   known = sorted((u for u in tried if tried[u] < math.inf), key=lambda u: abs(tried[u] - memory))[:2]
   if len(known) == 2 and (len(tried) <= _BENT or not high):
