@@ -52,7 +52,8 @@ def figures(target: str, policy: str, loss: str) -> dict[str, Any]:
   shapes = ((ROWS, WIDTH), DTYPES[policy]), ((WIDTH, CLASSES), jnp.float32), ((ROWS,), jnp.int32)
   args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
   program = jax.jit(jax.value_and_grad(under, (0, 1)))
-  flops = make_graph(program.trace(*args).jaxpr).flops()
+  graph = make_graph(program.trace(*args).jaxpr)
+  flops = sum(operation.flops * times for operation, times in graph.every_operation())
   return memory(compile_for(target, program, *args)) | {"flops": flops}
 
 

@@ -52,14 +52,6 @@ _STYLE = {
 }
 
 
-def shades(count: int) -> list[str]:
-  """Returns `count` blues from dark to light, for ordered series."""
-  from matplotlib.colors import LinearSegmentedColormap, to_hex
-
-  scale = LinearSegmentedColormap.from_list("blues", BLUES[:-2])
-  return [to_hex(scale(i / max(count - 1, 1))) for i in range(count)]
-
-
 @contextlib.contextmanager
 def picture_style(extra: str = "plan") -> Iterator[None]:
   """Applies the style inside its `with` block, or to a function that it decorates.

@@ -199,19 +199,12 @@ def _bounds(tried: dict[int, float], memory: int) -> tuple[int, int]:
 
 
 def _next(low: int, high: int, tried: dict[int, float], memory: int) -> int:
-  """Returns a size between the bounds: where a line through two sizes meets the memory, or the middle."""
-  middle = (low + high) // 2 if high else low + max(1, low // 4 if len(tried) == 1 else low)
-  known = sorted((u for u, needs in tried.items() if needs < math.inf), key=lambda u: abs(tried[u] - memory))[
-    :2
-  ]
-  if low in tried and high and tried[high] < math.inf:
-    known = [low, high]
-  if len(tried) <= _BENT and len(known) == 1 and high in known:  # bytes are mostly those of the batch
-    middle = int(high * memory / tried[high])
-  elif (len(tried) <= _BENT or not high) and len(known) == 2:
+  """Returns a size in the bounds: where a line through the nearest two meets the memory, or the middle."""
+  guess = (low + high) // 2 if high else low + max(1, low // 4)
+  known = sorted((u for u in tried if tried[u] < math.inf), key=lambda u: abs(tried[u] - memory))[:2]
+  if len(known) == 2 and (len(tried) <= _BENT or not high):
     first, second = sorted(known)
     slope = (tried[second] - tried[first]) / (second - first)
     if slope > 0:
-      middle = second + math.floor((memory - tried[second]) / slope) + (not high)
-  most = high - 1 if high else 9 * low
-  return max(low + 1, min(middle, most))
+      guess = second + math.floor((memory - tried[second]) / slope) + (not high)
+  return max(low + 1, min(guess, high - 1 if high else 10 * low))

@@ -113,12 +113,15 @@ def total_bytes(buffers: Collection[Buffer]) -> int:
 
 
 def read_backward(program: Program) -> set[Buffer]:
-  """Returns what the forward pass computes and the backward pass reads; gathered weights are left out."""
+  """Returns what the forward pass computes and the backward pass reads, also in loops and branches.
+
+  Gathered weights are left out.
+  """
   forward = [operation for operation in program.operations if operation.phase == FORWARD]
   made = {b for operation in forward for b in operation.writes if b.maker is not None}
-  return made & {
-    b for operation in program.operations if operation.phase == BACKWARD for b in operation.reads
-  }
+  read = {b for operation in program.operations if operation.phase == BACKWARD for b in operation.reads}
+  inner = (read_backward(body) for operation in program.operations for body in operation.bodies)
+  return (made & read).union(*inner)
 
 
 def live_at_peak(program: Program) -> Peak:

@@ -24,8 +24,7 @@ HERE = "here"
 _GPU_SHARE = 0.75
 _SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # The workspace that XLA gives a cuBLAS call, from Hopper on and before.
-_WORKSPACE = {9: 32 << 20, 10: 32 << 20, 12: 32 << 20}
-_WORKSPACE_BEFORE = 4 << 20
+_HOPPER, _WORKSPACE, _WORKSPACE_BEFORE = 9, 32 << 20, 4 << 20
 # The packages of each extra, by the names that Python imports.
 _PACKAGES = {"plan-tpu": ("libtpu", "flatbuffers"), "plan-cuda": ("jax_cuda13_plugin", "flatbuffers")}
 _ALTERNATIVES = {"jax_cuda13_plugin": "jax_cuda12_plugin"}
@@ -193,7 +192,7 @@ def _from_data(name: str, data: DeviceData, count: int, topology: str) -> Target
     flops={dtype: float(rate) for dtype, rate in data["flops"].items()},
     interconnect=float(data.get("interconnect", 0)),
     matrix_units=data["matrix_units"],
-    workspace=_WORKSPACE.get(major, _WORKSPACE_BEFORE) if gpu else 0,
+    workspace=(_WORKSPACE if major >= _HOPPER else _WORKSPACE_BEFORE) if gpu else 0,
     on_chip=int(data.get("on_chip", 0)),
     topology=topology,
     compute_capability=(major, minor),

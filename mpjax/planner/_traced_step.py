@@ -35,7 +35,6 @@ class TracedStep:
     jaxpr: its program.
     arguments: the leaves of `args`, each with its part of memory.
     donated: for each leaf, whether the results may take its memory.
-    results: number of leaves that it returns.
     devices: number of devices that it runs on.
     policy: the policy whose dtypes it computes in; `None` if not known.
     label: the plan's name.
@@ -47,7 +46,6 @@ class TracedStep:
   jaxpr: ClosedJaxpr
   arguments: Sequence[Argument]
   donated: Sequence[bool]
-  results: int
   devices: int
   policy: Policy | None
   label: str
@@ -111,10 +109,9 @@ def trace_step(
     jaxpr=traced.jaxpr,
     arguments=name_arguments(args, names, parts),
     donated=donated,
-    results=len(jax.tree.leaves(traced.out_info)),
     devices=devices,
     policy=resolved,
-    label=_label(step, resolved),
+    label=resolved.label if resolved is not None else getattr(step, "__name__", "step"),
     fp8=fp8,
   )
 
@@ -180,12 +177,6 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(function).parameters if name != "self")
   except (TypeError, ValueError):
     return ()
-
-
-def _label(step: Callable[..., Any], policy: Policy | None) -> str:
-  if policy is not None:
-    return policy.label
-  return getattr(step, "__name__", None) or "step"
 
 
 def _abstract(argument: PyTree) -> PyTree:

@@ -3,10 +3,6 @@
 import html
 import io
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 import rich.console
 
@@ -114,44 +110,6 @@ def test_a_terminal_has_colours_for_headings_rules_and_alarms():
   assert first == "\x1b[1;36mIslands of h0\x1b[0m"
   assert rule == "\x1b[2m-------------\x1b[0m"
   assert last.startswith("\x1b[1;31mh1\x1b[0m/attn")
-
-
-def loss_fn(params, batch):
-  with jax.named_scope("up"):
-    hidden = jnp.tanh(batch["x"] @ params["up"])
-  return jnp.mean((hidden @ params["down"] - batch["y"]) ** 2)
-
-
-@pytest.fixture(scope="module")
-def shown():
-  """Everything that shows itself, by name."""
-  params = {"up": jnp.full((8, 16), 0.1), "down": jnp.full((16, 4), 0.1)}
-  batch = {"x": np.ones((16, 8), np.float32), "y": np.ones((16, 4), np.float32)}
-  step = mpjax.make_train_step(loss_fn, optax.adamw(1e-3), "fp16", donate=False)
-  state = step.init(params)
-  return {
-    "explain": mpjax.explain(loss_fn, params, batch, policy="bf16"),
-    "plan": mpjax.plan(step, state, batch, target="h100", compile=False),
-    "report": mpjax.inspect_numerics(step, state, [batch], advise=False),
-    "tune": mpjax.tune(loss_fn, params, [batch], target="h100", candidates=["bf16", "fp32"], tolerance=0.1),
-  }
-
-
-NAMES = {
-  "explain": ["policy bf16", "tanh", "up"],
-  "plan": ["target h100", "optimizer state", "Memory of one device"],
-  "report": ["good as it is", "activations", "Error against float32"],
-  "tune": ["policies tried", "chosen", "bf16", "policy: fp32"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_it_shows_itself(name, shown):
-  text = html.unescape(shown[name]._repr_html_())
-  assert text == f"<pre>{shown[name].table('all')}</pre>"
-  assert all(word in text for word in NAMES[name]), text
-  assert repr(shown[name]) == str(shown[name])
 
 
 def test_a_report_without_tensors_shows_itself():

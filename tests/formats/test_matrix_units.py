@@ -87,19 +87,6 @@ def test_the_recipe_of_each_kind_of_units_is_one_that_they_multiply():
     assert not any(runs_on(unit, dtype) for dtype in (*FORMATS, "float8") if narrow_bits(dtype)), unit
 
 
-def test_padded_shapes():
-  for unit, dtype, shape, want in (
-    ("hopper", "bfloat16", (8192, 50257, 768), (8192, 50264, 768)),
-    ("hopper", "float8_e4m3fn", (8192, 50257, 768), (8192, 50272, 768)),
-    ("ampere", "tensorfloat32", (6, 10, 30), (8, 12, 32)),
-    ("tpu", "bfloat16", (8192, 50257, 768), (8192, 50304, 768)),
-    ("tpu_v6", "float32", (12, 64, 300), (16, 256, 512)),
-    ("hopper", "bfloat16", (1, 4096, 4096), (8, 4096, 4096)),
-    ("hopper", "bfloat16", (0, 4096, 4096), (0, 4096, 4096)),
-  ):
-    assert padded(unit, dtype, *shape) == want, (unit, dtype, shape)
-
-
 @given(unit_and_dtype, size, size, size)
 def test_padding_is_the_least_that_makes_a_product_eligible(unit_and_dtype, m, n, k):
   unit, dtype = unit_and_dtype
@@ -159,13 +146,3 @@ def test_the_time_of_fp8_is_that_of_the_compilers():
       assert fp8_time(target, recipe) == pytest.approx(time, abs=0.005), (target, recipe)
   assert fp8_time("TPU v6 lite", "current") > 1
   assert fp8_time("h200", "current") == fp8_time("cpu", "current") == 0
-
-
-def test_units_name_every_row_of_the_matrix_units_but_the_cpu():
-  assert {unit for row in describe() for unit in row["units"]} == set(MATRIX_UNITS) - {"cpu"}
-
-
-def test_a_vector_is_on_no_matrix_unit_even_of_one_that_takes_any_size():
-  unit = MatrixUnit("any size", {"bfloat16": (1, 1, 1)})
-  assert eligible(unit, "bfloat16", 3, 5, 7)
-  assert not any(eligible(unit, "bfloat16", *sizes) for sizes in ((1, 5, 7), (3, 1, 7), (3, 5, 1)))

@@ -153,12 +153,6 @@ def test_the_search_ends_at_its_bound():
   assert (fit.batch, fit.next_batch) == (4096, None)
 
 
-def test_without_a_compiler_the_plan_decides():
-  planned = Planned(line(100, 90), line(100, 7))
-  assert largest_batch(planned, 10_000, compile=False).batch == (10_000 - 100) // 7
-  assert planned.calls == []
-
-
 @pytest.mark.parametrize("name", BENT)
 def test_without_a_compiler_each_size_is_planned_once(name):
   peak, _, memory, _ = BENT[name]

@@ -167,10 +167,6 @@ class Graph:
       for body in bodies:
         yield from body.every_operation(times * operation.times, worth=worth, choose=choose)
 
-  def flops(self) -> int:
-    """Returns the FLOPs of all products."""
-    return sum(operation.flops * times for operation, times in self.every_operation())
-
 
 def make_graph(closed: AnyJaxpr, arguments: Sequence[Argument] = (), kind: str = "") -> Graph:
   """Returns the graph of a closed jaxpr.

@@ -27,7 +27,7 @@ def analytic_memory(graph: Graph, program: Program, arguments: Sequence[Argument
   """
   peak = live_at_peak(program)
   results = set(program.results)
-  kept = _everywhere(program)
+  kept = read_backward(program)
   transient: collections.Counter[str] = collections.Counter()
   for value in peak.live:
     transient["outputs" if value in results else _part(value, graph, arguments, kept)] += value.nbytes
@@ -54,12 +54,6 @@ def analytic_memory(graph: Graph, program: Program, arguments: Sequence[Argument
     for b in peak.saved
   )
   return Memory(parts, slots, *saved, sum(parts.values()))
-
-
-def _everywhere(program: Program) -> set[Buffer]:
-  """Returns what backward passes read of forward passes, also in loops."""
-  inner = (_everywhere(body) for operation in program.operations for body in operation.bodies)
-  return read_backward(program).union(*inner)
 
 
 def _part(value: Buffer, graph: Graph, arguments: Sequence[Argument], kept: set[Buffer]) -> str:

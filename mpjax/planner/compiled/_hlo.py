@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mpjax.jaxpr import MARKS, parse_scopes, split_scopes
 from mpjax.planner.compiled._proto import BUFFER, DTYPES, TOKEN, TUPLE, module_class
 
 # Operations whose result is the memory of their operands, and that do not read it.
@@ -18,6 +19,11 @@ COLLECTIVES = frozenset(
   | {"ragged-all-to-all", "reduce-scatter"}
 )
 _DEPTH = 64
+_MOST_UNNAMED = 8
+# Parts of a name that lowering adds for loops and calls.
+_NOT_MODULES = MARKS | {
+  *("body", "call_exported", "closed_call", "cond", "eval_jaxpr", "remat2", "shard_map", "while")
+}
 HOST = 5  # the number of the memory space of a host
 _LOCAL = (1 << 32) - 1  # the low bits of an identity are unique in a computation
 _PLAIN_DTYPE = re.compile(r"(f|bf|s|u|c)(\d+)")
@@ -64,6 +70,23 @@ class HloInstruction:
   def op_name(self) -> str:
     """Returns its place in the traced program: `jit(step)/jvp(GPT)/h0/dot_general`."""
     return str(self.proto.metadata.op_name).split(";")[0]
+
+  @property
+  def named(self) -> HloInstruction:
+    """The instruction, or the nearest one among its operands' makers that has a module's name."""
+    at = self
+    for _ in range(_MOST_UNNAMED):
+      if path_of_name(at.op_name):
+        return at
+      if not at.operands or at.operands[0].op == "parameter":
+        break
+      at = at.operands[0]
+    return self if self.op_name else at
+
+  @property
+  def phase(self) -> str:
+    """FORWARD or BACKWARD in a derivative, else OTHER; without a name, that of the nearest one with one."""
+    return parse_scopes(self.op_name or self.named.op_name).phase
 
   @property
   def frame(self) -> int:
@@ -213,6 +236,11 @@ def start_of(done: HloInstruction) -> HloInstruction:
 def done_of(start: HloInstruction, scope: HloComputation) -> HloInstruction | None:
   """Returns the instruction of `scope` that waits for what `start` begins."""
   return next((i for i in scope.instructions if i.op.endswith("-done") and start_of(i) is start), None)
+
+
+def path_of_name(op_name: str) -> str:
+  """Returns `GPT/blocks/5/down` for `jit(step)/transpose(jvp(GPT))/blocks/5/down/dot_general`."""
+  return parse_scopes("/".join(split_scopes(op_name)[:-1])).path(_NOT_MODULES)
 
 
 def numpy_name(dtype: str) -> str:

@@ -6,8 +6,8 @@ XLA's own loops compute any other `dot`, without matrix units. A `scaled-dot` mu
 
 from __future__ import annotations
 
-import collections
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,13 +18,12 @@ from mpjax.jaxpr import taps
 from mpjax.planner._results import Collective, add_up
 from mpjax.planner.compiled._hlo import (
   COLLECTIVES,
-  HloComputation,
   HloInstruction,
   HloModule,
   numpy_name,
+  path_of_name,
   start_of,
 )
-from mpjax.planner.compiled._hlo_parts import path_of_name
 from mpjax.planner.compiled._hlo_program import chain_id
 
 # The numbers of XLA's algorithms of products (`PrecisionConfig.Algorithm` in `xla/xla_data.proto`), as in
@@ -34,6 +33,7 @@ _ALGORITHMS = {
   **{9: "TF32_TF32_F32", 10: "TF32_TF32_F32_X3"},
 }
 _FLOAT32 = 11
+_KERNELS = re.compile("__(cublas|cudnn|triton)")
 _HIGHEST = 2
 
 
@@ -57,24 +57,23 @@ class KernelProduct(NamedTuple):
 
 def kernel_products(module: HloModule, kind: str = "gpu") -> list[KernelProduct]:
   """Returns every matrix product of a program for a `kind` of platform: `gpu`, `tpu` or `cpu`."""
-  times: collections.Counter[HloComputation] = collections.Counter()
-  fused: dict[HloComputation, str] = {}
-  for computation, count, callers in module.repetitions():
-    times[computation] += count
-    for caller in callers if kind == "gpu" else ():
-      fusion = caller.config.get("fusion_backend_config", {}).get("kind", "")
-      if fusion.startswith(("__triton", "__cudnn")):
-        fused[computation] = fusion[2:8].rstrip("$")
   found = []
-  for computation, count in times.items():
+  for computation, times, callers in module.repetitions():
     for instruction in computation.instructions:
       if (product := product_of(instruction)) and product.flops:
-        kernel = fused.get(computation, "loop" if kind == "gpu" else "dot")
-        if instruction.op == "custom-call":
-          kernel = "cublas" if "cublas" in instruction.proto.custom_call_target else "cudnn"
+        kernel = _kernel_of(instruction, callers) if kind == "gpu" else "dot"
         lhs, rhs = (operand.shapes[0].dtype for operand in instruction.operands[:2])
-        found.append(KernelProduct(kernel, (lhs, rhs), product.flops * count, count, instruction.op_name))
+        found.append(KernelProduct(kernel, (lhs, rhs), product.flops * times, times, instruction.op_name))
   return found
+
+
+def _kernel_of(product: HloInstruction, callers: Sequence[HloInstruction]) -> str:
+  """Returns what computes a product on a GPU, by its own target or the fusion that it is in."""
+  fusions = [caller.config.get("fusion_backend_config", {}).get("kind", "") for caller in callers]
+  for name in (product.proto.custom_call_target, *reversed(fusions)):
+    if found := _KERNELS.match(name):
+      return found[1]
+  return "loop"
 
 
 class Product(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpjax.jaxpr import parse_scopes
 from mpjax.planner._program import Buffer, Operation, Program
 from mpjax.planner.compiled._hlo import VIEWS, HloComputation, HloInstruction, start_of, trips
 from mpjax.planner.compiled._proto import TOKEN, TUPLE
@@ -45,7 +44,7 @@ def hlo_program(
       continue
     reads = {b: float(b.nbytes) for i in instruction.operands for b in parts[i] if b is not None}
     writes = list(written.get(instruction, ()))
-    operation = Operation(instruction, parse_scopes(instruction.op_name).phase, reads, writes)
+    operation = Operation(instruction, instruction.phase, reads, writes)
     if (
       instruction.proto.fusion_kind == "kLoop"
     ):  # writes over what it is the last to read, and no tuple's part

@@ -60,7 +60,7 @@ def read_program(program: Program, arguments: Sequence[Argument], target: Target
 def _read(
   module: HloModule, whole: Compiled, live: int, arguments: Sequence[Argument], target: Target
 ) -> Reading:
-  weights = {a.shape for a in arguments if a.part == "master weights"}
+  weights = {shape for a in arguments if a.part == "master weights" for shape in (a.shape, a.local)}
   memory, explained = divide_memory(module, whole, weights, live)
   notes = []
   loops = [

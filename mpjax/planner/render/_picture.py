@@ -6,6 +6,8 @@ import os
 import textwrap
 from collections.abc import Sequence
 
+import numpy as np
+
 from mpjax._render.picture_style import (
   ALARM,
   BLUES,
@@ -55,13 +57,15 @@ def save_picture(plans: Sequence[Plan], path: str | os.PathLike[str]) -> None:
   limits |= {plan.room: ("--", "JAX takes") for plan in plans if plan.room < plan.device_memory}
   figure = new_figure(max(2.6, 1.2 + 0.36 * len(bars), 0.7 + 0.19 * (len(shown) + 3)), _title(plans))
   axes = figure.add_subplot()
+  left = np.zeros(len(bars))
   for name, color in {**COLORS, _REST: GREY}.items():
-    sizes = [_size(name, parts, shown) / scale for _, parts, _, _ in bars]
-    left = [sum(_size(other, parts, shown) for other in _before(name)) / scale for _, parts, _, _ in bars]
+    stands_for = COLORS.keys() - shown if name == _REST else shown & {name}
+    sizes = np.array([sum(parts.get(part, 0) for part in stands_for) / scale for _, parts, _, _ in bars])
     if any(sizes):
       axes.barh(
         range(len(bars)), sizes, 0.8, left=left, color=color, edgecolor="white", linewidth=0.6, label=name
       )
+    left = left + sizes
   limits = {size: style for size, style in limits.items() if 0 < size <= _FAR * longest}
   for size, (style, what) in limits.items():
     axes.axvline(
@@ -79,18 +83,6 @@ def save_picture(plans: Sequence[Plan], path: str | os.PathLike[str]) -> None:
   axes.set_xlabel(f"{unit} on one device")
   figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
   save_figure(figure, path)
-
-
-def _size(name: str, parts: dict[str, int], shown: set[str]) -> int:
-  """Returns the bytes of a part that is drawn; all that are too small are one."""
-  if name == _REST:
-    return sum(size for part, size in parts.items() if part not in shown)
-  return parts.get(name, 0) if name in shown else 0
-
-
-def _before(name: str) -> list[str]:
-  order = [*COLORS, _REST]
-  return order[: order.index(name)]
 
 
 def _title(plans: Sequence[Plan]) -> str:

@@ -24,8 +24,8 @@ from mpjax.planner.compiled._hlo import (
   HloInstruction,
   HloShape,
   done_of,
+  path_of_name,
 )
-from mpjax.planner.compiled._hlo_parts import path_of_name
 from mpjax.planner.compiled._hlo_products import group_of, product_of
 from mpjax.planner.compiled._hlo_program import begins, chain_id, hlo_program
 from mpjax.planner.timing._kernels import Kernels, is_kernel, kernel_flops, traced_kernels

@@ -22,8 +22,7 @@ from mpjax.jaxpr import (
   times_run,
 )
 from mpjax.planner.analytic import Graph
-from mpjax.planner.compiled._hlo import HloInstruction
-from mpjax.planner.compiled._hlo_parts import path_of_name
+from mpjax.planner.compiled._hlo import HloInstruction, path_of_name
 from mpjax.planner.timing._rates import LEAST_DEPTH, ROW_START
 
 Shapes = tuple[tuple[int, ...], ...]

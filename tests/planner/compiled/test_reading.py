@@ -78,6 +78,8 @@ def test_whole_programs_are_understood_and_near_the_analytic_plan():
     # On a TPU small values are on the chip, which its program does not show; a CPU's compiler puts small
     # temporaries where results will be, which is not followed.
     assert compiled.explained > (0.9 if program[2].startswith("h200") else 0.5), program
+    if program[1:] == ("fsdp", "h200:8"):  # the share of a weight in half precision
+      assert compiled.memory.parts["compute copies"] == 2 * 512 * 2048 // 4, program
     if program in NEAR:
       assert plan.memory.peak / plan.peak == pytest.approx(1, abs=NEAR[program]), program
 

@@ -40,10 +40,6 @@ def test_an_svg_has_the_names_and_figures_as_text(svg_of, policies):
   assert "does not fit" not in svg
 
 
-def test_the_same_plans_give_the_same_file(svg_of):
-  assert svg_of(a_plan(), name="a.svg") == svg_of(a_plan(), name="b.svg")
-
-
 def test_a_png_is_an_image_fit_for_a_report(tmp_path):
   from matplotlib import image
 
