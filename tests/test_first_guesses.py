@@ -103,6 +103,10 @@ GUESSES = {
     lambda: mpjax.dynamic_loss_scale(optax.adam(0.1)).init(DENSE),
     "pass model.init(key, x)['params']",
   ),
+  "tune(loss, params, batches, policies=...)": (
+    lambda: mpjax.tune(loss_fn, PARAMS, [BATCH], policies=["bf16"]),
+    "mpjax.tune has no argument 'policies'",
+  ),
   "equinox: value_and_grad of a module": (
     lambda: mpjax.value_and_grad(module_loss, TX.init(PARAMS))(MLP, BATCH),
     "eqx.partition(model, eqx.is_inexact_array)",

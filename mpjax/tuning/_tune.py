@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import optax
 
+from mpjax._calls import refuse_keywords
 from mpjax._gone import instead
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting import Explanation
@@ -90,6 +92,8 @@ def tune(
   for name in init:
     if went := instead(name, "tune"):
       raise TypeError(f"mpjax.tune has no argument {name!r}{went}")
+  known = inspect.signature(TrainStep.init).parameters
+  refuse_keywords(tune, {name: value for name, value in init.items() if name not in known}, {})
   if objective not in OBJECTIVES:
     raise ValueError(f"objective={objective!r}: expected one of {', '.join(OBJECTIVES)}")
   share, figure = parse_tolerance(tolerance)
