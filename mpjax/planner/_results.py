@@ -165,12 +165,12 @@ class ProductGroup:
   phase: str
   operation: str
   dtype: str
-  shape: tuple[int, int, int]
-  padded: tuple[int, int, int]
-  batch: int
-  flops: int
-  eligible: bool
-  why: str
+  shape: tuple[int, int, int] = (0, 0, 0)
+  padded: tuple[int, int, int] = (0, 0, 0)
+  batch: int = 1
+  flops: int = 0
+  eligible: bool = False
+  why: str = ""
   passes: int = 1
   kernel: str = ""
 

@@ -341,10 +341,10 @@ def _at(equation: JaxprEqn, context: _Context) -> _Context:
 
 def _needed(operations: list[GraphOperation], results: list[Buffer]) -> list[GraphOperation]:
   """Returns the operations that a result depends on, or that have an effect."""
-  live = {id(value) for value in results}
+  live = set(results)
   kept = []
   for operation in reversed(operations):
-    if operation.equation.effects or any(id(value) in live for value in operation.results):
+    if operation.equation.effects or not live.isdisjoint(operation.results):
       kept.append(operation)
-      live |= {id(value) for value in operation.operands}
+      live.update(operation.operands)
   return kept[::-1]

@@ -150,12 +150,6 @@ def _kernel(operation: GraphOperation) -> ProductGroup:
     phase=operation.phase,
     operation="kernel",
     dtype=", ".join(dict.fromkeys(floats)),
-    shape=(0, 0, 0),
-    padded=(0, 0, 0),
-    batch=0,
-    flops=0,
-    eligible=False,
-    why="",
     kernel=str(operation.equation.params.get("name") or operation.name),
   )
 
@@ -175,7 +169,6 @@ def _product(operation: GraphOperation, target: Target) -> ProductGroup:
     shape=sizes,
     padded=wanted,
     batch=max(1, round(operation.flops / one)) if one else 1,
-    flops=0,
     eligible=fits,
     why="" if fits else _why(dtype, sizes, wanted, target),
     passes=passes,

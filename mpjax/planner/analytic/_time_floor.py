@@ -60,14 +60,14 @@ def time_floor(
 
 def _unread_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
   """Returns the bytes of arguments, on one device, that a step need not read."""
-  used = {id(value) for operation in graph.operations for value in operation.operands}
+  used = {value for operation in graph.operations for value in operation.operands}
   whole = [0 if a.on_host else argument_bytes(a, kind) for a in arguments]
   read: collections.Counter[int] = collections.Counter()
   for operation in graph.operations:
     for i, value in enumerate(operation.operands):
       if value.argument is None:
         continue
-      updated = i == 0 and _in_place(operation) and id(operation.results[0]) not in used
+      updated = i == 0 and _in_place(operation) and operation.results[0] not in used
       part = i == 0 and operation.equation.primitive in _PARTS
       if not updated:
         read[value.argument] += total_bytes(operation.results) if part else whole[value.argument]
@@ -76,9 +76,8 @@ def _unread_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int
 
 def _written_bytes(graph: Graph) -> int:
   """Returns the bytes, on one device, of the results that are not unchanged arguments."""
-  results = {id(value): value for value in graph.results}.values()
   total = 0
-  for value in results:
+  for value in set(graph.results):
     if value.maker is not None and _in_place(value.maker):
       total += min(value.nbytes, max((v.nbytes for v in value.maker.operands[1:]), default=0))
     elif value.argument is None:

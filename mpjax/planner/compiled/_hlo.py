@@ -89,11 +89,6 @@ class HloInstruction:
     return parse_scopes(self.op_name or self.named.op_name).phase
 
   @property
-  def frame(self) -> int:
-    """Number of its stack frame in the module's tables; 0 without one."""
-    return int(self.proto.metadata.stack_frame_id)
-
-  @property
   def config(self) -> dict[str, Any]:
     """Returns what the compiler notes for its own back end; empty if that is not JSON."""
     try:
@@ -147,10 +142,7 @@ class HloModule:
       computation, times, callers = left.pop()
       yield computation, times, callers
       for instruction in reversed(computation.instructions):
-        if instruction.called and instruction.op not in (
-          "async-update",
-          "async-done",
-        ):  # which run nothing new
+        if instruction.op not in ("async-update", "async-done"):  # which run nothing new
           runs = times * ((trips(instruction) if instruction.op == "while" else 1) or 1)
           left += ((called, runs, [*callers, instruction]) for called in reversed(instruction.called))
 

@@ -106,7 +106,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def source_of(module: HloModule, instruction: HloInstruction) -> str:
   """Returns the file and line of the user's program, `model.py:31`."""
-  frames = module.lines.get(instruction.frame, ())
+  frames = module.lines.get(instruction.proto.metadata.stack_frame_id, ())
   shown = [f"{file.rpartition('/')[2]}:{line}" for file, line in frames]
   own = (text for text, (file, _) in zip(shown, frames, strict=True) if not is_library(file))
   return next(own, shown[0] if shown else "")
