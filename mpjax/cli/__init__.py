@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -70,7 +71,7 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
   """
   try:
     if name == "bench":  # it parses its own arguments
-      return importlib.import_module("mpjax.cli._bench_command").run(arguments, prog)
+      return _bench(arguments, prog)
     options = parse(name, arguments, prog)
     # A run counts a signal from here on, also while JAX is imported.
     with Interrupt() if name == "train" else contextlib.nullcontext() as options.interrupt:
@@ -91,3 +92,14 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
     status, line = outcome
     print(line, file=sys.stderr)
     return status
+
+
+def _bench(arguments: Sequence[str], prog: str) -> int:
+  """Runs the `benchmarks` of the checkout around the package or in this folder; the wheel has none."""
+  for root in (pathlib.Path(__file__).resolve().parents[2], pathlib.Path.cwd()):
+    if (root / "pyproject.toml").is_file() and (root / "benchmarks" / "__main__.py").is_file():
+      sys.path.insert(0, str(root))
+      status: int = importlib.import_module("benchmarks.__main__").main(list(arguments), prog)
+      return status
+  print(f"error: {prog}: run it from a checkout of mpjax, which has the folder benchmarks/", file=sys.stderr)
+  return 2

@@ -45,14 +45,5 @@ def test_a_table_is_asked_for_by_name_and_all_of_them_at_once(printed):
   assert max(map(len, printed("--all", width=80))) <= 80
 
 
-def test_a_wrong_table_is_answered_with_those_there_are(tmp_path, capsys):
-  [config] = write_tiny_gpt(tmp_path)
-  assert main(["explain", config, "--table", "island"]) == 2
-  assert capsys.readouterr().err == (
-    "error: --table: no table 'island': expected one of all, float32, islands, modules; "
-    "did you mean 'islands'?\n"
-  )
-
-
 def test_keys_below_the_policy_hold_for_the_one_that_is_named(printed):
   assert "100% in float16" in printed("policy=bf16", "policy.compute_dtype=float16")[0]

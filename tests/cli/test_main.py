@@ -74,6 +74,7 @@ WRONG_FLAGS = {
   "export runs/x --dtype bf16": "write dtype=bf16",
   "plan --fitt": "did you mean --fit?",
   "numerics --pictures x": "save_html writes a page that draws them, --html says where",
+  "tune --prove": "train both: mpjax train tuned.yaml, and mpjax train CONFIG policy=fp32",
   "train --epochs 3": "mpjax train --help says what it takes",
 }
 

@@ -8,11 +8,10 @@ import xml.etree.ElementTree
 import jax
 import pytest
 
-from mpjax._render.install_text import pip_install
 from mpjax._render.plain_text import bytes_text
 from mpjax.cli import main
-from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, _targets, get_target
-from mpjax.train import ConfigError, Planner, load_config, make_setup
+from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, get_target
+from mpjax.train import Planner, load_config, make_setup
 from tests.train._tiny_gpt import write_tiny_gpt
 
 pytestmark = pytest.mark.optimised
@@ -124,15 +123,6 @@ def test_the_configs_own_policy_is_the_default_as_the_target_resolves_it(run):
     assert [list(plan["matrix_flops"]) for plan in report["plans"]] == [[dtype]]
 
 
-def test_fp8_without_units_is_planned_in_bfloat16_and_says_so(run):
-  report, _ = run("target=a100", "--analytic", "policy=fp8")
-  [plan] = report["plans"]
-  assert plan["label"] == "fp8"
-  assert list(plan["matrix_flops"]) == ["bfloat16"]
-  assert "no FP8 units" in plan["fp8"]
-  assert plan["fp8"].endswith("products run in bfloat16")
-
-
 @pytest.mark.parametrize(("target", "mesh", "devices"), [("h200:8", 4, 4), ("v5e:2x4", -1, 8)])
 def test_a_batch_lies_over_the_devices(run, target, mesh, devices):
   share, _ = run(f"target={target}", "--analytic", f"mesh.data={mesh}", "policy=bf16")
@@ -200,13 +190,6 @@ def test_cheapest_looks_through_what_the_target_can_run(run):
   assert report["cheapest"].startswith("fp16")
 
 
-def test_without_the_packages_one_line_says_what_to_install(run, monkeypatch):
-  monkeypatch.setattr(_targets, "_absent", lambda package: True)
-  report, printed = run("target=v5e", "policy=bf16")
-  assert report["plans"][0]["compiled"] is None
-  assert pip_install("plan-tpu") in printed
-
-
 @pytest.mark.slow
 def test_this_machine_compiles_the_plan(run):
   report, _ = run("policy=bf16", "model.layers=1", "train.skip_nonfinite=false")
@@ -270,12 +253,3 @@ def test_an_error_is_one_line_and_status_2(fails, tmp_path):
     assert fails(*arguments).startswith(f"error: {message}")
   missing = str(tmp_path / "none.yaml")
   assert fails("--analytic", config=missing).startswith(f"error: no such config file: {missing}: expected ")
-
-
-def test_a_batch_that_the_devices_cannot_share_is_refused(config):
-  planner = Planner(load_config(config, ["mesh.data=4", "train.accumulate=2"]), get_target("h200:4"))
-  assert (planner.sizes, planner.multiple) == ({"data": 4, "fsdp": 1, "tensor": 1}, 8)
-  with pytest.raises(
-    ConfigError, match=r"batch_size=12: expected a multiple of 8, .*accumulate=2 times 4 devices"
-  ):
-    planner.plan("bf16", batch=12, compile=False)

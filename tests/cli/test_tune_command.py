@@ -46,13 +46,6 @@ WRONG = {
 }
 
 
-def test_flags_that_went_say_what_to_write(capsys):
-  for flag, message in (("--prove", "train both: mpjax train tuned.yaml"), ("--minutes", "leave it out")):
-    with pytest.raises(SystemExit):
-      main(["tune", "gpt_stdlib", flag, "10"])
-    assert f"tune has no option {flag}: {message}" in capsys.readouterr().err
-
-
 def test_a_wrong_line_is_one_error(tmp_path, monkeypatch, capsys):
   [config] = write_tiny_gpt(tmp_path, layers=1)
   (tmp_path / "there.yaml").touch()

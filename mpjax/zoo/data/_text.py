@@ -59,7 +59,7 @@ def load_text(
         documents[name if len(paths) == 1 else f"{position}:{name}"] = text
     if seen.isdisjoint(file.resolve() for _, file in found):
       raise DataError(
-        f"data.path={each!r}: no text files there (empty, hidden and binary files are left out)"
+        f"data.path={each!r}: no such file, or no text files there (not empty, hidden or binary ones)"
       )
   return documents_to_rows([documents], ", ".join(paths), seq_len, valid_fraction)
 

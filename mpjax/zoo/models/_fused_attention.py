@@ -35,9 +35,9 @@ def chosen_attention(asked: str, info: ModelInfo, *, heads: int, head_dim: int, 
     head_dim: columns of a head.
     length: positions in a row.
   """
-  half = info.policy.compute_dtype
   if asked == "xla":
     return asked
+  half = info.policy.compute_dtype
   if info.backend == "gpu" and half.itemsize == 2 and _cudnn_takes((1, length, heads, head_dim), half):
     return "cudnn"
   fits = length >= _SHORTEST and not (length % _LANES or head_dim % _LANES)
