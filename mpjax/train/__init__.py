@@ -12,55 +12,36 @@ from typing import TYPE_CHECKING, Any
 from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
-  from mpjax.train._errors import Agreed, CheckpointError, ConfigError, DataError, Interrupted, Stuck
-  from mpjax.train._export import ExportedModel, load_safetensors, save_safetensors
-  from mpjax.train.config._config import Config, parse_config
-  from mpjax.train.config._config_file import load_config
-  from mpjax.train.config._plugins import (
-    DataInfo,
-    ModelInfo,
-    Task,
-    load_plugins,
-    register_data,
-    register_model,
-    register_optimizer,
+  from mpjax.train._errors import (
+    Agreed as Agreed,
+    CheckpointError as CheckpointError,
+    ConfigError as ConfigError,
+    DataError as DataError,
+    Interrupted as Interrupted,
+    Stuck as Stuck,
   )
-  from mpjax.train.loop._run import RunResult, run
-  from mpjax.train.loop._sinks import Tracker
-  from mpjax.train.setup._experiment import make_setup, make_task
-  from mpjax.train.setup._optimizers import make_optimizer
-  from mpjax.train.setup._planner import Planner
-  from mpjax.train.setup._saved_run import export_run
-
-__all__ = [
-  "Agreed",
-  "CheckpointError",
-  "Config",
-  "ConfigError",
-  "DataError",
-  "DataInfo",
-  "ExportedModel",
-  "Interrupted",
-  "ModelInfo",
-  "Planner",
-  "RunResult",
-  "Stuck",
-  "Task",
-  "Tracker",
-  "export_run",
-  "load_config",
-  "load_plugins",
-  "load_safetensors",
-  "make_optimizer",
-  "make_setup",
-  "make_task",
-  "parse_config",
-  "register_data",
-  "register_model",
-  "register_optimizer",
-  "run",
-  "save_safetensors",
-]
+  from mpjax.train._export import (
+    ExportedModel as ExportedModel,
+    load_safetensors as load_safetensors,
+    save_safetensors as save_safetensors,
+  )
+  from mpjax.train.config._config import Config as Config, parse_config as parse_config
+  from mpjax.train.config._config_file import load_config as load_config
+  from mpjax.train.config._plugins import (
+    DataInfo as DataInfo,
+    ModelInfo as ModelInfo,
+    Task as Task,
+    load_plugins as load_plugins,
+    register_data as register_data,
+    register_model as register_model,
+    register_optimizer as register_optimizer,
+  )
+  from mpjax.train.loop._run import RunResult as RunResult, run as run
+  from mpjax.train.loop._sinks import Tracker as Tracker
+  from mpjax.train.setup._experiment import make_setup as make_setup, make_task as make_task
+  from mpjax.train.setup._optimizers import make_optimizer as make_optimizer
+  from mpjax.train.setup._planner import Planner as Planner
+  from mpjax.train.setup._saved_run import export_run as export_run
 
 # The lines of a run. The root logger does not get them: absl, under orbax, gives it a handler on stderr.
 _LOGGER = logging.getLogger(__name__)
@@ -90,6 +71,7 @@ _MODULES = {
   "loop._sinks": ("Tracker",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
