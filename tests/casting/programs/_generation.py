@@ -1,4 +1,4 @@
-"""Sampling and search: draws and ids that come from float32 alone, beside models in half precision."""
+"""Sampling and search: draws and ids that come from float32 alone, beside models in half precision; a sequence's ratio."""
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +39,6 @@ def top_p_sampling(half, params, inputs):
   return Out(-score.mean(), {"score": score, "mass": mass}, {"drawn": drawn, "size": size})
 
 
-@program("language: sampling without replacement, by Gumbel noise and top_k", MODEL, tables)
-def gumbel_top_k(half, params, inputs):
-  noise = jax.random.gumbel(jax.random.key(inputs["seed"]), (8, V))
-  _, drawn = jax.lax.top_k(jax.nn.log_softmax(inputs["logits"] / 0.8) + noise, 40)
-  score = of(log_probs(half, params, inputs["tokens"][:, :1]), drawn)
-  return Out(-score.mean(), score, drawn)
-
-
 @program("language: speculative decoding, a draft accepted by the target's table", MODEL, tables)
 def speculative_decoding(half, params, inputs):
   accept, again = jax.random.split(jax.random.key(inputs["seed"]))
@@ -61,27 +53,6 @@ def speculative_decoding(half, params, inputs):
   score = of(log_probs(half, params, tokens), tokens)
   mask = jnp.arange(6) <= length[:, None]
   return Out(-jnp.sum(score * mask) / mask.sum(), score, {"length": length, "instead": instead})
-
-
-@program(
-  "language: beam search over a table of bigrams, its hypotheses scored by a model",
-  {**MODEL, "embed": lambda rng: rng.standard_normal((40, D)), "out": (32, 40)},
-  lambda rng: {"bigrams": 3 * rng.standard_normal((40, 40))},
-)
-def beam_search(half, params, inputs):
-  table, beams, steps = jax.nn.log_softmax(inputs["bigrams"]), 4, 12
-
-  def step(carry, i):
-    tokens, scores = carry
-    total = scores[:, None] + table[tokens[:, i]]
-    scores, flat = jax.lax.top_k(total.ravel(), beams)
-    tokens = tokens[flat // 40].at[:, i + 1].set(flat % 40)
-    return (tokens, scores), scores
-
-  start = jnp.zeros((beams, steps + 1), int), jnp.array([0.0, *[-jnp.inf] * (beams - 1)])
-  (tokens, scores), _ = jax.lax.scan(step, start, jnp.arange(steps))
-  model = of(log_probs(half, params, tokens[:, :-1]), tokens[:, 1:])
-  return Out(-model.mean(), {"beams": scores, "model": model}, tokens)
 
 
 @program(
@@ -101,31 +72,6 @@ def lookup_by_one_hot(half, params, inputs):
   out = half.dot(half.dot(chosen, params["table"]), params["out"])
   discrete = {"ids": ids.astype(int), "matrix": jnp.round(matrix).astype(int), "counts": counts.astype(int)}
   return Out(jnp.mean((out - inputs["y"]) ** 2), out, discrete)
-
-
-@program(
-  "evaluation: a confusion matrix, precision and the area under a curve, beside a loss",
-  {"in": (16, 32), "out": (32, 4)},
-  lambda rng: {
-    "x": rng.standard_normal((3000, 16)),
-    "guess": rng.integers(0, 4, 3000),
-    "y": rng.integers(0, 4, 3000),
-    "score": rng.standard_normal(3000),
-  },
-)
-def metrics(half, params, inputs):
-  y, guess = jax.nn.one_hot(inputs["y"], 4), jax.nn.one_hot(inputs["guess"], 4)
-  confusion = y.T @ guess
-  precision = jnp.diag(confusion) / confusion.sum(0)
-  positive = inputs["y"] == 0
-  rank = jnp.argsort(jnp.argsort(inputs["score"])) + 1
-  n = positive.sum()
-  area = (jnp.sum(rank * positive) - n * (n + 1) / 2) / (n * (3000 - n))
-  running = jnp.tril(jnp.ones((3000, 3000))) @ positive.astype(jnp.float32)
-  logits = half.dot(jax.nn.relu(half.dot(inputs["x"], params["in"])), params["out"])
-  losses = -jnp.sum(y * jax.nn.log_softmax(logits), -1)
-  discrete = {"confusion": confusion.astype(int), "running": running.astype(int)}
-  return Out(losses.mean(), {"losses": losses, "precision": precision, "area": area[None]}, discrete)
 
 
 @program(
@@ -199,3 +145,21 @@ def entropy_behind_calls(half, params, inputs):
   lost = jax.jit(entropy)(p)
   loss = jnp.mean((mixed.reshape(64, 8) - inputs["y"]) ** 2) - 0.01 * lost.mean()
   return Out(loss, {"entropy": lost, "mixed": mixed})
+
+
+@program(
+  "control: a sequence's ratio with itself, picked by a product with a one-hot and by a gather",
+  {"turn": lambda rng: 2.0 * rng.permutation(np.eye(20))},
+  lambda rng: {
+    "x": rng.integers(-12, 12, (4, 50, 20))
+    / 8,  # a product that is exact: log-probabilities may not be rounded
+    "actions": rng.integers(0, 20, 50),
+    "gain": rng.standard_normal(4),
+  },
+)
+def sequence_ratio(half, params, inputs):
+  log_p = jax.nn.log_softmax(half.dot(inputs["x"], params["turn"]))
+  new = jnp.einsum("btv,tv->bt", log_p, jax.nn.one_hot(inputs["actions"], 20))
+  old = jax.lax.stop_gradient(jnp.take_along_axis(log_p, inputs["actions"][None, :, None], -1)[..., 0])
+  ratio = jnp.exp(jnp.sum(new - old, -1))
+  return Out(-jnp.mean(ratio * inputs["gain"]), {"ratio": ratio, "picked": new})

@@ -1,58 +1,13 @@
-"""Generative models: flows, autoencoders, diffusion, radiance, energies, adversaries."""
+"""Generative models: diffusion, radiance, energies."""
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from tests.casting.programs._ideal import Out, program
 
 
 def mlp(half, params, x):
   return half.dot(jax.nn.silu(half.dot(x, params["in"])), params["out"])
-
-
-@program(
-  "densities: couplings and a full matrix, their log-determinants, and the way back",
-  {"first": lambda rng: layer(rng, 4, 8), "second": lambda rng: layer(rng, 4, 8), "mix": (8, 8)},
-  lambda rng: {"x": rng.standard_normal((64, 8))},
-)
-def normalising_flow(half, params, inputs):
-  mix = jnp.eye(8) + 0.3 * params["mix"]
-
-  def couple(weights, x):
-    a, b = jnp.split(x, 2, -1)
-    shift, scale = jnp.split(mlp(half, weights, a), 2, -1)
-    scale = jnp.tanh(scale)
-    return jnp.concatenate([b * jnp.exp(scale) + shift, a], -1), scale.sum(-1)
-
-  x, first = couple(params["first"], inputs["x"])
-  x = half.dot(x, mix)
-  z, second = couple(params["second"], x)
-  log_p = jax.scipy.stats.norm.logpdf(z).sum(-1) + first + second + jnp.linalg.slogdet(mix)[1]
-  return Out(-log_p.mean(), {"z": z, "log_p": log_p})
-
-
-def layer(rng, n, out, width=32):
-  return {
-    "in": rng.standard_normal((n, width)) / n**0.5,
-    "out": rng.standard_normal((width, out)) / width**0.5,
-  }
-
-
-@program(
-  "images: a variational autoencoder, its divergence and its Bernoulli likelihood",
-  {"encoder": lambda rng: layer(rng, 32, 16), "decoder": lambda rng: layer(rng, 8, 32)},
-  lambda rng: {"x": (rng.random((32, 32)) < 0.4) * 1.0, "seed": rng.integers(0, 2**31)},
-)
-def variational_autoencoder(half, params, inputs):
-  mean, log_variance = jnp.split(mlp(half, params["encoder"], inputs["x"]), 2, -1)
-  z = mean + jnp.exp(0.5 * log_variance) * jax.random.normal(jax.random.key(inputs["seed"]), mean.shape)
-  logits = mlp(half, params["decoder"], z)
-  likelihood = -optax.sigmoid_binary_cross_entropy(logits, inputs["x"]).sum(-1)
-  divergence = -0.5 * jnp.sum(1 + log_variance - mean**2 - jnp.exp(log_variance), -1)
-  return Out(
-    jnp.mean(divergence - likelihood), {"divergence": divergence, "likelihood": likelihood, "logits": logits}
-  )
 
 
 def clock(t, d=16):
@@ -115,24 +70,6 @@ def guided_sampling(half, params, inputs):
 
 
 @program(
-  "images: flow matching, a velocity at random times and Euler steps along it",
-  {"in": (9, 64), "out": (64, 8)},
-  lambda rng: {
-    "a": rng.standard_normal((32, 8)),
-    "b": rng.standard_normal((32, 8)),
-    "t": rng.random((32, 1)),
-  },
-)
-def flow_matching(half, params, inputs):
-  velocity = lambda x, t: mlp(half, params, jnp.concatenate([x, t], -1))
-  x = (1 - inputs["t"]) * inputs["a"] + inputs["t"] * inputs["b"]
-  error = velocity(x, inputs["t"]) - (inputs["b"] - inputs["a"])
-  step = lambda i, x: x + velocity(x, jnp.full((32, 1), i / 50)) / 50
-  sample = jax.lax.fori_loop(0, 50, step, jax.lax.stop_gradient(inputs["a"]))
-  return Out(jnp.mean(error**2), {"error": error, "sample": jax.lax.stop_gradient(sample - inputs["a"])})
-
-
-@program(
   "scenes: NeRF, frequencies of positions by einsum, transmittance along rays",
   {"in": (30, 64), "density": (64, 1), "colour": (64, 3)},
   lambda rng: {
@@ -154,24 +91,6 @@ def radiance_field(half, params, inputs):
   seen = jnp.einsum("rs,rsc->rc", weights, colour)
   far = jnp.einsum("rs,s->r", weights, depth)
   return Out(jnp.mean((seen - inputs["y"]) ** 2), {"seen": seen, "depth": far, "angles": angles})
-
-
-@program(
-  "images: adversaries with a penalty of the critic's gradient",
-  {"critic": lambda rng: layer(rng, 8, 1)},
-  lambda rng: {
-    "real": rng.standard_normal((32, 8)),
-    "fake": rng.standard_normal((32, 8)) + 1,
-    "at": rng.random((32, 1)),
-  },
-)
-def gradient_penalty(half, params, inputs):
-  critic = lambda x: mlp(half, params["critic"], x)[..., 0]
-  between = inputs["at"] * inputs["real"] + (1 - inputs["at"]) * inputs["fake"]
-  slopes = jax.vmap(jax.grad(critic))(between)
-  norms = jnp.sqrt(jnp.sum(slopes**2, -1) + 1e-12)
-  loss = critic(inputs["fake"]).mean() - critic(inputs["real"]).mean() + 10 * jnp.mean((norms - 1) ** 2)
-  return Out(loss, {"slopes": slopes, "norms": norms})
 
 
 @program(

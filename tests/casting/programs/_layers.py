@@ -1,4 +1,4 @@
-"""Programs of layers that libraries ship, given their products: linen, nnx; attention written in blocks."""
+"""Programs of layers that libraries ship, given their products: linen, Equinox; experts and ensembles."""
 
 import functools
 
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from tests.casting.programs._ideal import Out, program
 
@@ -86,75 +85,6 @@ def linen_transformer(half, params, inputs):
   )
 
 
-class Mixer(nnx.Module):
-  def __init__(self, rngs, dot_general=jax.lax.dot_general):
-    linear = functools.partial(nnx.Linear, dot_general=dot_general, rngs=rngs)
-    self.norms = nnx.List([nnx.LayerNorm(16, rngs=rngs), nnx.LayerNorm(16, rngs=rngs)])
-    self.tokens, self.channels = linear(8, 8), linear(16, 16)
-    self.head = linear(16, 4)
-
-  def __call__(self, x):  # [B, 8, 16]
-    y = nnx.gelu(self.tokens(jnp.swapaxes(self.norms[0](x), 1, 2)))
-    x = x + jnp.swapaxes(y, 1, 2)
-    x = x + nnx.gelu(self.channels(self.norms[1](x)))
-    return self.head(x.mean(1))
-
-
-@program(
-  "images: an nnx mixer of tokens and channels",
-  {"model": lambda rng: nnx.to_pure_dict(nnx.state(Mixer(nnx.Rngs(int(rng.integers(100)))), nnx.Param))},
-  lambda rng: {"x": rng.standard_normal((16, 8, 16)), "y": rng.integers(0, 4, 16)},
-)
-def nnx_mixer(half, params, inputs):
-  graph, state = nnx.split(nnx.eval_shape(lambda: Mixer(nnx.Rngs(0), half.dot_general)))
-  nnx.replace_by_pure_dict(state, params["model"])
-  logits = nnx.merge(graph, state)(inputs["x"])
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, inputs["y"])
-  return Out(losses.mean(), {"losses": losses, "logits": logits})
-
-
-@program(
-  "language: attention over blocks of keys, a running maximum and sum in a scan",
-  {"q": (16, 16), "k": (16, 16), "v": (16, 16)},
-  lambda rng: {"x": 2 * rng.standard_normal((2, 48, 16)), "y": rng.standard_normal((2, 48, 16))},
-)
-def blockwise_attention(half, params, inputs):
-  q, k, v = (half.dot(inputs["x"], params[name]) for name in "qkv")
-  blocks = lambda x: jnp.swapaxes(x.reshape(2, 6, 8, 16), 0, 1)
-
-  def step(carry, block):
-    top, total, out = carry
-    k, v = block
-    scores = half.einsum("bqd,bkd->bqk", q, k) / 4
-    new = jnp.maximum(top, scores.max(-1))
-    p = jnp.exp(scores - new[..., None])
-    rescale = jnp.exp(top - new)
-    total = total * rescale + p.sum(-1)
-    return (new, total, out * rescale[..., None] + half.einsum("bqk,bkd->bqd", p, v)), None
-
-  empty = jnp.full((2, 48), -jnp.inf), jnp.zeros((2, 48)), jnp.zeros((2, 48, 16))
-  (top, total, out), _ = jax.lax.scan(step, empty, (blocks(k), blocks(v)))
-  out = out / total[..., None]
-  return Out(jnp.mean((out - inputs["y"]) ** 2), {"out": out, "normaliser": top + jnp.log(total)})
-
-
-@program(
-  "language: relative positions in buckets of a logarithm (T5), a bias looked up",
-  {"q": (16, 16), "k": (16, 16), "bias": (32, 1)},
-  lambda rng: {"x": rng.standard_normal((2, 40, 16)), "start": rng.integers(0, 500)},
-)
-def position_buckets(half, params, inputs):
-  at = inputs["start"] + 17 * jnp.arange(40)
-  distance = jnp.maximum(at[:, None] - at[None], 0)
-  far = 16 + (jnp.log(jnp.maximum(distance, 1) / 16) / jnp.log(800 / 16) * 16).astype(int)
-  bucket = jnp.where(distance < 16, distance, jnp.minimum(far, 31))
-  q, k = half.dot(inputs["x"], params["q"]), half.dot(inputs["x"], params["k"])
-  scores = half.einsum("bqd,bkd->bqk", q, k) / 4 + 3 * params["bias"][bucket, 0]
-  p = jax.nn.softmax(jnp.where(at[:, None] >= at[None], scores, -jnp.inf))
-  out = half.einsum("bqk,bkd->bqd", p, inputs["x"])
-  return Out(jnp.mean((out - jnp.roll(inputs["x"], -1, 1)) ** 2), out, bucket)
-
-
 @program(
   "language: two experts for each token by top_k, ragged products of the sorted tokens",
   {"router": lambda rng: 2.0 * rng.permutation(np.eye(16))[:, :4], "up": (4, 16, 32), "down": (4, 32, 16)},
@@ -174,26 +104,6 @@ def ragged_experts(half, params, inputs):
   weighted = ragged(hidden, params["down"]) * gates.ravel()[order, None]
   out = jnp.zeros((64, 16)).at[order // 2].add(weighted)
   return Out(jnp.mean((out - inputs["y"]) ** 2), out, {"chosen": chosen, "sizes": sizes})
-
-
-@program(
-  "language: fast weights by the delta rule, a matrix that a scan corrects",
-  {"q": (16, 16), "k": (16, 16), "v": (16, 16), "rate": (16, 1)},
-  lambda rng: {"x": rng.standard_normal((48, 2, 16)), "y": rng.standard_normal((48, 2, 16))},
-)
-def delta_rule(half, params, inputs):
-  q, k, v = (half.dot(inputs["x"], params[name]) for name in "qkv")
-  k = k * jax.lax.rsqrt(jnp.sum(k**2, -1, keepdims=True) + 1e-6)
-  rate = jax.nn.sigmoid(half.dot(inputs["x"], params["rate"]))
-
-  def step(memory, token):
-    q, k, v, rate = token
-    error = v - half.einsum("bij,bj->bi", memory, k)
-    memory = memory + jnp.einsum("bi,bj->bij", rate * error, k)
-    return memory, half.einsum("bij,bj->bi", memory, q)
-
-  memory, out = jax.lax.scan(step, jnp.zeros((2, 16, 16)), (q, k, v, rate))
-  return Out(jnp.mean((out - inputs["y"]) ** 2), {"memory": memory, "out": out})
 
 
 @program(

@@ -1,4 +1,4 @@
-"""Physics and geometry: integrators, frames, chains of joints, sound, prices, an ODE by diffrax."""
+"""Physics and geometry: integrators, chains of joints, graphs, an ODE by diffrax."""
 
 import jax
 import jax.numpy as jnp
@@ -44,36 +44,6 @@ def learnt_correction(half, params, inputs):
 
 
 @program(
-  "proteins: frames of quaternions, points turned element by element, distances clamped",
-  {"in": (16, 32), "out": (32, 6)},
-  lambda rng: {
-    "x": rng.standard_normal((24, 16)),
-    "points": rng.standard_normal((24, 3)),
-    "base": 40 * rng.standard_normal((24, 3)),
-    "y": 40 * rng.standard_normal((24, 3)),
-  },
-)
-def rigid_frames(half, params, inputs):
-  turn, move = jnp.split(0.3 * mlp(half, params, inputs["x"]), 2, -1)
-  b, c, d = jnp.moveaxis(turn, -1, 0)
-  n = jax.lax.rsqrt(1 + b**2 + c**2 + d**2)
-  a, b, c, d = n, b * n, c * n, d * n
-  x, y, z = jnp.moveaxis(inputs["points"], -1, 0)
-  turned = jnp.stack(
-    [
-      (a**2 + b**2 - c**2 - d**2) * x + (2 * b * c - 2 * a * d) * y + (2 * b * d + 2 * a * c) * z,
-      (2 * b * c + 2 * a * d) * x + (a**2 - b**2 + c**2 - d**2) * y + (2 * c * d - 2 * a * b) * z,
-      (2 * b * d - 2 * a * c) * x + (2 * c * d + 2 * a * b) * y + (a**2 - b**2 - c**2 + d**2) * z,
-    ],
-    -1,
-  )
-  found = turned + move  # of a residue; its base is where the chain has it
-  pairs = (found + inputs["base"])[:, None] - inputs["y"][None]
-  distance = jnp.sqrt(jnp.sum(pairs**2, -1) + 1e-4)
-  return Out(jnp.minimum(distance, 90).mean() / 10, {"found": found, "distance": distance})
-
-
-@program(
   "robots: a chain of joints, a product of small matrices, angles that a network corrects",
   {"in": (7, 32), "out": (32, 7)},
   lambda rng: {"angles": rng.uniform(-1, 1, (16, 7)), "reach": rng.standard_normal((16, 3))},
@@ -97,44 +67,6 @@ def chain_of_joints(half, params, inputs):
 
   hands = jax.vmap(hand)(angles)
   return Out(jnp.mean((hands - inputs["reach"]) ** 2), hands)
-
-
-@program(
-  "sound: harmonics of a phase that is a running sum, amplitudes of a network",
-  {"in": (4, 32), "out": (32, 12)},
-  lambda rng: {
-    "pitch": 200 + 20 * rng.standard_normal(400).cumsum() / 20,
-    "control": rng.standard_normal((400, 4)),
-    "y": rng.standard_normal(400),
-  },
-)
-def harmonic_synthesiser(half, params, inputs):
-  phase = jnp.cumsum(2 * jnp.pi * inputs["pitch"] / 4000)
-  waves = jnp.sin(jnp.einsum("t,k->tk", phase, jnp.arange(1.0, 13.0)))
-  loud = jax.nn.softplus(mlp(half, params, inputs["control"]))
-  sound = jnp.einsum("tk,tk->t", waves, loud)
-  return Out(jnp.mean((sound - inputs["y"]) ** 2), {"phase": phase, "sound": sound})
-
-
-@program(
-  "finance: hedging of simulated prices, a tail mean of the losses",
-  {"in": (2, 32), "out": (32, 1)},
-  lambda rng: {"seed": rng.integers(0, 2**31)},
-)
-def deep_hedging(half, params, inputs):
-  noise = jax.random.normal(jax.random.key(inputs["seed"]), (20, 128))
-  log_price = jnp.concatenate([jnp.zeros((1, 128)), jnp.cumsum(0.02 * noise - 0.0002, 0)])
-  price = 100 * jnp.exp(log_price)
-  seen = jnp.stack([10 * log_price[:-1], jnp.broadcast_to(jnp.linspace(1, 0, 20)[:, None], (20, 128))], -1)
-  held = jax.nn.sigmoid(mlp(half, params, seen)[..., 0])
-  payoff = jnp.maximum(price[-1] - 100, 0)
-  losses = payoff - jnp.sum(held * jnp.diff(price, axis=0), 0)
-  worst, _ = jax.lax.top_k(losses, 13)
-  return Out(
-    worst.mean(),
-    {"losses": losses},
-    {"paid": (payoff > 0).astype(int), "cents": jnp.floor(price * 100).astype(int)},
-  )
 
 
 @program(

@@ -1,4 +1,4 @@
-"""Positions in transformers, as people spell them: angles as products, tables, complex rotations, biases."""
+"""Positions in transformers, as people spell them: angles as products, in loops, calls and on devices."""
 
 import jax
 import jax.numpy as jnp
@@ -44,37 +44,6 @@ def rotary_by_einsum(half, params, inputs):
   return rotary_attention(half, params, inputs, jnp.einsum("i,j->ij", positions, frequencies()))
 
 
-@program("language: rotary positions, angles by a product of a column and a row", QKV, embedded)
-def rotary_by_matmul(half, params, inputs):
-  positions = jnp.arange(FIRST, FIRST + T, dtype=jnp.float32)
-  return rotary_attention(half, params, inputs, positions[:, None] @ frequencies()[None])
-
-
-@program(
-  "language: rotary positions, angles by tensordot, from integer positions that are an input",
-  QKV,
-  lambda rng: {**embedded(rng), "positions": FIRST + rng.permutation(T)},
-)
-def rotary_by_tensordot(half, params, inputs):
-  angles = jnp.tensordot(inputs["positions"].astype(jnp.float32), frequencies(), axes=0)
-  return rotary_attention(half, params, inputs, angles)
-
-
-@program("language: rotary positions as complex numbers, with a table made once", QKV, embedded)
-def rotary_by_complex_table(half, params, inputs):
-  table = jnp.exp(1j * jnp.outer(jnp.arange(FIRST + T), frequencies()))[FIRST:]
-
-  def turn(x):
-    pairs = x.reshape(*x.shape[:-1], -1, 2)
-    turned = jax.lax.complex(pairs[..., 0], pairs[..., 1]) * table
-    return jnp.stack([turned.real, turned.imag], -1).reshape(x.shape)
-
-  q, k, v = (half.dot(inputs["x"], params[name]) for name in "qkv")
-  q, k = turn(q), turn(k)
-  out = attend(half, q, k, v)
-  return Out(jnp.mean((out - inputs["y"]) ** 2), {"q": q, "out": out})
-
-
 @program("language: rotary positions of a decoder's scan with a cache, an angle at a step", QKV, embedded)
 def rotary_in_a_decoding_scan(half, params, inputs):
   def step(cache, token):
@@ -95,28 +64,6 @@ def rotary_in_a_decoding_scan(half, params, inputs):
 
 
 @program(
-  "vision: rotary positions of two axes, from a grid, mapped over heads",
-  {"q": (4, 8, 16), "k": (4, 8, 16)},
-  lambda rng: {"x": rng.standard_normal((36, 8)), "y": rng.standard_normal((36, 8))},
-)
-def rotary_of_an_image(half, params, inputs):
-  rows, columns = jnp.meshgrid(FIRST + jnp.arange(6.0), FIRST + jnp.arange(6.0), indexing="ij")
-  angles = [jnp.einsum("i,j->ij", at.ravel(), frequencies(8)) for at in (rows, columns)]
-
-  def head(q, k):
-    turned = []
-    for weights in (q, k):
-      parts = jnp.split(half.dot(inputs["x"], weights), 2, -1)
-      turned.append(
-        jnp.concatenate([rotate(part, angle) for part, angle in zip(parts, angles, strict=True)], -1)
-      )
-    return half.dot(jax.nn.softmax(half.dot(turned[0], turned[1].T) / 4), inputs["x"])
-
-  out = jax.vmap(head)(params["q"], params["k"])
-  return Out(jnp.mean((out - inputs["y"]) ** 2), out)
-
-
-@program(
   "language: sinusoidal positions by dot, and a clock of the diffusion's kind",
   {"in": (D, D), "clock": (D, D)},
   lambda rng: {**embedded(rng), "t": rng.integers(0, 1000, (2,))},
@@ -129,38 +76,6 @@ def sinusoidal_positions(half, params, inputs):
   clock = jax.nn.silu(half.dot(table(inputs["t"]), params["clock"]))
   out = half.dot(inputs["x"] + table(FIRST + jnp.arange(T)), params["in"]) + clock[:, None]
   return Out(jnp.mean((out - inputs["y"]) ** 2), out)
-
-
-@program("language: ALiBi, slopes times distances by einsum", QKV, embedded)
-def alibi(half, params, inputs):
-  at = jnp.arange(T, dtype=jnp.float32)
-  slopes = 2.0 ** -jnp.arange(1.0, 5.0)
-  bias = jnp.einsum("h,qk->hqk", slopes, -jnp.abs(at[:, None] - at[None]) * 16)
-  q, k, v = (half.dot(inputs["x"], params[name]) for name in "qkv")
-  heads = lambda x: x.reshape(*x.shape[:-1], 4, D // 4)
-  scores = half.einsum("bqhd,bkhd->bhqk", heads(q), heads(k)) / (D // 4) ** 0.5 + bias
-  scores = jnp.where(at[:, None] >= at[None], scores, jnp.finfo(scores.dtype).min)
-  out = half.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), heads(v)).reshape(2, T, D)
-  return Out(jnp.mean((out - inputs["y"]) ** 2), out)
-
-
-@program(
-  "language: rotary positions of packed rows, mapped over, in a checkpointed layer",
-  QKV,
-  lambda rng: {**embedded(rng), "starts": rng.integers(0, 20, (2, 1))},
-)
-def rotary_of_packed_rows(half, params, inputs):
-  positions = jnp.where(jnp.arange(T) < inputs["starts"], jnp.arange(T), FIRST + jnp.arange(T))  # [B, T]
-
-  @jax.checkpoint
-  def layer(params, x):
-    angles = jax.vmap(lambda at: jnp.einsum("i,j->ij", at.astype(jnp.float32), frequencies()))(positions)
-    q, k, v = (half.dot(x, params[name]) for name in "qkv")
-    q, k = (jax.vmap(rotate)(x, angles) for x in (q, k))
-    return attend(half, q, k, v), q
-
-  out, q = layer(params, inputs["x"])
-  return Out(jnp.mean((out - inputs["y"]) ** 2), {"q": q, "out": out})
 
 
 @program(

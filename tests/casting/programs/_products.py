@@ -11,45 +11,6 @@ def mlp(half, params, x):
   return half.dot(jax.nn.gelu(half.dot(x, params["in"])), params["out"])
 
 
-def blurred(x, kernel):
-  """Images [B, H, W] behind a window of constants."""
-  return jax.lax.conv_general_dilated(x[:, None], kernel[None, None], (1, 1), "VALID")[:, 0]
-
-
-@program(
-  "images: structural similarity, moments under a Gaussian window by convolutions",
-  {"in": (36, 32), "out": (32, 36)},
-  lambda rng: {
-    "x": 0.7 + 0.02 * rng.standard_normal((8, 6, 6)),
-    "y": 0.7 + 0.02 * rng.standard_normal((8, 6, 6)),
-  },
-)
-def structural_similarity(half, params, inputs):
-  x = inputs["x"] + 0.02 * jnp.tanh(mlp(half, params, 10 * inputs["x"].reshape(8, 36))).reshape(8, 6, 6)
-  bell = jnp.exp(-((jnp.arange(3.0) - 1) ** 2))
-  window = bell[:, None] * bell[None]
-  mean = lambda z: blurred(z, window / window.sum())
-  a, b = mean(x), mean(inputs["y"])
-  aa, bb, ab = mean(x * x) - a * a, mean(inputs["y"] ** 2) - b * b, mean(x * inputs["y"]) - a * b
-  found = (2 * a * b + 1e-4) * (2 * ab + 9e-4) / ((a * a + b * b + 1e-4) * (aa + bb + 9e-4))
-  return Out((1 - found.mean()) / 10, {"similarity": found, "variance": aa})
-
-
-@program(
-  "fluids: a Laplacian by a convolution with a stencil, on a fine grid",
-  {"in": (3, 16), "out": (16, 3)},
-  lambda rng: {"modes": rng.standard_normal((4, 3)), "source": rng.standard_normal((4, 14, 14))},
-)
-def stencil_by_convolution(half, params, inputs):
-  weights = inputs["modes"] + 0.1 * mlp(half, params, inputs["modes"])  # [B, 3]
-  at = jnp.linspace(0, 1, 16)
-  wave = jnp.stack([jnp.sin(jnp.pi * k * at)[:, None] * jnp.sin(jnp.pi * at)[None] for k in (1, 2, 3)])
-  u = jnp.sum(weights[:, :, None, None] * wave, 1)
-  stencil = jnp.array([[0.0, 1, 0], [1, -4, 1], [0, 1, 0]]) * 15**2
-  found = blurred(u, stencil)
-  return Out(jnp.mean((found / 40 - inputs["source"]) ** 2), found)
-
-
 @program(
   "series: a moving average and its variance by convolutions, and a trend by a Vandermonde matrix",
   {"in": (8, 16), "out": (16, 3)},
@@ -177,20 +138,6 @@ def correlation_analysis(half, params, inputs):
   a, b = centred(inputs["a"]), centred(inputs["a"] + inputs["noise"])
   t = root(a) @ (a.T @ b / 79) @ root(b)
   return Out(-jnp.sum(t**2) / 100, t)
-
-
-@program(
-  "diversity: a determinantal process, the log-determinant of features' products",
-  {"in": (8, 32), "out": (32, 12)},
-  lambda rng: {"x": rng.standard_normal((10, 8)), "quality": rng.random(10)},
-)
-def determinantal(half, params, inputs):
-  z = mlp(half, params, inputs["x"]) * (1 + inputs["quality"][:, None])
-  kernel = z @ z.T + 1e-2 * jnp.eye(10)
-  sign, logdet = jnp.linalg.slogdet(kernel)
-  marginal = jnp.diag(kernel @ jnp.linalg.inv(kernel + jnp.eye(10)))
-  loss = (jnp.linalg.slogdet(kernel + jnp.eye(10))[1] - logdet) / 100
-  return Out(loss, marginal, sign.astype(int))
 
 
 @program(

@@ -1,4 +1,4 @@
-"""What users reported as wrong in silence, each kind as it is, in a loop or under `vmap`, and on a mesh."""
+"""What users reported as wrong in silence, each kind as it is, in a loop, under `vmap` or on a mesh."""
 
 import functools
 
@@ -8,8 +8,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from tests.casting.programs._ideal import Out, program
-
-RNG = np.random.default_rng(7)
 
 
 def on_devices(fun, *by_rows):
@@ -40,13 +38,7 @@ def of_messages(half, params, inputs, messages):
   return Out(jnp.mean((out - 1) ** 2), out)
 
 
-@program("graphs: 256 edges a node, its features looked up for each", GRAPH, graph)
-def edges_of_nodes(half, params, inputs):
-  features = jnp.tanh(half.dot(inputs["x"], params["in"]))
-  return of_messages(half, params, inputs, features[inputs["sender"]] * inputs["weight"][:, None])
-
-
-@program("graphs: the same, mapped over edges", GRAPH, graph)
+@program("graphs: 256 edges a node, its features looked up for each, mapped over edges", GRAPH, graph)
 def edges_of_nodes_mapped(half, params, inputs):
   features = jnp.tanh(half.dot(inputs["x"], params["in"]))
   look_up = jax.vmap(lambda node, weight: jnp.take(features, node, axis=0) * weight)
@@ -73,14 +65,6 @@ def memory_of_a_decoder(half, params, inputs):
   memory = jnp.tanh(half.dot(inputs["x"], params["in"]))
   step = lambda carry, query: (carry, read_memory(half, memory, query))
   _, found = jax.lax.scan(step, 0.0, inputs["queries"])
-  return Out(jnp.mean((half.dot(found, params["out"]) - 1) ** 2), found)
-
-
-@program("language: the same by rows of a map, on devices", GRAPH, queries)
-def memory_of_a_map_on_devices(half, params, inputs):
-  memory = jnp.tanh(half.dot(inputs["x"], params["in"]))
-  rows = lambda memory, queries: jax.lax.map(functools.partial(read_memory, half, memory), queries)
-  found = on_devices(rows, False, True)(memory, inputs["queries"])
   return Out(jnp.mean((half.dot(found, params["out"]) - 1) ** 2), found)
 
 
@@ -117,16 +101,7 @@ def refined(half, w, o, x, boxes):
   return boxes + half.dot(jax.nn.relu(half.dot(jnp.concatenate([x, boxes / 1280], -1), w)), o)
 
 
-@program("detection: boxes in pixels, refined twice", BOXES, anchors)
-def boxes_refined(half, params, inputs):
-  boxes, loss = inputs["boxes"], 0.0
-  for w, o in zip(params["w"], params["o"], strict=True):
-    boxes = refined(half, w, o, inputs["x"], boxes)
-    loss += 1 - overlap(boxes, inputs["truth"]).mean()
-  return Out(loss, boxes)
-
-
-@program("detection: the same in a scan over the stages, which returns each", BOXES, anchors)
+@program("detection: boxes in pixels, refined twice, in a scan over the stages", BOXES, anchors)
 def boxes_refined_in_a_scan(half, params, inputs):
   def stage(boxes, weights):
     boxes = refined(half, *weights, inputs["x"], boxes)
@@ -227,13 +202,7 @@ def log_mel(frame):
   return jnp.log(jnp.maximum((1000 * frame) ** 2 @ BANK, 1e-10)) - 15
 
 
-@program("speech: a bank of filters, by rows of a map, before a layer", {"w": (8, 8)}, frames)
-def filter_bank_of_a_map(half, params, inputs):
-  mel = jax.lax.map(log_mel, inputs["frames"])
-  return Out(jnp.mean((half.dot(mel, params["w"]) - 1) ** 2), mel)
-
-
-@program("speech: the same on devices, frames divided", {"w": (8, 8)}, frames)
+@program("speech: a bank of filters before a layer, on devices, frames divided", {"w": (8, 8)}, frames)
 def filter_bank_on_devices(half, params, inputs):
   mel = on_devices(log_mel, True)(inputs["frames"])
   return Out(jnp.mean((half.dot(mel, params["w"]) - 1) ** 2), mel)
@@ -269,18 +238,7 @@ def of_schedule(half, params, inputs, g):
   return Out(jnp.mean((made - inputs["x"]) ** 2 * jax.nn.sigmoid(g)), {"gamma": g, "made": made})
 
 
-@program("diffusion: a learned schedule, a layer from one number to one", SCHEDULE, times)
-def learned_schedule(half, params, inputs):
-  return of_schedule(half, params, inputs, gamma(params, inputs["t"]))
-
-
-@program("diffusion: the same, mapped over times", SCHEDULE, times)
+@program("diffusion: a learned schedule, a layer from one number to one, mapped over times", SCHEDULE, times)
 def learned_schedule_mapped(half, params, inputs):
   mapped = jax.vmap(lambda t: gamma(params, t[None])[0])(inputs["t"])
   return of_schedule(half, params, inputs, mapped)
-
-
-@program("diffusion: the same on devices, times divided", SCHEDULE, times)
-def learned_schedule_on_devices(half, params, inputs):
-  on_each = on_devices(lambda scale, shift, t: gamma({"scale": scale, "shift": shift}, t), False, False, True)
-  return of_schedule(half, params, inputs, on_each(params["scale"], params["shift"], inputs["t"]))

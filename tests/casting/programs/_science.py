@@ -11,31 +11,6 @@ def mlp(half, params, x):
   return half.dot(jnp.tanh(half.dot(x, params["in"]) + params["bias"]), params["out"])
 
 
-MLP = {"in": (2, 32), "bias": (32,), "out": (32, 2)}
-
-
-@program(
-  "physics: Burgers' equation by a network of second derivatives (PINN)",
-  {"in": (2, 32), "bias": lambda rng: rng.standard_normal(32), "mid": (32, 32), "out": (32, 1)},
-  lambda rng: {"xt": rng.uniform(-1, 1, (64, 2))},
-)
-def burgers(half, params, inputs):
-  def u(x, t):
-    hidden = jnp.tanh(half.dot(jnp.stack([x, t]), params["in"]) + params["bias"])
-    return half.dot(jnp.tanh(half.dot(hidden, params["mid"])), params["out"])[0]
-
-  def residual(x, t):
-    u_x, u_xx = jax.grad(u), jax.grad(jax.grad(u))
-    return jax.grad(u, 1)(x, t) + u(x, t) * u_x(x, t) - 0.01 / np.pi * u_xx(x, t)
-
-  found = jax.vmap(residual)(*inputs["xt"].T)
-  start = jax.vmap(lambda x: u(x, 0.0))(inputs["xt"][:, 0])
-  return Out(
-    jnp.mean(found**2) + jnp.mean((start + jnp.sin(np.pi * inputs["xt"][:, 0])) ** 2),
-    {"residual": found, "start": start},
-  )
-
-
 @program(
   "physics: a Laplacian by forward over reverse mode, in a box",
   {"in": (3, 32), "bias": (32,), "out": (32, 1)},
@@ -182,56 +157,6 @@ def molecular_forces(half, params, inputs):
 
 
 @program(
-  "molecules: message passing over edges, by segment sums, degrees by a product",
-  {"message": (24, 32), "update": (40, 8), "out": (8, 1)},
-  lambda rng: {
-    "x": rng.standard_normal((30, 8)),
-    "edges": rng.integers(0, 30, (2, 400)),
-    "y": rng.standard_normal(30),
-    "kind": rng.standard_normal((400, 8)),
-  },
-)
-def message_passing(half, params, inputs):
-  source, target = inputs["edges"]
-  incidence = jax.nn.one_hot(target, 30)
-  degree = incidence.T @ jnp.ones(400)
-  x = inputs["x"]
-  for _ in range(2):
-    message = jax.nn.silu(
-      half.dot(jnp.concatenate([x[source], x[target], inputs["kind"]], -1), params["message"])
-    )
-    mean = jax.ops.segment_sum(message, target, 30) / jnp.maximum(degree, 1)[:, None]
-    x = x + half.dot(jnp.concatenate([x, mean], -1), params["update"])
-  out = half.dot(x, params["out"])[:, 0]
-  return Out(jnp.mean((out - inputs["y"]) ** 2), {"x": x, "out": out}, degree.astype(int))
-
-
-@program(
-  "graphs: convolution with a normalised adjacency, made of one-hot edges",
-  {"in": (8, 32), "out": (32, 4)},
-  lambda rng: {
-    "x": rng.standard_normal((20, 8)),
-    "edges": rng.integers(0, 20, (2, 9000)),
-    "y": rng.integers(0, 4, 20),
-  },
-)
-def graph_convolution(half, params, inputs):
-  source, target = jax.nn.one_hot(inputs["edges"], 20)
-  adjacency = jnp.einsum("ei,ej->ij", target, source)
-  degree = adjacency @ jnp.ones(20)
-  root = jax.lax.rsqrt(degree)
-  spread = adjacency * root[:, None] * root[None]
-  hidden = jax.nn.relu(half.dot(spread, half.dot(inputs["x"], params["in"])))
-  logits = half.dot(spread, half.dot(hidden, params["out"]))
-  losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), inputs["y"][:, None], -1)[:, 0]
-  return Out(
-    losses.mean(),
-    {"hidden": hidden, "logits": logits},
-    {"adjacency": adjacency.astype(int), "degree": degree.astype(int)},
-  )
-
-
-@program(
   "graphs: attention over neighbours, by segment maxima and sums",
   {"in": (8, 16), "score": (32, 1), "out": (16, 4)},
   lambda rng: {
@@ -268,24 +193,6 @@ def fourier_layer(half, params, inputs):
 
 
 @program(
-  "fields: a SIREN, sines of layers, and its gradient as an image's",
-  {
-    "in": lambda rng: rng.uniform(-0.5, 0.5, (2, 32)),
-    "mid": lambda rng: rng.uniform(-1, 1, (32, 32)) * (6 / 32) ** 0.5 / 30,
-    "out": (32, 1),
-  },
-  lambda rng: {"x": rng.uniform(-1, 1, (64, 2)), "y": rng.standard_normal((64, 2))},
-)
-def siren(half, params, inputs):
-  def field(x):
-    hidden = jnp.sin(30 * half.dot(x, params["in"]))
-    return half.dot(jnp.sin(30 * half.dot(hidden, params["mid"])), params["out"])[0]
-
-  values, slopes = jax.vmap(jax.value_and_grad(field))(inputs["x"])
-  return Out(jnp.mean((slopes / 30 - inputs["y"]) ** 2), {"values": values, "slopes": slopes})
-
-
-@program(
   "control: a linear quadratic regulator, Riccati steps in a scan, of learnt costs",
   {"in": (8, 32), "bias": (32,), "out": (32, 3)},
   lambda rng: {"x": rng.standard_normal((4, 8)), "start": rng.standard_normal((4, 3))},
@@ -306,22 +213,3 @@ def riccati(half, params, inputs):
 
   costs, gains = jax.vmap(cost)(mlp(half, params, inputs["x"]), inputs["start"])
   return Out(costs.mean(), {"costs": costs, "gains": gains})
-
-
-@program(
-  "geometry: cameras, points turned by random rotations and projected in float32",
-  {"in": (4, 32), "bias": (32,), "out": (32, 2)},
-  lambda rng: {"points": rng.uniform(-1, 1, (50, 3)) + np.array([0, 0, 4]), "seed": rng.integers(0, 2**31)},
-)
-def augmented_projection(half, params, inputs):
-  angle = jax.random.uniform(jax.random.key(inputs["seed"]), (), minval=-0.2, maxval=0.2)
-  c, s = jnp.cos(angle), jnp.sin(angle)
-  turn = jnp.array([[c, -s, 0], [s, c, 0], [0, 0, 1]])
-  grid = jnp.stack(jnp.meshgrid(jnp.arange(20.0), jnp.arange(20.0)), -1).reshape(-1, 2) * 53 + 7
-  flow = grid @ turn[:2, :2].T  # pixels of an augmented image
-  pixels = inputs["points"][:, :2] / inputs["points"][:, 2:]
-  seen = jnp.concatenate([pixels, pixels**2], -1)
-  out = pixels + 0.1 * mlp(half, params, seen)
-  return Out(
-    jnp.mean((out[:, None] - flow[None] / 1000) ** 2), {"out": out, "flow": flow}, jnp.floor(flow).astype(int)
-  )

@@ -1,4 +1,4 @@
-"""Sequences: alignment, tagging, recurrence, state spaces, experts, adapters."""
+"""Sequences: alignment, recurrence, state spaces, experts, adapters."""
 
 import jax
 import jax.numpy as jnp
@@ -19,45 +19,6 @@ def ctc(half, params, inputs):
   )
   # The loss of a frame is what a fault of rounding shows in; a whole loss is large.
   return Out(losses.mean(), {"losses": losses, "frames": jax.nn.log_softmax(logits)})
-
-
-@program(
-  "tagging: a CRF, its gold path by one-hot products, its partition by a scan",
-  {"in": (16, 32), "out": (32, 6), "pair": (6, 6)},
-  lambda rng: {"x": rng.standard_normal((4, 12, 16)), "tags": rng.integers(0, 6, (4, 12))},
-)
-def crf(half, params, inputs):
-  scores = half.dot(jax.nn.relu(half.dot(inputs["x"], params["in"])), params["out"])  # [B, T, tags]
-  gold = jax.nn.one_hot(inputs["tags"], 6)
-  moves = jnp.einsum("bti,btj->bij", gold[:, :-1], gold[:, 1:])  # how often each follows each
-  path = jnp.einsum("bti,bti->b", scores, gold) + jnp.einsum("bij,ij->b", moves, params["pair"])
-
-  def step(alpha, score):
-    return score + jax.nn.logsumexp(alpha[:, :, None] + params["pair"], axis=1), None
-
-  alpha, _ = jax.lax.scan(step, scores[:, 0], jnp.swapaxes(scores[:, 1:], 0, 1))
-  losses = jax.nn.logsumexp(alpha, -1) - path
-  return Out(losses.mean(), {"losses": losses, "alpha": alpha}, moves.astype(int))
-
-
-@program(
-  "language: an LSTM by scan, with a cell that it carries",
-  {"embed": (50, 16), "in": (16, 128), "hidden": (32, 128), "out": (32, 50)},
-  lambda rng: {"x": rng.integers(0, 50, (4, 20)), "y": rng.integers(0, 50, (4, 20))},
-)
-def lstm(half, params, inputs):
-  def cell(carry, x):
-    hidden, memory = carry
-    i, f, g, o = jnp.split(half.dot(x, params["in"]) + half.dot(hidden, params["hidden"]), 4, -1)
-    memory = jax.nn.sigmoid(f + 1) * memory + jax.nn.sigmoid(i) * jnp.tanh(g)
-    hidden = jax.nn.sigmoid(o) * jnp.tanh(memory)
-    return (hidden, memory), hidden
-
-  x = jnp.swapaxes(4 * params["embed"][inputs["x"]], 0, 1)
-  (_, memory), hidden = jax.lax.scan(cell, (jnp.zeros((4, 32)), jnp.zeros((4, 32))), x)
-  logits = half.dot(jnp.swapaxes(hidden, 0, 1), params["out"])
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, inputs["y"])
-  return Out(losses.mean(), {"losses": losses, "memory": memory})
 
 
 @program(
@@ -84,23 +45,6 @@ def gru_of_some_steps(half, params, inputs):
 
 
 @program(
-  "signals: a diagonal state space, by associative_scan",
-  {"in": (8, 32), "out": (32, 8), "decay": (32,), "step": (32,)},
-  lambda rng: {"x": rng.standard_normal((64, 8)), "y": rng.standard_normal((64, 8))},
-)
-def diagonal_state_space(half, params, inputs):
-  rate = jnp.exp(-jnp.exp(params["step"] - 4) * (1 + jnp.exp(params["decay"])))  # near 1
-  u = half.dot(inputs["x"], params["in"])
-
-  def combine(a, b):
-    return a[0] * b[0], b[0] * a[1] + b[1]
-
-  _, states = jax.lax.associative_scan(combine, (jnp.broadcast_to(rate, u.shape), (1 - rate) * u))
-  out = half.dot(jax.nn.gelu(states * 4), params["out"])
-  return Out(jnp.mean((out - inputs["y"]) ** 2), {"states": states, "out": out})
-
-
-@program(
   "signals: a dense state space near the identity, by scan",
   {"in": (4, 16), "out": (16, 4), "skew": (16, 16)},
   lambda rng: {"x": rng.standard_normal((200, 4)), "y": rng.standard_normal((200, 4))},
@@ -116,25 +60,6 @@ def dense_state_space(half, params, inputs):
   _, states = jax.lax.scan(step, jnp.ones(16), half.dot(inputs["x"], params["in"]))
   out = half.dot(states, params["out"])
   return Out(jnp.mean((out - inputs["y"]) ** 2), {"states": states, "out": out})
-
-
-@program(
-  "language: a selective state space (Mamba)",
-  {"in": (16, 64), "dt": (32, 32), "bc": (32, 16), "a": (32, 8), "out": (32, 16)},
-  lambda rng: {"x": rng.standard_normal((2, 32, 16)), "y": rng.standard_normal((2, 32, 16))},
-)
-def selective_state_space(half, params, inputs):
-  x, gate = jnp.split(half.dot(inputs["x"], params["in"]), 2, -1)
-  x = jax.nn.silu(x)
-  dt = jax.nn.softplus(half.dot(x, params["dt"]) - 2)  # [B, T, D]
-  b, c = jnp.split(half.dot(x, params["bc"]), 2, -1)  # [B, T, N]
-  decay = jnp.exp(-dt[..., None] * jnp.exp(params["a"]))  # [B, T, D, N]
-  inflow = jnp.einsum("btd,btn->btdn", dt * x, b)
-  combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
-  _, states = jax.lax.associative_scan(combine, (decay, inflow), axis=1)
-  y = jnp.einsum("btdn,btn->btd", states, c) * jax.nn.silu(gate)
-  out = half.dot(y, params["out"])
-  return Out(jnp.mean((out - inputs["y"]) ** 2), {"last": states[:, -1], "out": out})
 
 
 @program(

@@ -1,4 +1,4 @@
-"""Vision: convolutions with batch statistics, segmentation, detection, warping, registration, style."""
+"""Vision: convolutions with batch statistics, segmentation, detection, registration, sound, poses."""
 
 import jax
 import jax.numpy as jnp
@@ -101,24 +101,6 @@ def registration(half, params, inputs):
   warped = jax.scipy.ndimage.map_coordinates(inputs["a"], list(at), order=1, mode="nearest")
   smooth = jnp.mean(jnp.diff(flow, axis=0) ** 2) + jnp.mean(jnp.diff(flow, axis=1) ** 2)
   return Out(jnp.mean((warped - inputs["b"]) ** 2) + 0.1 * smooth, {"flow": flow, "warped": warped})
-
-
-@program(
-  "images: style by Gram matrices of features, total variation of the picture",
-  {"picture": lambda rng: rng.random((12, 12, 3))},
-  lambda rng: {
-    "kernel": rng.standard_normal((3, 3, 3, 16)) / 27**0.5,
-    "second": rng.standard_normal((3, 3, 16, 16)) / 12,
-    "style": rng.standard_normal((16, 16)) / 10,
-  },
-)
-def style_transfer(half, params, inputs):
-  x = jax.nn.relu(half.conv(params["picture"][None], inputs["kernel"]))
-  x = jax.nn.relu(half.conv(x, inputs["second"])).reshape(-1, 16)
-  gram = half.dot(x.T, x) / len(x)
-  picture = params["picture"]
-  variation = jnp.abs(jnp.diff(picture, axis=0)).mean() + jnp.abs(jnp.diff(picture, axis=1)).mean()
-  return Out(jnp.sum((gram - inputs["style"]) ** 2) + 0.01 * variation, gram)
 
 
 @program(
