@@ -6,7 +6,6 @@ An FP8 export stores only the weights of FP8 products in FP8: `name` in E4M3, an
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import json
@@ -40,7 +39,7 @@ from mpjax.registry._registry import MODELS
 from mpjax.registry._task import Task
 from mpjax.step import TrainState
 from mpjax.train._errors import ConfigError
-from mpjax.train._files import unfinished
+from mpjax.train._files import write_atomically
 from mpjax.train.config._config import Config, export_dtype, parse_config
 from mpjax.train.setup._experiment import Experiment, Place, apply
 
@@ -162,17 +161,9 @@ def save_safetensors(
     "config": json.dumps(sections),
     "data": json.dumps(_without_folders(dataclasses.asdict(facts))),
   }
-  temporary = unfinished(path)
   try:
-    temporary.unlink(missing_ok=True)  # it could be a link to another file
-    temporary.touch()
-    mode = temporary.stat().st_mode  # follows the umask; safetensors writes for the owner only
-    safetensors.flax.save_file(tensors, temporary, metadata)
-    temporary.chmod(mode)
-    temporary.replace(path)
-  except (OSError, safetensors.SafetensorError) as error:
-    with contextlib.suppress(OSError):
-      temporary.unlink(missing_ok=True)
+    write_atomically(path, safetensors.flax.save(tensors, metadata))
+  except OSError as error:
     raise ConfigError(f"cannot write {path}: {error}") from error
 
 

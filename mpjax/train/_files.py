@@ -14,7 +14,8 @@ def write_atomically(path: pathlib.Path, content: bytes) -> None:
   """
   temporary = unfinished(path)
   try:
-    with temporary.open("wb") as file:
+    temporary.unlink(missing_ok=True)  # it could be a link to another file
+    with temporary.open("xb") as file:
       file.write(content)
       file.flush()
       os.fsync(file.fileno())

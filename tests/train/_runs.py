@@ -1,5 +1,7 @@
 """Runs of half a second, of a line through points, and what tests ask of runs, states and errors."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +86,12 @@ def train(arguments, out, *more):
   """Trains to the end, and returns what was logged."""
   assert main(["train", *arguments, f"out={out}", *more]) == 0
   return records(out)
+
+
+def last_step(directory):
+  """The newest step in the records of a run that may be writing them."""
+  file = directory / "metrics.jsonl"
+  return max(map(int, re.findall(r'"step": (\d+),', file.read_text())), default=0) if file.exists() else 0
 
 
 def curve(directory):

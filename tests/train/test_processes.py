@@ -21,6 +21,7 @@ from mpjax.train.config._config import DistributedConfig
 from mpjax.train.config._config_file import mismatch
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
+from tests.train._runs import last_step
 from tests.train._tiny_gpt import records
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -90,11 +91,6 @@ def start():
   for process in (process for group in groups for process in group.processes):
     process.kill()
     process.communicate()
-
-
-def last_step(directory):
-  file = directory / "metrics.jsonl"
-  return max(map(int, re.findall(r'"step": (\d+),', file.read_text())), default=0) if file.exists() else 0
 
 
 def curve(directory):

@@ -21,7 +21,7 @@ from mpjax.train._interrupt import Interrupt
 from mpjax.train.loop import _run
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
-from tests.train._runs import curve, interrupt, refused, train, train_until_killed, write_line
+from tests.train._runs import curve, interrupt, last_step, refused, train, train_until_killed, write_line
 from tests.train._tiny_gpt import records, write_tiny_gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -176,11 +176,6 @@ def command(arguments, **environment):
   env = {**os.environ, "JAX_PLATFORMS": "cpu", **quick_environment(devices=1), **environment}
   line = [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments]
   return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def last_step(directory):
-  file = directory / "metrics.jsonl"
-  return max(map(int, re.findall(r'"step": (\d+),', file.read_text())), default=0) if file.exists() else 0
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import pathlib
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from mpjax.cli import main
 from mpjax.train import ConfigError, load_config, load_plugins
 
 # A bar by itself, without a run.
-from mpjax.train.loop._output import Output, Progress, show_summary
+from mpjax.train.loop._output import Output, Progress
 from tests.train._own_config import PLUGIN
 from tests.train._tiny_gpt import records
 
@@ -80,13 +79,3 @@ def test_without_a_terminal_a_line_says_that_the_step_is_compiled():
   with Output(console), Progress(console, steps=10, start=0, units="tokens", has_scale=True):
     pass
   assert console.file.getvalue() == "compiling the training step\n"
-
-
-def test_the_final_table_cuts_no_policy():
-  policy = str(mpjax.get_policy({"base": "fp16", "loss_scaling": {"init_scale": 1024, "growth_interval": 7}}))
-  console = rich.console.Console(width=60, file=io.StringIO())
-  with Output(console):
-    show_summary({"policy": policy, "steps": 3}, pathlib.Path("runs/x"))
-  lines = [line.strip("│ ").removeprefix("policy") for line in console.file.getvalue().splitlines()]
-  assert "growth_interval" in "".join(line.strip("│ ") for line in lines)
-  assert "…" not in "".join(lines)

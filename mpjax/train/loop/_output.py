@@ -12,11 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import rich.box
 import rich.console
 import rich.progress
-import rich.table
-import rich.text
 
 from mpjax._render.plain_text import bytes_text, power_of_two_text
 from mpjax.fp8._hardware import in_force
@@ -37,8 +34,7 @@ def goes_on_without(what: str, error: Exception) -> None:
 class Output(logging.Handler):
   """Shows what its thread logs within its block: warnings and errors on stderr, the rest on a console.
 
-  A full disk, or a reader that goes away, does not end a run, which goes on without that stream. A record may
-  bring something else for the console, as `extra={"shown": renderable}`.
+  A full disk, or a reader that goes away, does not end a run, which goes on without that stream.
 
   Attributes:
     console: the console; standard output by default.
@@ -62,13 +58,11 @@ class Output(logging.Handler):
   def emit(self, record: logging.LogRecord) -> None:
     """Shows a record."""
     line, is_warning = self.format(record), record.levelno >= logging.WARNING
-    shown = getattr(record, "shown", line)
     try:
       if is_warning:
         print(line, file=sys.stderr, flush=True)
       else:
-        is_table = isinstance(shown, rich.table.Table)
-        self.console.print(shown, highlight=False, markup=False, soft_wrap=not is_table)
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
     except (Exception, SystemExit) as error:  # rich exits where nobody reads
       nowhere = open(os.devnull, "w")  # noqa: SIM115 (otherwise Python's last flush would fail, too)
       if is_warning:
@@ -164,8 +158,7 @@ def show_header(
     "run": f"{directory}" + (f", {begins}" if begins else ""),
   }
   for name, value in rows.items():
-    row = rich.text.Text.assemble((f"{name:>10}", "bold"), f"  {value}")
-    LOGGER.info(row.plain, extra={"shown": row})
+    LOGGER.info(f"{name:>10}  {value}")
 
 
 def _devices(layout: Layout, policy: Policy) -> str:
@@ -179,19 +172,12 @@ def _devices(layout: Layout, policy: Policy) -> str:
 
 def show_summary(summary: Mapping[str, Any], directory: pathlib.Path) -> None:
   """Shows the figures of a finished run, and its directory."""
-  rows = {}
+  LOGGER.info("run finished")
   for name, value in summary.items():
     title, text = _SHOWN.get(name, (name.replace("_", " "), _number))
     hidden = name == "skipped_steps" and not value and "loss_scale" not in summary
     if name != "resolved_policy" and not hidden:
-      rows[title] = "unknown" if value is None else text(value)
-  table = rich.table.Table(title="run finished", box=rich.box.ROUNDED, show_header=False)
-  table.add_column(style="bold")
-  table.add_column(justify="right", overflow="fold")  # a policy is written out, however long
-  for title, figure in rows.items():
-    table.add_row(rich.text.Text(title), rich.text.Text(figure))
-  lines = "\n".join(f"{title}: {figure}" for title, figure in rows.items())
-  LOGGER.info(f"run finished\n{lines}", extra={"shown": table})
+      LOGGER.info(f"{title:>20}  {'unknown' if value is None else text(value)}")
   LOGGER.info(f"run directory: {directory}")
 
 

@@ -419,26 +419,22 @@ def mean_of_batches(values: Sequence[Array | Average]) -> float:
     return float(totals.sum() / counts.sum()) if len(counts) else math.nan
 
 
-def apply(
-  fun: Callable[..., PyTree], policy: Policy, state: TrainState, batch: PyTree, key: Array | None = None
-) -> PyTree:
+def apply(fun: Callable[..., PyTree], policy: Policy, state: TrainState, batch: PyTree) -> PyTree:
   """Applies a function to a state's model and a batch (or other inputs) under a policy.
 
   Args:
     fun: takes the parameters or the `nnx.Module`, the batch, and those of the keywords `model_state`, `rng`
-      and `row_rngs` that it names.
+      and `row_rngs` (of a fixed key) that it names.
     policy: the policy; floating results have its `output_dtype`.
     state: a state with the master weights.
     batch: arrays.
-    key: the key for `rng` and `row_rngs`; by default a fixed one.
   """
   names = inspect.signature(fun).parameters
   keywords: dict[str, PyTree] = {"model_state": state.model_state} if "model_state" in names else {}
-  key = jax.random.key(0) if key is None else key
   if "rng" in names:
-    keywords["rng"] = key
+    keywords["rng"] = jax.random.key(0)
   if "row_rngs" in names:
-    keywords["row_rngs"] = row_keys(key, row_count(batch))
+    keywords["row_rngs"] = row_keys(jax.random.key(0), row_count(batch))
   if policy.autocast:
     # Passed as a module, so that its parts have their paths.
     model = state.params if state.graphdef is None else state.model
