@@ -216,10 +216,6 @@ class Overrides:
     """Returns what the backward pass recomputes of a module, as `Override.recompute`."""
     return self._at(path).recompute
 
-  def uniform_below(self, path: str) -> bool:
-    """Returns whether everything below a path in float32 is float32, too."""
-    return FULL_PRECISION in path.split("/") or all(_half(settings) is None for _, _, settings in self._rules)
-
   def check_all_matched(self) -> None:
     """Raises `ValueError` for a regex that matched no path, and lists the paths."""
     for pattern, *_ in self._rules:

@@ -60,7 +60,6 @@ class Place:
     in_loop: whether it is a step of a `scan`, whose backward pass is another loop.
     copies: whether islands compute cheap inputs themselves: not if values are inspected, each in one place.
     solver: why it is in float32 under every policy, such as the body of a solver; otherwise `None`.
-    enter_all: whether to decide about the bodies of calls that run whole in float32, too, for `explain`.
   """
 
   gradients: WeightGradients
@@ -75,7 +74,6 @@ class Place:
   in_loop: bool = False
   copies: bool = True
   solver: Code | None = None
-  enter_all: bool = False
 
 
 class Body:

@@ -111,12 +111,6 @@ class Case:
     """The reason for float32, if its module is in float32."""
     return self.body.place.solver or Code.MODULE
 
-  @property
-  def is_whole(self) -> bool:
-    """Whether nothing in its bodies runs in half precision, and no caller wants to see them."""
-    place, overrides = self.body.place, self.body.rules.overrides
-    return self.half is None and not place.enter_all and overrides.uniform_below(self.path)
-
   @functools.cached_property
   def reads_half(self) -> bool:
     """Whether an operand is held in half precision."""
@@ -126,7 +120,7 @@ class Case:
   def is_entered(self) -> bool:
     """Whether its bodies are decided about, one by one."""
     kind = call_kind(self.equation)
-    if kind not in RULES or self.is_whole:
+    if kind not in RULES:
       return False
     plain = kind in LOOPS or (kind is CallKind.JIT and "deny" not in self.lists)
     return self.has_product or (plain and self.reads_half)
@@ -136,7 +130,7 @@ class Case:
     """Whether it is a call with its own rule, such as relu, that follows its operands."""
     kind = call_kind(self.equation)
     known = kind in RULES and kind not in LOOPS and "deny" not in self.lists
-    return known and self.half is not None and not self.is_whole and self.reads_half
+    return known and self.half is not None and self.reads_half
 
   @property
   def asked(self) -> list[Atom]:
@@ -277,7 +271,7 @@ def _enter(case: Case) -> Decision:
 
 def _as_one(case: Case) -> Decision:
   denied = "deny" in case.lists
-  code = case.why_whole if case.is_whole else Code.CALL_DENIED if denied else Code.CALL_AS_ONE
+  code = Code.CALL_DENIED if denied else Code.CALL_AS_ONE
   outs = case.computed()
   if any(case.body.how(a, case.half).wide is Wide.SATURATES for a in case.operands):
     outs = tuple(h._replace(wide=max(h.wide, Wide.SATURATES)) for h in outs)  # `where` of a mask

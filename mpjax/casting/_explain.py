@@ -296,7 +296,7 @@ def explain_as_run(
   resolved = get_policy(policy)
   rules = make_rules(resolved, ops, overrides, recompute)
   with explaining(True):
-    plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved, enter_all=True)
+    plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved)
   rules.overrides.check_all_matched()
   found = [*_explained(plan, 1, itertools.count(1))]
   nodes = list(plan.all_nodes())
