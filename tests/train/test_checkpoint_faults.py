@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from mpjax.cli import main
 from mpjax.sharding._checksums import examine
 from mpjax.step import TrainState
 from mpjax.train import CheckpointError, checkpoints as saving
-from mpjax.train.checkpoints import Checkpoints
+from mpjax.train.checkpoints import Checkpoints, quiet
 from tests._quick_compile import environment as quick_environment
 from tests.train._runs import interrupt, raises_one_line, refused, write_line
 
@@ -384,3 +385,20 @@ def test_what_the_caller_changes_while_a_checkpoint_is_written_is_not_in_it(tmp_
     restored = checkpoints.restore(step, make_state(step))
     assert restored.loop["last"].get(f"seen {step}") is None
   checkpoints.close()
+
+
+def test_reads_that_orbax_gave_up_are_not_said_and_all_else_is(monkeypatch):
+  said = []
+  monkeypatch.setattr(sys, "unraisablehook", said.append)
+  dropped = lambda text, of=None: types.SimpleNamespace(exc_value=RuntimeError(text), object=of)
+  closed, own, other = (
+    dropped("Event loop is closed"),
+    dropped("Event loop is closed", said.append),
+    dropped("no"),
+  )
+  with quiet():
+    for each in (closed, own, other):
+      sys.unraisablehook(each)
+  assert said == [own, other]
+  sys.unraisablehook(closed)
+  assert said == [own, other, closed]

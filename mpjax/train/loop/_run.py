@@ -14,7 +14,7 @@ import rich.console
 
 from mpjax.train._errors import CheckpointError
 from mpjax.train._interrupt import Interrupt
-from mpjax.train.checkpoints import STORAGE_ERRORS
+from mpjax.train.checkpoints import STORAGE_ERRORS, quiet
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
 from mpjax.train.config._plugins import load_plugins, plugin_digests
@@ -150,7 +150,8 @@ def train_together(
   )
   with contextlib.closing(directory):
     if summary is None:
-      return _train(TrainingRun(setup, directory, processes, output, trackers, began))
+      with quiet():
+        return _train(TrainingRun(setup, directory, processes, output, trackers, began))
     LOGGER.info("this run has finished already; choose another out= for a new one")
     if config.train.export is not None and not (path / "model.safetensors").exists():
       LOGGER.info(f"its weights are not exported: mpjax export {path} does that")
