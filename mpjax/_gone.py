@@ -30,10 +30,6 @@ INSTEAD: dict[str, str] = {
   ),
   "recompute.dots": "islands keep as little; jax.checkpoint around a block, or train.recompute: blocks, less",
   "config.${}": "write a plain value; a shell puts in one of the environment, as in out=$HOME/runs/x",
-  **dict.fromkeys(
-    ("attention.splash", "attention.cudnn"),
-    "write auto, which takes the kernel of the device in every shape and dtype that it supports",
-  ),
   "mesh.gather_prefetch": "leave it out, the compiler orders the gathers",
   "loss_scaling.consecutive_hysteresis": "leave it out: growth restores the patience of hysteresis",
   **dict.fromkeys(

@@ -60,7 +60,8 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
     return Subject(setup, setup.first_state(), batches)
   saved, which = locate(checkpoint)
   theirs = saved.config
-  if (theirs.model, theirs.data.kind) != (config.model, config.data.kind):
+  models = [(each.with_any_attention().model, each.data.kind) for each in (theirs, config)]
+  if models[0] != models[1]:
     raise ConfigError(
       f"checkpoint={checkpoint} is of another model or data than the config's ({theirs.model.kind} of "
       f"{theirs.data.kind}): give the run directory in place of the config"

@@ -247,6 +247,13 @@ class Config(Section):
       raise ValueError(f"policy: {error}") from error
     return self
 
+  def with_any_attention(self) -> Config:
+    """Returns the config with `attention: auto` in place of a named kernel, for any device and dtype."""
+    options = self.model.options
+    if options.get("attention", "xla") in ("auto", "xla") or not MODELS.find(self.model.kind).is_own:
+      return self
+    return self.model_copy(update={"model": self.model.model_copy(update={"attention": "auto"})})
+
   def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Config:
     """Returns the config with other values, and nothing that was computed of those before."""
     copied = super().model_copy(update=update, deep=deep)

@@ -52,7 +52,7 @@ class SavedRun:
     Raises:
       DataError: if the directory has no facts about the data, and the data cannot be read either.
     """
-    config = self.config
+    config = self.config.with_any_attention()
     return Experiment(config, facts_of(config, self.directory), config.resolve_policy(), at)
 
   def restore(self, which: str, experiment: Experiment) -> Restored:
@@ -206,7 +206,7 @@ def _with_masters(setup: Experiment, state: TrainState, masters: PyTree, model_s
 def _like(theirs: Config, ours: Config) -> Config:
   """Returns our config with what decides the shape of another run's state: its policy and optimiser."""
   kept = {name: getattr(theirs.train, name) for name in ("skip_nonfinite", "average")}
-  return ours.model_copy(
+  return ours.with_any_attention().model_copy(
     update={
       "policy": theirs.policy,
       "optimizer": theirs.optimizer,

@@ -33,7 +33,7 @@ def vit(
   heads: Positive = 4,
   mlp_ratio: Positive = 4,
   dropout: Fraction = 0.0,
-  attention: Literal["auto", "xla"] = "auto",
+  attention: Literal["auto", "xla", "cudnn", "splash"] = "auto",
 ) -> Task:
   """Makes a vision transformer for rows of `images` and `labels`."""
   from mpjax.zoo.models._vit import ViT

@@ -37,7 +37,7 @@ def gpt(
   positions: Literal["rope", "learned"] = "rope",
   dropout: Fraction = 0.0,
   tie_head: bool = True,
-  attention: Literal["auto", "xla"] = "auto",
+  attention: Literal["auto", "xla", "cudnn", "splash"] = "auto",
   loss_rows: Natural | None = None,
 ) -> Task:
   """Makes a decoder-only transformer for rows of `tokens` and, optionally, `mask`.
