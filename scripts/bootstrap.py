@@ -99,13 +99,13 @@ def environment(base: str, extra: str, constraints: pathlib.Path | None = None) 
   """Makes or updates a virtual environment with an extra of the package; returns its Python.
 
   Args:
-    base: the Python that makes it.
+    base: the Python that makes it; another one than this gets an environment of its own.
     extra: an extra of the package; the extras in `MPJAX_EXTRAS` are added.
     constraints: a file of versions; it gets an environment of its own.
   """
   folder = pathlib.Path(os.environ.get("MPJAX_VENV", ROOT / ".venv"))
-  if constraints:
-    folder = folder.with_name(f"{folder.name}-{constraints.stem}")
+  if constraints or base != sys.executable:
+    folder = folder.with_name(f"{folder.name}-{constraints.stem if constraints else 'newest'}")
   extras = ",".join(filter(None, (extra, os.environ.get("MPJAX_EXTRAS", ""))))
   python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
   stamp = folder / f"mpjax-{extras}.stamp"

@@ -55,6 +55,22 @@ def test_the_newest_python_that_starts_is_used(tmp_path, monkeypatch):
   assert bootstrap.newest_python() == sys.executable
 
 
+def test_an_environment_has_one_python(tmp_path, monkeypatch):
+  made = {}
+
+  def run(line):
+    if line[1:3] == ["-m", "venv"]:
+      folder = pathlib.Path(line[3])
+      folder.mkdir()
+      made[folder.name] = line[0]
+
+  monkeypatch.setenv("MPJAX_VENV", str(tmp_path / "venv"))
+  monkeypatch.setattr(bootstrap.subprocess, "check_call", run)
+  for base, constraints in ((sys.executable, None), ("python3.99", None), (sys.executable, bootstrap.OLDEST)):
+    bootstrap.environment(base, "test", constraints)
+  assert made == {"venv": sys.executable, "venv-newest": "python3.99", "venv-oldest": sys.executable}
+
+
 def test_what_a_process_compiles_is_kept_in_its_environment(tmp_path, monkeypatch):
   monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
   given = bootstrap.variables(str(tmp_path / "venv" / "bin" / "python"))
