@@ -80,15 +80,25 @@ def new_figure(height: float, heading: str = "") -> Figure:
   return figure
 
 
+def require_picture(path: str | os.PathLike[str]) -> str:
+  """Returns the ending of a picture's name.
+
+  Raises:
+    ValueError: if it is neither `.png` nor `.svg`.
+  """
+  suffix = pathlib.Path(path).suffix.lower()
+  if suffix not in (".png", ".svg"):
+    raise ValueError(f"picture {os.fspath(path)!r}: expected a name that ends in .png or .svg")
+  return suffix
+
+
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
   """Writes a figure; equal figures give equal files.
 
   Raises:
     ValueError: if the name does not end in `.png` or `.svg`.
   """
-  suffix = pathlib.Path(path).suffix.lower()
-  if suffix not in (".png", ".svg"):
-    raise ValueError(f"picture {os.fspath(path)!r}: expected a name that ends in .png or .svg")
+  suffix = require_picture(path)
   metadata = {"Date": None} if suffix == ".svg" else {"Software": None}
   with picture_style():
     figure.savefig(path, dpi=_DPI, metadata=metadata)

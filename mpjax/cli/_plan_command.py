@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import rich.console
 
+from mpjax._render.picture_style import require_picture
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.tables import Report
 from mpjax._types import PolicyLike
@@ -45,6 +46,9 @@ def run(options: argparse.Namespace) -> None:
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest, too")
   if options.multiple is not None and options.multiple < 1:
     raise ConfigError(f"--multiple {options.multiple}: expected a positive number")
+  if options.picture:
+    with config_errors("--picture"):  # before anything is computed
+      require_picture(options.picture)
   for each in configs:
     warn_of_policy(each.policy, target.kind)
   planner = Planner(configs[0], target, facts_of(configs[0], options.config))
@@ -93,8 +97,7 @@ def run(options: argparse.Namespace) -> None:
   show(Report(said, list(sections_of(plans))), console, options.table, alarm=NO_FIT)
   data = json.dumps(report, indent=1) + "\n"
   write(console, "data", "--json", options.json, lambda name: pathlib.Path(name).write_text(data))
-  with config_errors("--picture"):
-    write(console, "picture", "--picture", options.picture, lambda name: save_picture(plans, name))
+  write(console, "picture", "--picture", options.picture, lambda name: save_picture(plans, name))
 
 
 def _memory(text: str | None, target: Target) -> int:
