@@ -5,24 +5,22 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
-from mpjax._types import Array, Jaxpr, JaxprEqn, Var
-from mpjax.casting._fp8_products import Fp8Product
+from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, PyTree, Var
+from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._fp8_products import Fp8Product, SideInputs
 from mpjax.casting._kinds import Held
 from mpjax.casting._reasons import Code
 from mpjax.fp8 import Recipe
 from mpjax.jaxpr import backward_depth, bodies_of, constants_of, in_region
 from mpjax.products import has_own_gradients
-
-if TYPE_CHECKING:
-  from mpjax.casting._decide import Bodies
-  from mpjax.casting._emit import Emitter
 
 
 class Mode(enum.Enum):
@@ -149,7 +147,7 @@ class Call:
   decide_rule: Bodies
   carry: tuple[LoopCarry, ...] = ()
 
-  def body(self, emit: Emitter, i: int = 0) -> Callable[..., list[Array]]:
+  def body(self, emit: Emit, i: int = 0) -> Callable[..., list[Array]]:
     """Returns the i-th body as a function of its inputs, closed over its constants."""
     constants = constants_of(bodies_of(self.equation)[i])
     return lambda *operands: emit(self.plans[i], [*constants, *operands])
@@ -215,3 +213,93 @@ class CastPlan:
   def fp8_sites(self) -> dict[str, Recipe]:
     """Returns the recipe of each history of delayed FP8 scaling, by its name."""
     return {n.site: n.recipe for n in self.all_nodes() if n.site is not None and n.recipe is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bodies(abc.ABC):
+  """Decides about the bodies of one call.
+
+  Attributes:
+    equation: the call.
+    path: its module path.
+    half: the compute dtype of its bodies; `None` for float32.
+    solver: why that is float32, if it is the body of a solver.
+    rules: the rules.
+  """
+
+  equation: JaxprEqn
+  path: str
+  half: np.dtype | None
+  solver: Code | None
+  rules: CastingRules
+
+  @abc.abstractmethod
+  def __call__(
+    self,
+    jaxpr: AnyJaxpr,
+    held: Sequence[Held],
+    wanted: Sequence[np.dtype | None] = (),
+    *,
+    islands: bool = True,
+    tangents: int = 0,
+    gradients: Sequence[bool] | None = None,
+  ) -> CastPlan:
+    """Returns the plan of a body, given how its inputs are held.
+
+    `gradients` is for a backward rule: which outputs are gradients of parameters.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Tap:
+  """An inspection of some values of a program while it is emitted.
+
+  Attributes:
+    numbers: for a decision and the position of one of its results, the number of its probe.
+    probes: an array (or a tree of arrays) for each number, with a row for each step of the loops around it.
+    look: (value, probe) -> the value with which the program continues. It must keep shape and dtype.
+  """
+
+  numbers: Mapping[tuple[Node, int], int]
+  probes: Sequence[PyTree]
+  look: Callable[[Array, Any], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Emit(abc.ABC):
+  """Executes plans.
+
+  Attributes:
+    side: what the program reads in addition to its inputs.
+    tap: the inspection.
+    alike: the functions of islands and bodies so far, by their keys.
+  """
+
+  side: SideInputs
+  tap: Tap | None
+  alike: dict[Hashable, Callable[..., list[Array]]] = dataclasses.field(default_factory=dict)
+
+  @abc.abstractmethod
+  def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
+    """Returns the outputs of a program, each held as `plan.outs` says.
+
+    Args:
+      plan: the plan.
+      inputs: constants and arguments; float32 ones in the dtype in which the plan holds them.
+    """
+
+  @abc.abstractmethod
+  def once(self, call: Call, own: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+    """Returns the function of an equal body that was emitted before; `own` if there is none."""
+
+  def within(self, plans: Sequence[CastPlan]) -> SideInputs:
+    """Returns the side inputs that some plans read."""
+    nodes = [node for plan in plans for node in plan.all_nodes()]
+    fp8 = [node.fp8 for node in nodes if node.fp8 is not None and node.fp8.site is not None]
+    numbers = self.tap.numbers if self.tap else {}
+    taps = [numbers[node, i] for node in nodes for i in range(len(node.outs)) if (node, i) in numbers]
+    return self.side.select({x.site for x in fp8 if x.site}, {x.number for x in fp8}, taps)
+
+  def replace(self, side: SideInputs) -> Self:
+    """Returns the same object with other side inputs."""
+    return dataclasses.replace(self, side=side)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,9 +30,6 @@ from mpjax.jaxpr import (
 )
 from mpjax.patterns import component_regex
 from mpjax.policy import Override, Policy, brief, parse_overrides
-
-if TYPE_CHECKING:
-  from mpjax.casting._loops import LoopFacts
 
 F = TypeVar("F")
 RECOMPUTE = ("islands", "nothing")
@@ -275,7 +272,7 @@ class CastingRules:
   wide_gradients: bool = True
   recompute: str = "islands"
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
-  found_in_loops: dict[JaxprEqn, LoopFacts] = dataclasses.field(default_factory=dict)
+  found_in_loops: dict[JaxprEqn, Any] = dataclasses.field(default_factory=dict)
 
   def list_of(self, primitive: Primitive, half: np.dtype | None = None) -> str:
     """Returns the list that a primitive is on if `half` is the compute dtype.

@@ -1,6 +1,6 @@
 """Decides about a program: the dtype of each equation and of each value, with the reason.
 
-`Body` reads a jaxpr and returns a frozen `CastPlan`. Only custom derivative and batching rules
+`Decider` reads a jaxpr and returns a frozen `CastPlan`. Only custom derivative and batching rules
 are decided later: they are not programs until JAX differentiates or batches (`Call.decide_rule`).
 """
 
@@ -13,24 +13,21 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
-from mpjax.casting._cast_plan import CastPlan, Decision, Mode, Node
-from mpjax.casting._casting_rules import CastingRules
+from mpjax._types import AnyJaxpr, Atom, JaxprEqn
+from mpjax.casting._body import Body
+from mpjax.casting._cast_plan import Bodies, CastPlan, Decision, Mode, Node
 from mpjax.casting._decision_table import Case, decision_of
-from mpjax.casting._fp8_products import Sites
 from mpjax.casting._gradient_sums import adds_many
 from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
 from mpjax.casting._loops import why_in_solver
-from mpjax.casting._product_roles import Lineage, Lineages, ProductRoles
-from mpjax.casting._readers import Readers, Reads, WeightGradients, in_half_alone
+from mpjax.casting._product_roles import Lineage, Lineages
+from mpjax.casting._readers import Readers, Reads, WeightGradients
 from mpjax.casting._reasons import Code
 from mpjax.jaxpr import (
   CallKind,
-  Calls,
   Facts,
   Trait,
-  backward_depth,
   bodies_of,
   call_kind,
   dtype_of,
@@ -43,67 +40,8 @@ from mpjax.jaxpr import (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Place:
-  """Facts about a jaxpr from its place in the program.
-
-  Attributes:
-    gradients: the gradients of parameters in it.
-    roles: the roles of its products; `None` if unknown, as in a derivative rule.
-    lineages: the sources of its values; `None` if unknown, as in a backward rule.
-    readers: the readers of its values; `None` if those outside are unknown.
-    exact: see `backward_of_exact`.
-    calls: the calls around it, outermost first.
-    path: its module path.
-    sites: the names of products under delayed FP8 scaling so far.
-    islands: whether to make islands: not inside a checkpoint of the user's.
-    in_loop: whether it is a step of a `scan`, whose backward pass is another loop.
-    copies: whether islands compute cheap inputs themselves: not if values are inspected, each in one place.
-    solver: why it is in float32 under every policy, such as the body of a solver; otherwise `None`.
-  """
-
-  gradients: WeightGradients
-  roles: ProductRoles | None = None
-  lineages: Facts[Lineage] | None = None
-  readers: Facts[Reads] | None = None
-  exact: frozenset[Calls] = frozenset()
-  calls: Calls = ()
-  path: str = ""
-  sites: Sites = dataclasses.field(default_factory=Sites)
-  islands: bool = True
-  in_loop: bool = False
-  copies: bool = True
-  solver: Code | None = None
-
-
-class Body:
-  """One jaxpr during the decisions.
-
-  Args:
-    jaxpr: the program.
-    held: how its constants and inputs are held.
-    rules: the rules.
-    place: its place, if it is a body.
-    tangents: how many of its last inputs are tangents, in which it must stay linear.
-
-  Attributes:
-    held: how each variable is held, as far as it is decided.
-    widened: variables that the user's program widens from float16.
-  """
-
-  def __init__(
-    self, jaxpr: AnyJaxpr, held: Sequence[Held], rules: CastingRules, place: Place, tangents: int = 0
-  ):
-    self.rules: CastingRules = rules
-    self.place: Place = place
-    self._jaxpr: Jaxpr = open_jaxpr(jaxpr)
-    self._inputs = (*self._jaxpr.constvars, *self._jaxpr.invars)
-    self.held: dict[Var, Held] = dict(zip(self._inputs, held, strict=True))
-    self.widened: set[Var] = set()
-    unknown = [Reads.NONE] * len(self._jaxpr.outvars)
-    self._readers = place.readers or Readers(rules, place.path).solve(jaxpr, unknown)
-    self._depth: dict[Var, int] = {}
-    self._linear = set(self._inputs[len(self._inputs) - tangents :])
+class Decider(Body):
+  """Decides about each equation of a jaxpr."""
 
   def plan(self, wanted: Sequence[np.dtype | None] = (), full_outputs: bool = False) -> CastPlan:
     """Decides about every equation in order, then about values that only float32 reads, then islands.
@@ -128,40 +66,12 @@ class Body:
       has_product=any(node.multiplies for node in nodes),
     )
 
-  def how(self, atom: Atom, half: np.dtype | None = None) -> Held:
-    """Returns how a variable or literal is held."""
-    return self.held[atom] if is_variable(atom) else initial(atom.aval, atom.val, half)
-
-  def half_at(self, path: str) -> np.dtype | None:
-    """Returns the half dtype that a module computes in there; `None` for float32."""
-    overrides = self.rules.overrides
-    return None if self.place.solver and not overrides.is_set(path) else overrides.half_at(path)
-
-  def reads(self, atom: Atom) -> Reads:
-    """Returns the readers of this variable."""
-    return self._readers[atom]
-
-  def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
-    """Returns how a variable is held when it meets others in an equation.
-
-    An island's result that is only read in half precision is half from here on. A gradient that leaves the
-    backward pass is float32, as with parameters cast by hand: otherwise an optimiser's sums would stall.
-    """
-    held = self.how(atom, half)
-    depth = self._depth.get(atom, 0) if is_variable(atom) else 0
-    if held.kind in (Kind.HALF, Kind.ISLAND) and depth > backward_depth(equation):
-      return Held(Kind.PINNED, FLOAT32)
-    if held.kind is Kind.ISLAND and half is not None and not held.wide and in_half_alone(self.reads(atom)):
-      return Held(Kind.HALF, half)
-    return held
-
-  def bodies(self, case: Case) -> Bodies:
-    """Returns the object that decides about the bodies of a call."""
-    solver = self.place.solver or why_in_solver(((case.equation, 0),), self.rules, self.place.path)
-    if not solver and (*self.place.calls, (case.equation, 0)) in self.place.exact:
+  def bodies(self, equation: JaxprEqn, path: str, half: np.dtype | None) -> Bodies:
+    solver = self.place.solver or why_in_solver(((equation, 0),), self.rules, self.place.path)
+    if not solver and (*self.place.calls, (equation, 0)) in self.place.exact:
       solver = Code.REPEATS_SOLVER
-    half = None if solver and not self.rules.overrides.is_set(case.path) else case.half
-    return Bodies(self, case.equation, case.path, half, solver)
+    half = None if solver and not self.rules.overrides.is_set(path) else half
+    return _BodiesWithin(equation, path, half, solver, self.rules, self)
 
   def _output(self, i: int, atom: Atom, wanted: Sequence[np.dtype | None]) -> Held:
     held = self.how(atom)
@@ -228,22 +138,10 @@ class Body:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bodies:
-  """Decides about the bodies of one call.
-
-  Attributes:
-    outside: the jaxpr around the call.
-    equation: the call.
-    path: its module path.
-    half: the compute dtype of its bodies; `None` for float32.
-    solver: why that is float32, if it is the body of a solver.
-  """
+class _BodiesWithin(Bodies):
+  """Decides about the bodies of one call by what is known of the jaxpr around it, `outside`."""
 
   outside: Body
-  equation: JaxprEqn
-  path: str
-  half: np.dtype | None
-  solver: Code | None
 
   def __call__(
     self,
@@ -255,10 +153,6 @@ class Bodies:
     tangents: int = 0,
     gradients: Sequence[bool] | None = None,
   ) -> CastPlan:
-    """Returns the plan of a body, given how its inputs are held.
-
-    `gradients` is for a backward rule: which outputs are gradients of parameters.
-    """
     place, kind = self.outside.place, call_kind(self.equation)
     roles, i = None, _number(jaxpr, self.equation)
     if place.roles is not None and kind is not None and kind.is_plain:  # a derivative rule is its own program
@@ -285,13 +179,13 @@ class Bodies:
       in_loop=place.in_loop or (kind is CallKind.SCAN and p["length"] > p["unroll"]),
     )
     constants = [initial(v.aval) for v in open_jaxpr(jaxpr).constvars]
-    return Body(jaxpr, [*constants, *held], self.outside.rules, inner, tangents).plan(wanted)
+    return Decider(jaxpr, [*constants, *held], self.rules, inner, tangents).plan(wanted)
 
   def _of_rule(
     self, jaxpr: AnyJaxpr, outside: Facts[Lineage], readers: Facts[Reads]
   ) -> tuple[Facts[Lineage], Facts[Reads]]:
     """Returns the sources and the readers of the values of a rule, which first returns the call's results."""
-    rules, body = self.outside.rules, open_jaxpr(jaxpr)
+    rules, body = self.rules, open_jaxpr(jaxpr)
     calls = (*self.outside.place.calls, (self.equation, -1))
     operands = [outside[a] for a in self.equation.invars][: len(body.invars)]
     tangents = [Lineage(False, True, None, real=True)] * (len(body.invars) - len(operands))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
 from mpjax._types import Atom, JaxprEqn
 from mpjax.casting import _fp8_products
+from mpjax.casting._body import Body
 from mpjax.casting._cast_plan import Decision, Mode
 from mpjax.casting._higher_order import LOOPS, RULES
 from mpjax.casting._kinds import (
@@ -59,9 +60,6 @@ from mpjax.jaxpr import (
   operation_name,
   values_read,
 )
-
-if TYPE_CHECKING:
-  from mpjax.casting._decide import Body
 
 
 class Case:
@@ -265,7 +263,7 @@ def _enter(case: Case) -> Decision:
   held = [case.met(a) for a in case.equation.invars]
   rule = RULES[call_kind(case.equation)]
   wanted = [case.half if in_half_alone(case.body.reads(v)) else None for v in case.equation.outvars]
-  call = rule.decide(case.equation, held, wanted, case.body.bodies(case))
+  call = rule.decide(case.equation, held, wanted, case.body.bodies(case.equation, case.path, case.half))
   return case.decided(Mode.ENTER, Code.ENTERED, call.outs, call=call)
 
 

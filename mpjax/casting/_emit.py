@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -18,9 +17,9 @@ import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import DropVar, Primitive
 
-from mpjax._types import Array, Atom, Fp8State, Literal, PyTree, Var
+from mpjax._types import Array, Atom, Fp8State, Literal, Var
 from mpjax.casting import _fp8_products
-from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
+from mpjax.casting._cast_plan import Call, CastPlan, Emit, Island, Mode, Node, Tap
 from mpjax.casting._fp8_products import SideInputs
 from mpjax.casting._gradient_sums import MANY, look_up, store_gradient_p, use
 from mpjax.casting._higher_order import RULES
@@ -45,21 +44,6 @@ from mpjax.jaxpr import (
 from mpjax.products import as_product, bind_product, plain_primitive
 
 Function = Callable[..., list[Array]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Tap:
-  """An inspection of some values of a program while it is emitted.
-
-  Attributes:
-    numbers: for a decision and the position of one of its results, the number of its probe.
-    probes: an array (or a tree of arrays) for each number, with a row for each step of the loops around it.
-    look: (value, probe) -> the value with which the program continues. It must keep shape and dtype.
-  """
-
-  numbers: Mapping[tuple[Node, int], int]
-  probes: Sequence[PyTree]
-  look: Callable[[Array, Any], Array]
 
 
 def execute(
@@ -87,27 +71,10 @@ def execute(
   return _fp8_products.tie_to_state(tie, Emitter(side, tap)(plan, operands))
 
 
-@dataclasses.dataclass(frozen=True)
-class Emitter:
-  """Executes plans.
-
-  Attributes:
-    side: what the program reads in addition to its inputs.
-    tap: the inspection.
-    alike: the functions of islands and bodies so far, by their keys.
-  """
-
-  side: SideInputs
-  tap: Tap | None
-  alike: dict[Hashable, Function] = dataclasses.field(default_factory=dict)
+class Emitter(Emit):
+  """Binds each equation of a plan, in its dtype."""
 
   def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
-    """Returns the outputs of a program, each held as `plan.outs` says.
-
-    Args:
-      plan: the plan.
-      inputs: constants and arguments; float32 ones in the dtype in which the plan holds them.
-    """
     values = _Environment(plan.held, _used_often(plan))
     for variable, value in zip(plan.inputs, inputs, strict=True):
       values.write(variable, value)
@@ -119,14 +86,6 @@ class Emitter:
         self._emit(unit, values)
       values.free(expired)
     return [values.output(atom, held) for atom, held in zip(plan.jaxpr.outvars, plan.outs, strict=True)]
-
-  def within(self, plans: Sequence[CastPlan]) -> SideInputs:
-    """Returns the side inputs that some plans read."""
-    nodes = [node for plan in plans for node in plan.all_nodes()]
-    fp8 = [node.fp8 for node in nodes if node.fp8 is not None and node.fp8.site is not None]
-    numbers = self.tap.numbers if self.tap else {}
-    taps = [numbers[node, i] for node in nodes for i in range(len(node.outs)) if (node, i) in numbers]
-    return self.side.select({x.site for x in fp8 if x.site}, {x.number for x in fp8}, taps)
 
   def once(self, call: Call, own: Function) -> Function:
     """Returns the function of an equal body that was emitted before; `own` if there is none."""
@@ -140,10 +99,6 @@ class Emitter:
       return self.alike.setdefault(key, own)
     except TypeError:  # a parameter that cannot be compared
       return own
-
-  def replace(self, side: SideInputs) -> Emitter:
-    """Returns the same object with other side inputs."""
-    return dataclasses.replace(self, side=side)
 
   def _emit(self, node: Node, values: _Environment, leave_out: int = 0) -> None:
     equation = node.equation

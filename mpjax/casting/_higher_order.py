@@ -10,7 +10,7 @@ traced in its own dtypes, decided about as a whole, and emitted with its casts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _compat
 from mpjax._types import Array, Atom, Jaxpr, JaxprEqn, PyTree
-from mpjax.casting._cast_plan import Call
+from mpjax.casting._cast_plan import Bodies, Call, Emit
 from mpjax.casting._gradient_sums import MANY, use, widened
 from mpjax.casting._half_precision import Regions, tracing
 from mpjax.casting._kinds import Held, Kind, Where, as_held, meet
@@ -41,10 +41,6 @@ from mpjax.jaxpr import (
 )
 from mpjax.products import as_product, spread
 
-if TYPE_CHECKING:
-  from mpjax.casting._decide import Bodies
-  from mpjax.casting._emit import Emitter
-
 # Entered if their operands are half precision, even without a product inside.
 LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
 _ScanRow = tuple[Sequence[Array], dict[int, Array], dict[int, PyTree]]  # xs, probes of amaxes and of taps
@@ -60,7 +56,7 @@ class Rule(NamedTuple):
   """
 
   decide: Callable[[JaxprEqn, Sequence[Held], Wanted, Bodies], Call]
-  emit: Callable[[Call, Sequence[Array], Emitter], list[Array]]
+  emit: Callable[[Call, Sequence[Array], Emit], list[Array]]
 
 
 def _decide_simple(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
@@ -70,7 +66,7 @@ def _decide_simple(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bod
   return Call(equation, tuple(held), (plan,), plan.outs, bodies)
 
 
-def _emit_jit(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+def _emit_jit(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
   within = emit.replace(side)
 
@@ -82,12 +78,12 @@ def _emit_jit(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Arra
     return _compat.bind_jit(call.equation, list(operands), side.arrays, closed)
 
 
-def _emit_inline(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+def _emit_inline(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   with as_traced(call.equation):
     return call.body(emit)(*operands)
 
 
-def _emit_remat(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+def _emit_remat(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   jaxpr, constants = _compat.trace_open(call.body(emit), list(operands))
   policy = call.equation.params["policy"]
   if policy is not None:
@@ -106,7 +102,7 @@ def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodie
   return Call(equation, (*held[:k], *kept, *held[k + n :]), (plan,), outs, bodies, carry)
 
 
-def _emit_scan(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   k, n, options = scan_parts(call.equation)
   side = emit.within(call.plans)
   captured = list(zip(operands[:k], call.ins[:k], strict=True))
@@ -148,7 +144,7 @@ def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodi
   return Call(equation, ins, plans, after_loop(kept), bodies, carry)
 
 
-def _emit_while(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+def _emit_while(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   p = call.equation.params
   first, second = p["cond_nconsts"], p["body_nconsts"]
   keys = [key for key in p if key in ("cond_jaxpr", "body_jaxpr")]
@@ -170,7 +166,7 @@ def _decide_cond(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodie
   return Call(equation, tuple(held), plans, outs, bodies)
 
 
-def _emit_cond(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+def _emit_cond(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   def branch(i: int) -> tuple[Jaxpr, list[Array]]:
     body = call.body(emit, i)
 
@@ -186,7 +182,7 @@ def _emit_cond(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Arr
     return _compat.bind(call.equation, [operands[0], *consts, *operands[1:]], branches=branches)
 
 
-def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
   scales, probes = jax.tree.leaves(side.scales), jax.tree.leaves(side.amax_probes)
 
@@ -200,7 +196,7 @@ def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emitter) -> lis
     return list(mapped(*operands, *scales, *(spread(probe, devices) for probe in probes)))
 
 
-def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   """Emits a `custom_jvp_call` with the user's rule."""
   body = call.body(emit)
   rule = custom_jvp_rule(call.equation)
@@ -230,7 +226,7 @@ def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
     return list(f(*operands))
 
 
-def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   """Emits a `custom_vjp_call` with the user's rules."""
   body = call.body(emit)
   forward, backward = custom_vjp_rules(call.equation)
@@ -296,7 +292,7 @@ def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
     return list(f(*operands))
 
 
-def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   """Emits a `custom_vmap_call` with the user's rule."""
   body = call.body(emit)
   f = jax.custom_batching.custom_vmap(lambda *xs: tuple(body(*xs)))
@@ -327,7 +323,7 @@ def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emitter) -> l
 
 def _emit_rule(
   call: Call,
-  emit: Emitter,
+  emit: Emit,
   flat: Callable[..., list[Array]],
   like: Sequence[jax.ShapeDtypeStruct],
   held: Sequence[Held],

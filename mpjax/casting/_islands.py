@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax.core import AbstractValue
@@ -18,6 +18,7 @@ from jax.extend.core import Primitive, primitives
 
 from mpjax._types import Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
+from mpjax.casting._body import Place
 from mpjax.casting._cast_plan import Decision, Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
@@ -34,9 +35,6 @@ from mpjax.jaxpr import (
   open_jaxpr,
   variables_of,
 )
-
-if TYPE_CHECKING:
-  from mpjax.casting._decide import Place
 
 _KEEPS_NONE = Trait.NO_RESIDUAL | Trait.CHOICE
 _STORED = Trait.READS_STORED | Trait.STORES_RESULT | Trait.MOVES | Trait.PRODUCT

@@ -6,13 +6,13 @@ import enum
 import functools
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
-from mpjax.casting._cast_plan import CastPlan, LoopCarry, Mode
+from mpjax.casting._cast_plan import Bodies, CastPlan, LoopCarry, Mode
 from mpjax.casting._casting_rules import ByRules, CastingRules
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Where, is_float, meet, size
 from mpjax.casting._product_roles import is_layer, is_outer, states_precision
@@ -35,9 +35,6 @@ from mpjax.jaxpr import (
   open_jaxpr,
   variables_of,
 )
-
-if TYPE_CHECKING:
-  from mpjax.casting._decide import Bodies
 
 _LONG = 32  # steps: a network has about as many layers
 _SUMS = Trait.SAME_WEIGHT | Trait.PASSES_ON | Trait.ADDS
@@ -273,7 +270,7 @@ def settle(
   Returns:
     The body's plan, and how each carry is held.
   """
-  n, rules = len(entering), bodies.outside.rules
+  n, rules = len(entering), bodies.rules
   set_at = lambda i: rules.overrides.loop_carry_at(inside(bodies.path, f"carry_{i}"))
   settings = [None if h.kind is Kind.FIXED else set_at(i) for i, h in enumerate(entering)]
   carry = [_as_set(held, setting, bodies.half) for held, setting in zip(entering, settings, strict=True)]

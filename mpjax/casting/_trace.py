@@ -11,9 +11,10 @@ from jax.tree_util import KeyPath
 
 from mpjax._average import is_average
 from mpjax._types import Array, PyTree
+from mpjax.casting._body import Place
 from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._casting_rules import CastingRules, Overrides
-from mpjax.casting._decide import Body, Place
+from mpjax.casting._decide import Decider
 from mpjax.casting._half_precision import trace
 from mpjax.casting._kinds import Held, initial, own_types
 from mpjax.casting._linen_modules import InOwnDtypes
@@ -82,7 +83,7 @@ class Traced:
     gradients = WeightGradients.leaving(self.closed)
     exact = backward_of_exact(roles, readers, rules)
     place = Place(gradients, roles, roles.lineages, readers, exact=exact, copies=copies)
-    return Body(self.closed, self._held(rules), rules, place).plan(full_outputs=full)
+    return Decider(self.closed, self._held(rules), rules, place).plan(full_outputs=full)
 
   def key(self, rules: CastingRules, policy: Policy) -> Hashable | None:
     """Returns a key that is equal for two programs only if autocast decides the same about both.

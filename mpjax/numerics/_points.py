@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpjax._types import Array, Atom, Fp8State, JaxprEqn, PyTree, Var
-from mpjax.casting._cast_plan import CastPlan, Mode, Node
+from mpjax.casting._cast_plan import CastPlan, Mode, Node, Tap
 from mpjax.casting._casting_rules import CastingRules, make_rules
-from mpjax.casting._emit import Tap, execute
+from mpjax.casting._emit import execute
 from mpjax.casting._kinds import castable, is_float, size
 from mpjax.casting._loops import loop_facts
 from mpjax.casting._trace import Traced
