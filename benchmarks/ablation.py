@@ -25,21 +25,20 @@ PACKAGES = ("flax", "optax", "libtpu", "jax-cuda13-plugin")
 TARGETS = ("h200",)  # v5e: its compiler takes hours
 FIGURES = ("temporaries", "accessed")
 
-_finished = _islands.Segments._finished
+_island = _islands.Segments._island
 
 
 def _unfenced(*arguments: Any) -> Any:
-  return dataclasses.replace(_finished(*arguments), fenced=False)
+  island = _island(*arguments)
+  return island and dataclasses.replace(island, fenced=False)
 
 
 # The function of each mechanism, and what takes its place.
 MECHANISMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
   "pull-in": (_decide, "pull_in", lambda nodes, *_: list(nodes)),
   "products at ends": (_islands, "_is_product", lambda _: False),
-  "barriers": (_islands.Segments, "_finished", _unfenced),
+  "barriers": (_islands.Segments, "_island", _unfenced),
   "saved statistics": (_emit, "is_statistic", lambda *_: False),
-  "what pays": (_islands.Segments, "_pays", lambda *_: True),
-  "copies": (_islands.Copies, "instead_of", lambda *_: ()),
   "operands again": (_islands.Segments, "_alone", lambda *_: None),
   "losses by element": (_islands, "is_by_element", lambda *_: False),
 }

@@ -34,7 +34,6 @@ class Place:
     sites: the names of products under delayed FP8 scaling so far.
     islands: whether to make islands: not inside a checkpoint of the user's.
     in_loop: whether it is a step of a `scan`, whose backward pass is another loop.
-    copies: whether islands compute cheap inputs themselves: not if values are inspected, each in one place.
     solver: why it is in float32 under every policy, such as the body of a solver; otherwise `None`.
   """
 
@@ -48,7 +47,6 @@ class Place:
   sites: Sites = dataclasses.field(default_factory=Sites)
   islands: bool = True
   in_loop: bool = False
-  copies: bool = True
   solver: Code | None = None
 
 

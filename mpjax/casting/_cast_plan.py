@@ -46,7 +46,6 @@ class Decision:
     mode: how to execute it.
     half: the compute dtype of its module; `None` for float32.
     code: the reason.
-    rule: the name of the row of the table of decisions.
     outs: how each result is held.
     about: what the reason's sentence tells, such as a size.
     call: for `Mode.ENTER`, its bodies.
@@ -61,7 +60,6 @@ class Decision:
   mode: Mode
   half: np.dtype | None
   code: Code
-  rule: str
   outs: tuple[Held, ...]
   about: str = ""
   call: Call | None = None
@@ -161,8 +159,6 @@ class Island:
     nodes: a convex set of equations, in the order of the program.
     inputs: (variable, dtype) of its inputs.
     outputs: (variable, dtype) of the values that are used outside.
-    copies: equations before it that it computes itself instead of reading their results: a one-hot of
-      labels, a mask of positions, every value that is cheap and larger than what it is computed from.
     fenced: whether the backward pass reads through an optimisation barrier: then no compiler finds the inside
       equal to the forward pass's, and keeps that in memory.
     saved: the FP8 format in which half-precision inputs are kept for the backward pass; `None`: unchanged.
@@ -173,7 +169,6 @@ class Island:
   nodes: tuple[Node, ...]
   inputs: tuple[tuple[Var, np.dtype], ...]
   outputs: tuple[tuple[Var, np.dtype], ...]
-  copies: tuple[Node, ...] = ()
   fenced: bool = True
   saved: np.dtype | None = None
   loss_of: Var | None = None

@@ -19,7 +19,6 @@ from mpjax.fp8._hardware import on_device
 from mpjax.jaxpr import (
   FULL_PRECISION,
   Forward,
-  Trait,
   bodies_of,
   call_kind,
   equations_in,
@@ -33,7 +32,6 @@ from mpjax.policy import Override, Policy, brief, parse_overrides
 
 F = TypeVar("F")
 RECOMPUTE = ("islands", "nothing")
-_DEAR = Trait.COSTLY | Trait.READS_STORED | Trait.STORES_RESULT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,17 +317,6 @@ class CastingRules:
       inside = set().union(*(self.contents(body) for body in bodies_of(equation)))
     plain = (p for p in inside if self.list_of(p) != "call")
     return all(facts(p).recompute for p in plain) and not equation.effects
-
-  def is_cheap(self, equation: JaxprEqn, path: str) -> bool:
-    """Returns whether recomputing an equation costs no more than reading its result.
-
-    False for a custom derivative or batching rule: it need not be linear, and would run once for each copy.
-    """
-    inside = self.primitives([equation])
-    dear = any(facts(p).traits & _DEAR or self.list_of(p) == "deny" for p in inside)
-    custom = any(row.call is not None and row.call.is_custom_rule for row in map(facts, inside))
-    again = self.computes_again(path) and self.may_recompute(equation)
-    return again and not dear and not custom
 
 
 class ByRules(Forward[F]):

@@ -1,10 +1,9 @@
-"""The table of decisions: autocast's treatment of an equation, by the first row whose condition holds."""
+"""The rules of decisions: autocast's treatment of an equation, by the first rule that applies."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -71,8 +70,6 @@ class Case:
     clips: whether results outside the half dtype's range may be clipped where they are rounded.
   """
 
-  rule = ""  # the row of the table that applies
-
   def __init__(self, equation: JaxprEqn, body: Body, clips: bool):
     self.equation: JaxprEqn = equation
     self.body: Body = body
@@ -92,7 +89,7 @@ class Case:
     if not self._clips:
       outs = tuple(held._replace(wide=Wide.NO) for held in outs)
     listed = listed or self.listed
-    return Decision(self.equation, self.path, listed, mode, self.half, code, self.rule, outs, **more)
+    return Decision(self.equation, self.path, listed, mode, self.half, code, outs, **more)
 
   @functools.cached_property
   def lists(self) -> set[str]:
@@ -242,56 +239,102 @@ class Case:
     return {"code": Code.LISTED, "about": row.reason_in(self.half)}
 
 
-def _crosses_edge(case: Case, entering: bool) -> bool:
-  """Returns whether it is a cast of a float32 value of the program at an edge of a half-precision region."""
-  if not case.in_region or not case.at_edge or case.half is None:
-    return False
-  outer, inner = case.equation.invars[0], case.equation.outvars[0]
-  if not entering:
-    outer, inner = inner, outer
-  return castable(outer.aval) and dtype_of(inner) == case.half
+def _keep(case: Case, code: Code, listed: str = "", **about: Any) -> Decision:
+  """Returns a decision that leaves an equation in the dtypes of the program."""
+  return case.decided(Mode.KEEP, code, case.kept(), listed, **about)
 
 
-def _into_region(case: Case) -> Decision:
-  (source,) = case.equation.invars
-  fits = case.half != np.float16 or (is_variable(source) and source in case.body.widened)
-  outs = case.all_in_half(Kind.FIXED)
-  return case.decided(Mode.HALF if fits else Mode.EDGE, Code.ENTERS_REGION, outs, "opaque")
+def _full(case: Case, code: Code, listed: str = "", **about: Any) -> Decision:
+  """Returns a decision that runs an equation in float32."""
+  return case.decided(Mode.FULL, code, case.computed(), listed, **about)
 
 
-def _enter(case: Case) -> Decision:
-  held = [case.met(a) for a in case.equation.invars]
-  rule = RULES[call_kind(case.equation)]
-  wanted = [case.half if in_half_alone(case.body.reads(v)) else None for v in case.equation.outvars]
-  call = rule.decide(case.equation, held, wanted, case.body.bodies(case.equation, case.path, case.half))
-  return case.decided(Mode.ENTER, Code.ENTERED, call.outs, call=call)
+def _of_region(case: Case) -> Decision | None:
+  """Decides about what is inside a `half_precision` region, and about the casts at its edges."""
+  if not case.in_region:
+    return None
+  if case.at_edge and case.half is not None:
+    source, result = case.equation.invars[0], case.equation.outvars[0]
+    if castable(source.aval) and dtype_of(result) == case.half:
+      fits = case.half != np.float16 or (is_variable(source) and source in case.body.widened)
+      outs = case.all_in_half(Kind.FIXED)
+      return case.decided(Mode.HALF if fits else Mode.EDGE, Code.ENTERS_REGION, outs, "opaque")
+    if castable(result.aval) and dtype_of(source) == case.half:
+      return case.decided(Mode.EACH, Code.LEAVES_REGION, case.all_in_half(Kind.HALF), "opaque")
+  return _keep(case, Code.REGION, "opaque")
 
 
-def _as_one(case: Case) -> Decision:
+def _of_call(case: Case) -> Decision | None:
+  """Decides about a call: it is entered, follows its operands as relu does, or runs in float32 as one."""
+  if case.listed != "call":
+    return None
+  if not case.operands and not case.has_product:
+    return _keep(case, Code.NO_PRODUCT)
+  if case.is_entered:
+    held = [case.met(a) for a in case.equation.invars]
+    wanted = [case.half if in_half_alone(case.body.reads(v)) else None for v in case.equation.outvars]
+    bodies = case.body.bodies(case.equation, case.path, case.half)
+    call = RULES[call_kind(case.equation)].decide(case.equation, held, wanted, bodies)
+    return case.decided(Mode.ENTER, Code.ENTERED, call.outs, call=call)
+  if case.follows_as_one:
+    return case.decided(Mode.HALF, Code.HALF, case.all_in_half(Kind.HALF), "infer")
   denied = "deny" in case.lists
-  code = Code.CALL_DENIED if denied else Code.CALL_AS_ONE
   outs = case.computed()
   if any(case.body.how(a, case.half).wide is Wide.SATURATES for a in case.operands):
     outs = tuple(h._replace(wide=max(h.wide, Wide.SATURATES)) for h in outs)  # `where` of a mask
-  name = operation_name(case.equation)
+  name, code = operation_name(case.equation), Code.CALL_DENIED if denied else Code.CALL_AS_ONE
   return case.decided(Mode.FULL, code, outs, "deny" if denied else "infer", about=name)
 
 
-def _cast_from_floats(case: Case) -> Decision:
-  pinned = dtype_of(case.equation.invars[0]).itemsize < 4
-  held = Held(Kind.PINNED if pinned else Kind.ISLAND, FLOAT32)
-  return case.decided(Mode.CAST, Code.OWN_WIDENING, (held,), "infer")
+def _of_cast(case: Case) -> Decision | None:
+  """Decides about a cast of the program."""
+  if not case.is_cast:
+    return None
+  source, result = case.equation.invars[0], case.equation.outvars[0]
+  if castable(source.aval) and castable(result.aval):  # for a weak type or a sharding
+    return case.decided(Mode.EACH, Code.SAME_DTYPE, (case.body.how(source, case.half),), "infer")
+  if not castable(result.aval):
+    return case.decided(Mode.CAST, Code.OWN_CAST, (Held(Kind.FIXED, dtype_of(result)),), "infer")
+  if OUTPUT in case.path.split("/"):
+    code, held = Code.AUTOCAST_ENDS, Held(Kind.ISLAND, FLOAT32)
+  elif is_float(source.aval):
+    code, held = (
+      Code.OWN_WIDENING,
+      Held(Kind.PINNED if dtype_of(source).itemsize < 4 else Kind.ISLAND, FLOAT32),
+    )
+  else:
+    # Counts and token numbers have more digits than float16.
+    fits = case.half != np.float16 or dtype_of(source).itemsize == 1
+    code, held = Code.FROM_INTEGERS, Held(Kind.FLEXIBLE, FLOAT32, Wide.NO if fits else Wide.OVERFLOWS)
+  return case.decided(Mode.CAST, code, (held,), "infer")
 
 
-def _cast_from_integers(case: Case) -> Decision:
-  # Counts and token numbers have more digits than float16.
-  fits = case.half != np.float16 or dtype_of(case.equation.invars[0]).itemsize == 1
-  wide = Wide.NO if fits else Wide.OVERFLOWS
-  return case.decided(Mode.CAST, Code.FROM_INTEGERS, (Held(Kind.FLEXIBLE, FLOAT32, wide),), "infer")
+def _of_other_dtypes(case: Case) -> Decision | None:
+  """Decides about what the user chose a dtype for, what is opaque, and what has no float32 operand."""
+  if case.is_half_by_hand:
+    return _quantised(case, Mode.KEEP, case.kept(), Code.OWN_DTYPE)
+  if case.has_own_dtypes:
+    return _keep(case, Code.OWN_DTYPE)
+  if case.listed == "opaque":
+    return _keep(case, **case.reason())
+  return None if case.operands else _keep(case, Code.NO_FLOAT32)
 
 
-def _product(case: Case) -> Decision:
+def _of_product(case: Case) -> Decision | None:
+  """Decides about what is on the list `allow`: a product in half precision, or why it keeps float32."""
+  if case.listed != "allow":
+    return None
   equation, place = case.equation, case.body.place
+  if not is_layer(equation, case.body.rules):
+    return _full(case, Code.SUM_OF_PRODUCTS, "deny")
+  if is_outer_product(equation, place.calls):
+    return _full(case, Code.OUTER_PRODUCT, "deny")
+  if case.half is None:
+    return _full(case, case.why_whole)
+  if states_precision(equation):
+    return _full(case, Code.STATES_PRECISION)
+  if (exact := case.why_float32) is not None:
+    return _full(case, exact)
   wide = case.body.rules.wide_gradients and "preferred_element_type" in equation.params
   of_weight = wide and place.gradients.has_product(equation)
   why = None if of_weight else case.why_float32_result
@@ -312,20 +355,36 @@ def _quantised(case: Case, mode: Mode, outs: tuple[Held, ...], code: Code, about
   return case.decided(mode, outs=outs, **found._asdict())
 
 
-def _in_order(case: Case) -> Decision:
-  met = [case.body.met(a, None, case.equation) for a in case.operands]
-  return case.decided(Mode.FULL, outs=case.all_held(meet(met, Where.FULL)), **case.reason())
+def _of_denied(case: Case) -> Decision | None:
+  """Decides about what is on the list `deny`; what only puts values in order changes none of them."""
+  if case.listed != "deny":
+    return None
+  if has(case.equation, Trait.ORDERS):
+    met = [case.body.met(a, None, case.equation) for a in case.operands]
+    return case.decided(Mode.FULL, outs=case.all_held(meet(met, Where.FULL)), **case.reason())
+  return _full(case, **(case.reason() if case.half is not None else {"code": case.why_whole}))
 
 
-def _follow(case: Case) -> Decision:
+def _of_follower(case: Case) -> Decision | None:
+  """Decides about anything else, by the kinds of its operands."""
+  equation, body = case.equation, case.body
+  if has(equation, Trait.EACH) and len(equation.invars) == len(equation.outvars):
+    return case.decided(Mode.EACH, Code.EACH_ALONE, tuple(body.how(a, case.half) for a in equation.invars))
+  if not any(castable(v.aval) for v in equation.outvars):  # a comparison is exact whatever the operands
+    return case.decided(Mode.FULL, Code.NOT_FLOATING, case.all_held(Held(Kind.FIXED, FLOAT32)))
+  if body.rules.wide_gradients and body.place.gradients.has_sum(equation):
+    return case.decided(Mode.FULL, Code.GRADIENT_SUM, case.all_held(Held(Kind.PINNED, FLOAT32)))
   met = [case.met(a) for a in case.operands]
+  if case.meets_data:
+    wide = max(h.wide for h in met)
+    return case.decided(Mode.FULL, Code.MEETS_DATA, case.all_held(Held(Kind.ISLAND, FLOAT32, wide)))
   if case.half is None:
     met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
-  results = [v for v in case.equation.outvars if castable(v.aval)]
-  known = case.body.place.lineages
+  results = [v for v in equation.outvars if castable(v.aval)]
+  known = body.place.lineages
   real = [known is None or known[a].real for a in case.operands]
-  out = followed(case.equation, case.operands, results, met, case.half, real)
-  if out.kind is Kind.HALF and all(in_order_alone(case.body.reads(v)) for v in results):
+  out = followed(equation, case.operands, results, met, case.half, real)
+  if out.kind is Kind.HALF and all(in_order_alone(body.reads(v)) for v in results):
     return case.decided(Mode.FULL, Code.ORDER_ALONE, case.all_held(Held(Kind.ISLAND, FLOAT32)))
   if out.kind is Kind.HALF:
     return case.decided(Mode.HALF, Code.HALF, case.all_held(out))
@@ -333,195 +392,9 @@ def _follow(case: Case) -> Decision:
   return case.decided(Mode.FULL, Code.WIDE if out.wide else Code[kind.name], case.all_held(out))
 
 
-def _meet_data(case: Case) -> Decision:
-  wide = max(case.met(a).wide for a in case.operands)
-  return case.decided(Mode.FULL, Code.MEETS_DATA, case.all_held(Held(Kind.ISLAND, FLOAT32, wide)))
-
-
-def _full(code: Code, listed: str = "") -> Callable[[Case], Decision]:
-  return lambda case: case.decided(Mode.FULL, code, case.computed(), listed)
-
-
-def _keep(code: Code, listed: str = "") -> Callable[[Case], Decision]:
-  return lambda case: case.decided(Mode.KEEP, code, case.kept(), listed)
-
-
-def _denied(case: Case) -> Decision:
-  why = case.reason() if case.half is not None else {"code": case.why_whole}
-  return case.decided(Mode.FULL, outs=case.computed(), **why)
-
-
-class Row(NamedTuple):
-  """A row of the table.
-
-  Attributes:
-    rule: its name, as `explain` prints it.
-    means: the condition, in words.
-    holds: whether the condition holds for an equation that no earlier row applies to.
-    outcome: makes the decision.
-  """
-
-  rule: str
-  means: str
-  holds: Callable[[Case], bool]
-  outcome: Callable[[Case], Decision]
-
-
-ROWS = (
-  Row(
-    "region entered",
-    "a cast where a half_precision region begins",
-    lambda c: _crosses_edge(c, True),
-    _into_region,
-  ),
-  Row(
-    "region left",
-    "a cast where a half_precision region ends",
-    lambda c: _crosses_edge(c, False),
-    lambda c: c.decided(Mode.EACH, Code.LEAVES_REGION, c.all_in_half(Kind.HALF), "opaque"),
-  ),
-  Row("region", "inside a half_precision region", lambda c: c.in_region, _keep(Code.REGION, "opaque")),
-  Row(
-    "call without floats",
-    "a call that neither reads float32 nor has a product inside",
-    lambda c: c.listed == "call" and not c.operands and not c.has_product,
-    _keep(Code.NO_PRODUCT),
-  ),
-  Row(
-    "call",
-    "a call with a product inside; a loop or branch that reads half precision; a `jit` with nothing denied",
-    lambda c: c.listed == "call" and c.is_entered,
-    _enter,
-  ),
-  Row(
-    "rule of its own",
-    "a call that reads half precision, with a derivative rule and nothing denied inside, such as relu",
-    lambda c: c.listed == "call" and c.follows_as_one,
-    lambda c: c.decided(Mode.HALF, Code.HALF, c.all_in_half(Kind.HALF), "infer"),
-  ),
-  Row("call as one", "any other call", lambda c: c.listed == "call", _as_one),
-  Row(
-    "same dtype",
-    "a cast from float32 to float32, for a weak type or a sharding",
-    lambda c: c.is_cast and bool(c.operands) and castable(c.equation.outvars[0].aval),
-    lambda c: c.decided(Mode.EACH, Code.SAME_DTYPE, (c.body.how(c.equation.invars[0], c.half),), "infer"),
-  ),
-  Row(
-    "cast from float32",
-    "a cast of the user's to another dtype",
-    lambda c: c.is_cast and not castable(c.equation.outvars[0].aval),
-    lambda c: c.decided(
-      Mode.CAST,
-      Code.OWN_CAST,
-      (Held(Kind.FIXED, dtype_of(c.equation.outvars[0])),),
-      "infer",
-    ),
-  ),
-  Row(
-    "autocast inside",
-    "a cast at the end of an inner autocast",
-    lambda c: c.is_cast and OUTPUT in c.path.split("/"),
-    lambda c: c.decided(Mode.CAST, Code.AUTOCAST_ENDS, (Held(Kind.ISLAND, FLOAT32),), "infer"),
-  ),
-  Row(
-    "cast to float32",
-    "a cast of the user's from another floating dtype",
-    lambda c: c.is_cast and is_float(c.equation.invars[0].aval),
-    _cast_from_floats,
-  ),
-  Row("cast of integers", "a cast from integers to float32", lambda c: c.is_cast, _cast_from_integers),
-  Row(
-    "product by hand",
-    "a product that the user casts to the compute dtype",
-    lambda c: c.is_half_by_hand,
-    lambda c: _quantised(c, Mode.KEEP, c.kept(), Code.OWN_DTYPE),
-  ),
-  Row(
-    "own dtype",
-    "an operand or result in a dtype of the user's own",
-    lambda c: c.has_own_dtypes,
-    _keep(Code.OWN_DTYPE),
-  ),
-  Row(
-    "opaque",
-    "on the list `opaque`",
-    lambda c: c.listed == "opaque",
-    lambda c: c.decided(Mode.KEEP, outs=c.kept(), **c.reason()),
-  ),
-  Row("no float32", "no operand is float32", lambda c: not c.operands, _keep(Code.NO_FLOAT32)),
-  Row(
-    "sum of products",
-    "a product of two vectors, on the list `allow`",
-    lambda c: c.listed == "allow" and not is_layer(c.equation, c.body.rules),
-    _full(Code.SUM_OF_PRODUCTS, "deny"),
-  ),
-  Row(
-    "outer product",
-    "on the list `allow`, and contracts at most one element",
-    lambda c: c.listed == "allow" and is_outer_product(c.equation, c.body.place.calls),
-    _full(Code.OUTER_PRODUCT, "deny"),
-  ),
-  Row(
-    "float32 module",
-    "on the list `allow`, in a module that computes in float32",
-    lambda c: c.listed == "allow" and c.half is None,
-    lambda c: _full(c.why_whole)(c),
-  ),
-  Row(
-    "stated precision",
-    "a product of which the program states the precision, or a rule of JAX's",
-    lambda c: c.listed == "allow" and states_precision(c.equation),
-    _full(Code.STATES_PRECISION),
-  ),
-  Row(
-    "exact product",
-    "a product of positions, or of data and a filter; a selection that float32 reads; a linear recurrence",
-    lambda c: c.listed == "allow" and c.why_float32 is not None,
-    lambda c: _full(cast(Code, c.why_float32))(c),
-  ),
-  Row("product", "on the list `allow`", lambda c: c.listed == "allow", _product),
-  Row(
-    "order",
-    "on the list `deny`, and puts values in order",
-    lambda c: c.listed == "deny" and has(c.equation, Trait.ORDERS),
-    _in_order,
-  ),
-  Row("denied", "on the list `deny`", lambda c: c.listed == "deny", _denied),
-  Row(
-    "each alone",
-    "it has a result for each operand",
-    lambda c: has(c.equation, Trait.EACH) and len(c.equation.invars) == len(c.equation.outvars),
-    lambda c: c.decided(Mode.EACH, Code.EACH_ALONE, tuple(c.body.how(a, c.half) for a in c.equation.invars)),
-  ),
-  Row(
-    "comparison",
-    "no result is float32: exact whatever the operands",
-    lambda c: not any(castable(v.aval) for v in c.equation.outvars),
-    lambda c: c.decided(Mode.FULL, Code.NOT_FLOATING, c.all_held(Held(Kind.FIXED, FLOAT32))),
-  ),
-  Row(
-    "sum of gradients",
-    "it adds gradients of a parameter",
-    lambda c: c.body.rules.wide_gradients and c.body.place.gradients.has_sum(c.equation),
-    lambda c: c.decided(Mode.FULL, Code.GRADIENT_SUM, c.all_held(Held(Kind.PINNED, FLOAT32))),
-  ),
-  Row(
-    "data",
-    "half precision meets float32 data, and more than layers read the result",
-    lambda c: c.meets_data,
-    _meet_data,
-  ),
-  Row("follows", "anything else: by the kinds of its operands", lambda c: True, _follow),
-)
+_RULES = (_of_region, _of_call, _of_cast, _of_other_dtypes, _of_product, _of_denied, _of_follower)
 
 
 def decision_of(case: Case) -> Decision:
-  """Returns the table's decision about an equation."""
-  row = next(row for row in ROWS if row.holds(case))
-  case.rule = row.rule
-  return row.outcome(case)
-
-
-def table_of_decisions() -> list[tuple[str, str]]:
-  """Returns the table as text, the heading first: the name of a row, and its condition."""
-  return [("rule", "an equation"), *((row.rule, row.means) for row in ROWS)]
+  """Returns the decision about an equation, by the first rule that applies to it."""
+  return next(decision for rule in _RULES if (decision := rule(case)) is not None)

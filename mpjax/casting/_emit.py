@@ -178,7 +178,7 @@ class Emitter(Emit):
     local = _Environment(held, frozenset())
     for (variable, _), array in zip(island.inputs, arrays, strict=True):
       local.write(variable, array)
-    for node in (*island.copies, *island.nodes):
+    for node in island.nodes:
       self._emit(node, local, leave_out)
     return [local.read(v, dtype) for v, dtype in island.outputs]
 
@@ -250,7 +250,7 @@ def _saved(products: frozenset[Primitive]) -> Callable[..., bool]:
 
 def _expired(plan: CastPlan) -> list[list[Var]]:
   """Returns, for each unit of a plan, the variables that nothing reads after it."""
-  groups = [(*unit.copies, *unit.nodes) if isinstance(unit, Island) else (unit,) for unit in plan.units]
+  groups = [unit.nodes if isinstance(unit, Island) else (unit,) for unit in plan.units]
   return last_reads([[a for n in nodes for a in n.equation.invars] for nodes in groups], plan.jaxpr.outvars)
 
 
@@ -305,8 +305,8 @@ def _island_key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashabl
     return equation.primitive, tuple(map(of, atoms)), parameters, place, _decisions_of(node)
 
   inputs, outputs = (tuple((of(v), d) for v, d in pairs) for pairs in (island.inputs, island.outputs))
-  nodes = tuple(map(of_node, (*island.copies, *island.nodes)))
-  return inputs, nodes, outputs, len(island.copies), island.fenced, island.saved
+  nodes = tuple(map(of_node, island.nodes))
+  return inputs, nodes, outputs, island.fenced, island.saved
 
 
 def _plan_key(plan: CastPlan) -> Hashable:
@@ -316,8 +316,7 @@ def _plan_key(plan: CastPlan) -> Hashable:
 
 def _unit_key(unit: Node | Island) -> Hashable:
   if isinstance(unit, Island):
-    copies, nodes = (tuple(map(_unit_key, nodes)) for nodes in (unit.copies, unit.nodes))
-    return copies, nodes, unit.inputs, unit.outputs, unit.fenced, unit.saved, unit.loss_of
+    return tuple(map(_unit_key, unit.nodes)), unit.inputs, unit.outputs, unit.fenced, unit.saved, unit.loss_of
   return unit.equation, _decisions_of(unit)
 
 
@@ -336,5 +335,5 @@ def _call_key(call: Call) -> Hashable:
 
 def _common_scopes(island: Island) -> int:
   """Returns how many scopes, from the outermost on, the equations of an island have in common."""
-  stacks = {n.equation.source_info.name_stack.stack for n in (*island.copies, *island.nodes)}
+  stacks = {n.equation.source_info.name_stack.stack for n in island.nodes}
   return len([*itertools.takewhile(lambda scopes: len({*scopes}) == 1, zip(*stacks, strict=False))])

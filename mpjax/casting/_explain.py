@@ -67,7 +67,6 @@ class ExplainedOperation:
     after: dtype that it runs in under autocast.
     code: the reason for the dtype; `why` has it in words.
     about: what the words tell, such as a size.
-    rule: the row of the table of decisions (docs/reference/autocast_rules.md).
     flops: FLOPs of a matrix product or convolution, or those a kernel states, all repetitions; else 0.
     bytes: bytes of its results under autocast, all repetitions.
     times: how often it runs (the length of the scans around it; a while loop counts once).
@@ -84,7 +83,6 @@ class ExplainedOperation:
   after: str
   code: Code
   about: str
-  rule: str
   flops: int
   bytes: int
   times: int
@@ -107,8 +105,6 @@ class ExplainedIsland:
     number: as `island` of its operations has it.
     path: module path.
     operations: names of the JAX primitives that are computed again.
-    copied: names of those before it that it carries out itself, since their results take more memory than
-      what they are made of: a one-hot, a mask of positions.
     kept_bytes: bytes kept for the backward pass: inputs in half precision, and statistics of rows in
       float32; all repetitions.
     recomputed_bytes: bytes of the float32 results inside, which the backward pass computes again; all
@@ -121,7 +117,6 @@ class ExplainedIsland:
   number: int
   path: str
   operations: tuple[str, ...]
-  copied: tuple[str, ...]
   kept_bytes: int
   recomputed_bytes: int
   fenced_bytes: int
@@ -371,7 +366,6 @@ def _decided(
     after=after,
     code=node.code,
     about=node.about,
-    rule=node.rule,
     flops=flops(node.equation) * times,
     bytes=times * sum(_bytes(v, h.dtype) for v, h in held),
     times=times,
@@ -408,7 +402,6 @@ def _within(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[E
     after=after,
     code=code,
     about=about,
-    rule="autocast inside" if label else node.rule,
     flops=flops(equation) * times,
     bytes=times * sum(_bytes(v, dtype_of(v)) for v in equation.outvars),
     times=times,
@@ -433,7 +426,7 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
   """Returns what an island costs: what it keeps for the backward pass, and what that computes again."""
   again = [node for node in island.nodes if node.listed != "allow"]
   # The other operands of the products at its end are kept with or without the island.
-  read = {v for node in (*again, *island.copies) for v in variables_of(node.equation.invars)}
+  read = {v for node in again for v in variables_of(node.equation.invars)}
   narrow = lambda v: island.saved is not None and plan.held[v].kind is Kind.HALF
   inputs = [(v, island.saved if narrow(v) else dtype) for v, dtype in island.inputs if v in read]
   kept = sum(_bytes(v, dtype) for v, dtype in inputs)
@@ -443,7 +436,6 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
     number=number,
     path=without_marks(island.nodes[0].path),
     operations=tuple(_name(node.equation) for node in again),
-    copied=tuple(_name(node.equation) for node in island.copies),
     kept_bytes=times * (kept + statistics),
     recomputed_bytes=times * sum(_bytes(v, dtype_of(v)) for v in results),
     fenced_bytes=times * kept if island.fenced and island.saved is None else 0,

@@ -21,7 +21,7 @@ from mpjax.casting import _fp8_products
 from mpjax.casting._body import Place
 from mpjax.casting._cast_plan import Decision, Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
+from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_float, size
 from mpjax.casting._reasons import EXACT, Code
 from mpjax.jaxpr import (
   CallKind,
@@ -37,8 +37,8 @@ from mpjax.jaxpr import (
 )
 
 _KEEPS_NONE = Trait.NO_RESIDUAL | Trait.CHOICE
+_DEAR = Trait.COSTLY | Trait.READS_STORED | Trait.STORES_RESULT
 _STORED = Trait.READS_STORED | Trait.STORES_RESULT | Trait.MOVES | Trait.PRODUCT
-_MOST = 8  # sources of one value: a value with more is considered as large as they are
 
 
 def pull_in(
@@ -68,7 +68,7 @@ def pull_in(
       own = Held(Kind.ISLAND, FLOAT32)
       outs = tuple(own if castable(v.aval) else initial(v.aval) for v in equation.outvars)
       code = Code.ONLY_FLOAT32
-      made = Decision(equation, made.path, "infer", Mode.FULL, made.half, code, "pulled in", outs)
+      made = Decision(equation, made.path, "infer", Mode.FULL, made.half, code, outs)
       held.update(zip(equation.outvars, outs, strict=True))
     for atom in variables_of(equation.invars):
       users.setdefault(atom, []).append(made)
@@ -127,6 +127,9 @@ def _halves(made: Decision, held: Mapping[Var, Held]) -> list[Var]:
 
 
 def _in_float32(node: Node) -> bool:
+  """Returns whether an equation is float32, or made of integers: a one-hot, a mask of positions."""
+  if node.mode in (Mode.KEEP, Mode.CAST):
+    return not any(is_float(a.aval) for a in node.equation.invars)
   if node.mode is Mode.EACH:  # a change of weak type, for example
     return len(node.outs) == 1 and node.outs[0].kind is not Kind.FIXED and node.outs[0].dtype == FLOAT32
   return node.mode is Mode.FULL and node.listed != "allow"
@@ -177,16 +180,10 @@ class Segments:
 
   def units(self) -> tuple[Node | Island, ...]:
     """Returns the decisions in an order in which they can be executed, islands as one."""
-    cut = [(nodes, self._island(nodes)) for nodes in self._cut()]
-    taken = {node for nodes, island in cut if island is not None for node in nodes}
-    cheap = (node for node in self.nodes if node not in taken and self._is_cheap(node))
-    copies = Copies(cheap if self.place.copies else (), self.held)
     units: list[Node | Island] = []
-    for nodes, island in cut:
-      if island is not None:
-        units.append(self._finished(island, copies))
-      else:
-        units += [self._alone(node, copies) or node for node in nodes]
+    for nodes in self._cut():
+      island = None if self.inside.isdisjoint(nodes) else self._island(nodes)
+      units += [island] if island is not None else [self._alone(node) or node for node in nodes]
     return tuple(units)
 
   def _cut(self) -> list[list[Node]]:
@@ -207,14 +204,10 @@ class Segments:
       reads[i].append(before)
     return [[self.nodes[i] for i in sorted(segment)] for segment in _segments(reads, inside, ends)]
 
-  def _is_cheap(self, node: Node) -> bool:
-    return not _is_product(node) and self.rules.is_cheap(node.equation, node.path)
+  def _alone(self, node: Node) -> Island | None:
+    """Returns an equation as an island whose backward pass casts or broadcasts arguments again; or `None`.
 
-  def _alone(self, node: Node, copies: Copies) -> Island | None:
-    """Returns an equation as an island whose backward pass makes copies of parameters again, if it reads any.
-
-    A copy is a cast or broadcast, or another cheap value from arguments only. In one program a compiler
-    shares it between the two passes; from one loop to another it is not kept.
+    In one program a compiler shares the copy between the two passes; from one loop to another it is not kept.
     """
     equation, exact = node.equation, node.code in EXACT
     if node.half is None or node.fp8 is not None or not (node.mode is Mode.HALF or exact):
@@ -224,34 +217,21 @@ class Segments:
     if not (_is_product(node) or exact or self.rules.may_recompute(equation)):  # a product's result is saved
       return None
     read = dict.fromkeys(variables_of(equation.invars))
-    flexible = [v for v in read if castable(v.aval) and self.held[v].kind is Kind.FLEXIBLE and size(v) > 1]
     widened = {equation.invars[i] for i in node.widened}
-    wide = {v for v in flexible if v in widened or v in self.arguments}
-    made = copies.instead_of([v for v in flexible if v not in wide], self.arguments)
-    if not wide and not made:
+    wide = {
+      v
+      for v in read
+      if castable(v.aval) and self.held[v].kind is Kind.FLEXIBLE and size(v) > 1
+      if v in widened or v in self.arguments
+    }
+    if not wide:
       return None
-    inputs = dict(self._inputs((*made, node)))
     dtype = node.half if node.mode is Mode.HALF else FLOAT32
-    of_copies = {v for one in made for v in variables_of(one.equation.invars)}
-    inputs |= {v: dtype for v in inputs if castable(v.aval) and v not in wide and v not in of_copies}
+    inputs = dict(self._inputs([node])) | {v: dtype for v in read if castable(v.aval) and v not in wide}
     # A product's gradient goes to the float32 value, which is not kept for it.
     originals = [(v, FLOAT32) for v in node.originals() if inputs.get(v, FLOAT32) != FLOAT32]
     outputs = tuple((v, held_dtype(v, self.held)) for v in equation.outvars)
-    return Island((node,), (*inputs.items(), *originals), outputs, copies=made, fenced=False)
-
-  def _finished(self, island: Island, copies: Copies) -> Island:
-    """Returns an island with its copies, its barrier and its FP8 format."""
-    copied = copies.instead_of([v for v, _ in island.inputs])
-    inputs = self._inputs((*copied, *island.nodes))
-    # If the backward pass follows at once, a compiler that keeps the inside keeps it only briefly; from one
-    # loop to another it keeps only what it is told to.
-    followed = self._followed(v for v, _ in island.outputs)
-    fenced = not self.place.in_loop and followed
-    saved = _saved_dtype(island, self.rules) if self._before_the_last_product(island) else None
-    loss_of = None if self.place.in_loop or followed else self._compared(island)
-    return dataclasses.replace(
-      island, copies=copied, inputs=inputs, fenced=fenced, saved=saved, loss_of=loss_of
-    )
+    return Island((node,), (*inputs.items(), *originals), outputs, fenced=False)
 
   def _compared(self, island: Island) -> Var | None:
     """Returns the product's result that an island, a loss by element, compares with targets; or `None`."""
@@ -288,19 +268,28 @@ class Segments:
     return tuple((a, held_dtype(a, self.held)) for a in read)
 
   def _island(self, nodes: Sequence[Node]) -> Island | None:
-    """Returns an island of some equations; `None` if it does not pay."""
-    if self.inside.isdisjoint(nodes):
-      return None
+    """Returns an island of some equations, with its barrier and its FP8 format.
+
+    `None` if it does not pay.
+    """
     outputs: dict[tuple[Var, np.dtype], None] = {}
-    within = set(nodes)
-    for v in (v for node in nodes for v in node.equation.outvars):
+    within, made = set(nodes), dict.fromkeys(v for node in nodes for v in node.equation.outvars)
+    for v in made:
       outside = [dtype for node, dtype in self.readers.get(v, ()) if node not in within]
       if castable(v.aval):
         outputs.update({(v, dtype): None for dtype in self._read_as(v, outside)})
       elif outside or v in self.jaxpr.outvars:
         outputs[v, dtype_of(v)] = None
     island = Island(tuple(nodes), self._inputs(nodes), tuple(outputs))
-    return island if self._pays(island) else None
+    if not self._pays(island, made):
+      return None
+    # If the backward pass follows at once, a compiler that keeps the inside keeps it only briefly; from one
+    # loop to another it keeps only what it is told to.
+    followed = self._followed(v for v, _ in island.outputs)
+    fenced = not self.place.in_loop and followed
+    saved = _saved_dtype(island, self.rules) if self._before_the_last_product(island) else None
+    loss_of = None if self.place.in_loop or followed else self._compared(island)
+    return dataclasses.replace(island, fenced=fenced, saved=saved, loss_of=loss_of)
 
   def _read_as(self, v: Var, outside: Sequence[np.dtype | None]) -> list[np.dtype]:
     """Returns the dtypes in which a result is read outside."""
@@ -316,21 +305,17 @@ class Segments:
         wanted[out.dtype] = None
     return [dtype for dtype in wanted if dtype is not None]
 
-  def _pays(self, island: Island) -> bool:
-    """Returns whether an island saves more than it keeps."""
-    nodes = [node for node in island.nodes if node.mode is Mode.FULL]
-    own = {v for node in island.nodes for v in node.equation.outvars}
-    # Other operands of the products at its end are saved with or without the island.
-    read = {a for node in nodes for a in variables_of(node.equation.invars)}
-    half = max((size(v) for v in read - own if self._follows_product(v)), default=0)
+  def _pays(self, island: Island, made: Collection[Var]) -> bool:
+    """Returns whether an island reads half precision, or makes it by something costly: not a one-hot."""
+    equations = [node.equation for node in island.nodes if node.mode is Mode.FULL]
+    if all(has(equation, Trait.NO_RESIDUAL) for equation in equations):
+      return False
+    read = (v for equation in equations for v in variables_of(equation.invars))
+    if any(size(v) > 1 and v not in made and self._follows_product(v) for v in read):
+      return True
     # Before the first product nothing is half yet: an embedding and the norm after it.
     narrow = any(size(v) > 1 for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval))
-    if half <= 1 and not narrow:
-      return False
-    if not half and all(map(self._is_cheap, nodes)):
-      return False  # one-hots and their products: their readers may compute them
-    heavy = (node for node in nodes if not has(node.equation, Trait.NO_RESIDUAL))
-    return any(2 * size(a) >= max(half, 2) for node in heavy for a in node.equation.invars)
+    return narrow and any(facts(p).traits & _DEAR for p in self.rules.primitives(equations))
 
   def _follows_product(self, v: Var) -> bool:
     """Returns whether a value is half precision, or the float32 result of a half-precision product."""
@@ -408,59 +393,6 @@ def _saved_dtype(island: Island, rules: CastingRules) -> np.dtype | None:
   inside = rules.primitives([node.equation for node in island.nodes])
   exponential = any(has(primitive, Trait.EXPONENTIAL) for primitive in inside)
   return None if exponential else recipe.forward
-
-
-class Copies:
-  """The cheap equations of a program, which any island may compute itself: a mask of positions, a one-hot.
-
-  The inputs of an island are kept for the backward pass. A value that is cheap, and larger than what it is
-  computed from, is not worth its memory: a compiler fuses its computation into the reader. The same holds for
-  a half-precision copy of an argument, which exists anyway.
-
-  Args:
-    cheap: those in no island, whose inside nothing else can read, in the order of the program.
-    held: how each variable is held.
-  """
-
-  def __init__(self, cheap: Iterable[Node], held: Mapping[Var, Held]):
-    self._held = held
-    self._makers: dict[Var, tuple[int, Node]] = {}
-    self._sources: dict[Var, tuple[Var, ...]] = {}
-    for i, node in enumerate(cheap):
-      operands = variables_of(node.equation.invars)
-      sources = tuple(dict.fromkeys(s for a in operands for s in self._sources.get(a, (a,))))
-      if len(sources) <= _MOST:
-        self._makers.update(dict.fromkeys(node.equation.outvars, (i, node)))
-        self._sources.update(dict.fromkeys(node.equation.outvars, sources))
-
-  def instead_of(self, inputs: Sequence[Var], free: Collection[Var] = ()) -> tuple[Node, ...]:
-    """Returns the equations for those inputs of an island that it should compute instead of reading.
-
-    These inputs take at least twice the memory of their sources, without those that are read anyway.
-
-    Args:
-      inputs: the island's inputs.
-      free: variables that cost nothing to keep.
-    """
-    read = dict.fromkeys(v for v in inputs if v not in self._makers)
-    waiting = []
-    for v in (v for v in inputs if v in self._makers):
-      further = [source for source in self._sources[v] if source not in read]
-      if 2 * sum(self._bytes(source) for source in further if source not in free) <= self._bytes(v):
-        waiting.append(v)
-        read.update(dict.fromkeys(further))
-      else:
-        read[v] = None
-    made: set[Var] = set()
-    while waiting:
-      v = waiting.pop()
-      if v in self._makers and v not in read and v not in made:
-        made.add(v)
-        waiting += variables_of(self._makers[v][1].equation.invars)
-    return tuple(node for _, node in sorted({self._makers[v] for v in made}))
-
-  def _bytes(self, v: Var) -> int:
-    return size(v) * getattr(held_dtype(v, self._held), "itemsize", 4)
 
 
 def held_dtype(v: Var, held: Mapping[Var, Held]) -> np.dtype:

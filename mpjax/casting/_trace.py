@@ -75,14 +75,14 @@ class Traced:
     self.closed = trace(lambda: jax.make_jaxpr(flat)(*arguments), overrides)
     self.operands = [*constants_of(self.closed), *arguments]
 
-  def plan(self, rules: CastingRules, policy: Policy, *, copies: bool = True) -> CastPlan:
-    """Returns the decisions about the program under these rules; for the options see `Place`."""
+  def plan(self, rules: CastingRules, policy: Policy) -> CastPlan:
+    """Returns the decisions about the program under these rules."""
     roles = ProductRoles.of(self.closed, rules, self._arguments)
     full = self._returns_float32(policy)
     readers = Readers.of(self.closed, rules, roles, full)
     gradients = WeightGradients.leaving(self.closed)
     exact = backward_of_exact(roles, readers, rules)
-    place = Place(gradients, roles, roles.lineages, readers, exact=exact, copies=copies)
+    place = Place(gradients, roles, roles.lineages, readers, exact=exact)
     return Decider(self.closed, self._held(rules), rules, place).plan(full_outputs=full)
 
   def key(self, rules: CastingRules, policy: Policy) -> Hashable | None:

@@ -144,7 +144,7 @@ def _planned(
   as_written = get_policy("fp32")
   rules = make_rules(policy or as_written, None, None, recompute if policy else "nothing")
   traced = Traced(fun, args, kwargs, rules.overrides)
-  return traced, traced.plan(rules, policy or as_written, copies=False), rules
+  return traced, traced.plan(rules, policy or as_written), rules
 
 
 def _points(plan: CastPlan, rules: CastingRules) -> dict[tuple[Node, int], Point]:

@@ -1,11 +1,10 @@
-"""The tables of decisions and of kinds, in code and in the reference."""
+"""The table of kinds, in code and in the reference."""
 
 import pathlib
 
 import numpy as np
 
-# The tables are the subject: from outside, each cell takes a program.
-from mpjax.casting._decision_table import table_of_decisions
+# The table is the subject: from outside, each cell takes a program.
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Where, Wide, meet
 
 HALF = np.dtype("float16")
@@ -14,11 +13,6 @@ GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "autocast_rul
 
 def held(kind):
   return Held(kind, HALF if kind is Kind.HALF else FLOAT32)
-
-
-def test_the_guide_has_the_table_of_decisions():
-  guide = GUIDE.read_text().splitlines()
-  assert [row for row in table_of_decisions() if "| " + " | ".join(row) + " |" not in guide] == []
 
 
 def test_the_guide_says_what_each_kind_makes_of_a_meeting():

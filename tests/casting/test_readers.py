@@ -86,7 +86,9 @@ def test_a_sum_of_data_is_float32_for_its_loss_whatever_else_reads_the_data():
   for name, beside in BESIDE.items():
     fun = lambda params, batch, beside=beside: boxes(params, batch) + beside(params, batch)
     rows = mpjax.explain(fun, params, batch, policy="bf16").rows
-    assert {(row.primitive, row.after) for row in rows if row.rule == "data"} == {("add", "float32")}, name
+    assert {(row.primitive, row.after) for row in rows if row.code.name == "MEETS_DATA"} == {
+      ("add", "float32")
+    }, name
   # The argument of parameters has no data beside it: a bias follows the activation.
   assert mpjax.explain(boxes, params, batch, policy="bf16").matrix_flops().keys() == {"bfloat16"}
 

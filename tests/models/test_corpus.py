@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax.casting._reasons import EXACT
 from tests.casting._jaxprs import is_matrix_product, jit, multiplied, walk
 from tests.models import _equinox, _flax, _haiku, _transformers
 from tests.models._model import distance, text
@@ -141,9 +142,7 @@ def test_products_are_half_precision_and_explain_says_so_and_the_backward_pass_k
   assert_products_are_half(programs, programs.gradient("bf16").jaxpr, "bf16")
   assert_products_are_half(programs, programs.gradient("fp16", "under autocast").jaxpr, "f16")
   explained = mpjax.explain(jax.value_and_grad(programs.loss), *programs.args, policy="bf16")
-  layers = [
-    row for row in explained.rows if row.flops and row.list == "allow" and row.rule != "exact product"
-  ]
+  layers = [row for row in explained.rows if row.flops and row.list == "allow" and row.code not in EXACT]
   assert {row.after for row in layers} == {"bfloat16"}
   bytes_of = {policy: kept(programs.under(policy), *programs.args) for policy in ("plain", *TOLERANCE)}
   assert max(bytes_of.values()) == bytes_of["plain"], bytes_of
