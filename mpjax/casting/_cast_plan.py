@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
-from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, PyTree, Var
+from mpjax._types import Array, Jaxpr, JaxprEqn, PyTree, Var
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._fp8_products import Fp8Product, SideInputs
 from mpjax.casting._kinds import Held
@@ -133,7 +133,7 @@ class Call:
     ins: how its operands are held.
     plans: the plans of its bodies, in the order of the equation's parameters.
     outs: how its results are held.
-    decide_rule: decides about the program of a custom derivative or batching rule, which does not exist
+    bodies: decides about the program of a custom derivative or batching rule, which does not exist
       before JAX differentiates or batches; each is decided whole before any of it is emitted.
     carry: the carries of a loop.
   """
@@ -142,7 +142,7 @@ class Call:
   ins: tuple[Held, ...]
   plans: tuple[CastPlan, ...]
   outs: tuple[Held, ...]
-  decide_rule: Bodies
+  bodies: Bodies
   carry: tuple[LoopCarry, ...] = ()
 
   def body(self, emit: Emit, i: int = 0) -> Callable[..., list[Array]]:
@@ -211,8 +211,8 @@ class CastPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bodies(abc.ABC):
-  """Decides about the bodies of one call.
+class Bodies:
+  """The bodies of one call, to decide about.
 
   Attributes:
     equation: the call.
@@ -220,6 +220,7 @@ class Bodies(abc.ABC):
     half: the compute dtype of its bodies; `None` for float32.
     solver: why that is float32, if it is the body of a solver.
     rules: the rules.
+    decide: returns the plan of a body, given how its inputs are held; see `Decider`.
   """
 
   equation: JaxprEqn
@@ -227,22 +228,7 @@ class Bodies(abc.ABC):
   half: np.dtype | None
   solver: Code | None
   rules: CastingRules
-
-  @abc.abstractmethod
-  def __call__(
-    self,
-    jaxpr: AnyJaxpr,
-    held: Sequence[Held],
-    wanted: Sequence[np.dtype | None] = (),
-    *,
-    islands: bool = True,
-    tangents: int = 0,
-    gradients: Sequence[bool] | None = None,
-  ) -> CastPlan:
-    """Returns the plan of a body, given how its inputs are held.
-
-    `gradients` is for a backward rule: which outputs are gradients of parameters.
-    """
+  decide: Callable[..., CastPlan]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -193,23 +193,15 @@ class Overrides:
 
   def half_at(self, path: str) -> np.dtype | None:
     """Returns the half dtype that a module computes in; `None` for float32."""
-    return _half(self._at(path))
+    return _half(self.at(path))
 
   def is_set(self, path: str) -> bool:
     """Returns whether an override matches a module."""
-    return self._at(path) is not self._default
+    return self.at(path) is not self._default
 
   def recipe_at(self, path: str) -> Recipe | None:
     """Returns the FP8 recipe of a module's matrix products; `None` for none."""
-    return self._recipe if self._at(path).fp8 else None
-
-  def loop_carry_at(self, path: str) -> str | None:
-    """Returns the dtype setting for the carries of a module's loops, as `Override.loop_carry`."""
-    return self._at(path).loop_carry
-
-  def recompute_at(self, path: str) -> str | None:
-    """Returns what the backward pass recomputes of a module, as `Override.recompute`."""
-    return self._at(path).recompute
+    return self._recipe if self.at(path).fp8 else None
 
   def check_all_matched(self) -> None:
     """Raises `ValueError` for a regex that matched no path, and lists the paths."""
@@ -231,7 +223,8 @@ class Overrides:
     changes = {key: value for key, value in vars(override).items() if value is not None}
     return dataclasses.replace(self._default, **changes)
 
-  def _at(self, path: str) -> Override:
+  def at(self, path: str) -> Override:
+    """Returns the settings of a module."""
     if path not in self._resolved:
       found = [
         (pattern, settings) for pattern, regex, settings in self._rules if regex.search(without_marks(path))
@@ -285,7 +278,7 @@ class CastingRules:
 
   def computes_again(self, path: str) -> bool:
     """Returns whether the backward pass recomputes float32 islands of a module."""
-    return (self.overrides.recompute_at(path) or self.recompute) != "nothing"
+    return (self.overrides.at(path).recompute or self.recompute) != "nothing"
 
   def contents(self, jaxpr: AnyJaxpr) -> frozenset[Primitive]:
     """Returns the primitives in a jaxpr, at any depth, without those inside opaque ones."""

@@ -1,12 +1,13 @@
 """Decides about a program: the dtype of each equation and of each value, with the reason.
 
 `Decider` reads a jaxpr and returns a frozen `CastPlan`. Only custom derivative and batching rules
-are decided later: they are not programs until JAX differentiates or batches (`Call.decide_rule`).
+are decided later: they are not programs until JAX differentiates or batches (`Call.bodies`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Sequence
 
@@ -71,7 +72,8 @@ class Decider(Body):
     if not solver and (*self.place.calls, (equation, 0)) in self.place.exact:
       solver = Code.REPEATS_SOLVER
     half = None if solver and not self.rules.overrides.is_set(path) else half
-    return _BodiesWithin(equation, path, half, solver, self.rules, self)
+    decide = functools.partial(self._decide_body, equation, path, solver)
+    return Bodies(equation, path, half, solver, self.rules, decide)
 
   def _output(self, i: int, atom: Atom, wanted: Sequence[np.dtype | None]) -> Held:
     held = self.how(atom)
@@ -136,15 +138,11 @@ class Decider(Body):
 
     return frozenset(i for i, a in enumerate(made.equation.invars) if is_parameter(a))
 
-
-@dataclasses.dataclass(frozen=True)
-class _BodiesWithin(Bodies):
-  """Decides about the bodies of one call by what is known of the jaxpr around it, `outside`."""
-
-  outside: Body
-
-  def __call__(
+  def _decide_body(
     self,
+    equation: JaxprEqn,
+    path: str,
+    solver: Code | None,
     jaxpr: AnyJaxpr,
     held: Sequence[Held],
     wanted: Sequence[np.dtype | None] = (),
@@ -153,27 +151,40 @@ class _BodiesWithin(Bodies):
     tangents: int = 0,
     gradients: Sequence[bool] | None = None,
   ) -> CastPlan:
-    place, kind = self.outside.place, call_kind(self.equation)
-    roles, i = None, _number(jaxpr, self.equation)
+    """Returns the plan of a body of a call.
+
+    Args:
+      equation: the call.
+      path: its module path.
+      solver: why its bodies are in float32, if they are of a solver.
+      jaxpr: the body, or a derivative rule of the call.
+      held: how its inputs are held.
+      wanted: see `plan`.
+      islands: whether to make islands.
+      tangents: how many of its last inputs are tangents.
+      gradients: for a backward rule, which outputs are gradients of parameters.
+    """
+    place, kind = self.place, call_kind(equation)
+    roles, i = None, _number(jaxpr, equation)
     if place.roles is not None and kind is not None and kind.is_plain:  # a derivative rule is its own program
-      roles = place.roles.inside(self.equation, i)
-    lineages = place.lineages.inside(self.equation, i) if place.lineages else None
-    readers = place.readers.inside(self.equation, i) if place.readers else None
+      roles = place.roles.inside(equation, i)
+    lineages = place.lineages.inside(equation, i) if place.lineages else None
+    readers = place.readers.inside(equation, i) if place.readers else None
     if i < 0 and gradients is None and place.lineages and place.readers:
-      lineages, readers = self._of_rule(jaxpr, place.lineages, place.readers)
+      lineages, readers = self._of_rule(equation, jaxpr, place.lineages, place.readers)
     if gradients is None:
-      flow = place.gradients.inside(self.equation, i) or WeightGradients.leaving(jaxpr)
+      flow = place.gradients.inside(equation, i) or WeightGradients.leaving(jaxpr)
     else:
       flow = WeightGradients.of(jaxpr, gradients, depth=1)
-    p = self.equation.params
+    p = equation.params
     inner = dataclasses.replace(
       place,
-      path=self.path,
+      path=path,
       roles=roles,
       lineages=lineages,
       readers=readers,
-      calls=(*place.calls, (self.equation, i)),
-      solver=self.solver,
+      calls=(*place.calls, (equation, i)),
+      solver=solver,
       gradients=flow,
       islands=place.islands and islands,
       in_loop=place.in_loop or (kind is CallKind.SCAN and p["length"] > p["unroll"]),
@@ -182,15 +193,15 @@ class _BodiesWithin(Bodies):
     return Decider(jaxpr, [*constants, *held], self.rules, inner, tangents).plan(wanted)
 
   def _of_rule(
-    self, jaxpr: AnyJaxpr, outside: Facts[Lineage], readers: Facts[Reads]
+    self, equation: JaxprEqn, jaxpr: AnyJaxpr, outside: Facts[Lineage], readers: Facts[Reads]
   ) -> tuple[Facts[Lineage], Facts[Reads]]:
     """Returns the sources and the readers of the values of a rule, which first returns the call's results."""
     rules, body = self.rules, open_jaxpr(jaxpr)
-    calls = (*self.outside.place.calls, (self.equation, -1))
-    operands = [outside[a] for a in self.equation.invars][: len(body.invars)]
+    calls = (*self.place.calls, (equation, -1))
+    operands = [outside[a] for a in equation.invars][: len(body.invars)]
     tangents = [Lineage(False, True, None, real=True)] * (len(body.invars) - len(operands))
     lineages = Lineages(rules).solve(jaxpr, [*operands, *tangents], calls)
-    results = [readers[v] for v in self.equation.outvars][: len(body.outvars)]
+    results = [readers[v] for v in equation.outvars][: len(body.outvars)]
     others = [Reads.NONE] * (len(body.outvars) - len(results))
     return lineages, Readers(rules, lineages=lineages).solve(jaxpr, [*results, *others], calls)
 

@@ -62,7 +62,7 @@ class Rule(NamedTuple):
 def _decide_simple(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   # Islands in a checkpoint of the user's would be recomputed twice: by it and by their own.
   islands = call_kind(equation) is not CallKind.REMAT
-  plan = bodies(bodies_of(equation)[0], held, wanted, islands=islands)
+  plan = bodies.decide(bodies_of(equation)[0], held, wanted, islands=islands)
   return Call(equation, tuple(held), (plan,), plan.outs, bodies)
 
 
@@ -136,7 +136,7 @@ def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodi
   in_condition, in_body, entering = held[:first], held[first : first + second], held[first + second :]
   plan, carry = settle(bodies, p["body_jaxpr"], in_body, entering)
   kept = [one.held for one in carry]
-  condition = bodies(p["cond_jaxpr"], [*in_condition, *kept])
+  condition = bodies.decide(p["cond_jaxpr"], [*in_condition, *kept])
   # In the order of the bodies in the parameters.
   order = {"cond_jaxpr": condition, "body_jaxpr": plan}
   plans = tuple(order[key] for key in p if key in order)
@@ -161,7 +161,7 @@ def _emit_while(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array
 
 def _decide_cond(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
   branches = equation.params["branches"]
-  plans = tuple(bodies(branch, held[1:], wanted) for branch in branches)
+  plans = tuple(bodies.decide(branch, held[1:], wanted) for branch in branches)
   outs = tuple(meet(column, Where.BRANCHES) for column in zip(*(plan.outs for plan in plans), strict=True))
   return Call(equation, tuple(held), plans, outs, bodies)
 
@@ -344,10 +344,10 @@ def _emit_rule(
     gradients: for a backward rule, returns after the trace which results are gradients of parameters.
   """
   # The rule is traced long after the function.
-  with tracing(Regions(call.decide_rule.half, instead=tracing.value.instead)):
+  with tracing(Regions(call.bodies.half, instead=tracing.value.instead)):
     closed = jax.make_jaxpr(flat)(*like)
   of_parameters = gradients() if gradients else None
-  plan = call.decide_rule(closed, held, tangents=tangents, gradients=of_parameters)
+  plan = call.bodies.decide(closed, held, tangents=tangents, gradients=of_parameters)
   return emit(plan, [*constants_of(closed), *operands]), plan.outs
 
 

@@ -91,7 +91,7 @@ def why_in_solver(calls: Calls, rules: CastingRules, path: str = "") -> Code | N
     path = inside(path, marked_path(call))
     why = loop_facts(call, rules).solver
     carries = range(len(call_layout(call).carry)) if why else ()
-    if why and "half" not in [rules.overrides.loop_carry_at(inside(path, f"carry_{i}")) for i in carries]:
+    if why and "half" not in [rules.overrides.at(inside(path, f"carry_{i}")).loop_carry for i in carries]:
       return why
   return None
 
@@ -271,12 +271,12 @@ def settle(
     The body's plan, and how each carry is held.
   """
   n, rules = len(entering), bodies.rules
-  set_at = lambda i: rules.overrides.loop_carry_at(inside(bodies.path, f"carry_{i}"))
+  set_at = lambda i: rules.overrides.at(inside(bodies.path, f"carry_{i}")).loop_carry
   settings = [None if h.kind is Kind.FIXED else set_at(i) for i, h in enumerate(entering)]
   carry = [_as_set(held, setting, bodies.half) for held, setting in zip(entering, settings, strict=True)]
   layers = loop_facts(bodies.equation, rules).layers
   for _ in range(n + 3):  # a kind may move by one carry in each round
-    plan = bodies(jaxpr, [*before, *carry, *after], wanted)
+    plan = bodies.decide(jaxpr, [*before, *carry, *after], wanted)
     entries = plan.jaxpr.invars[len(before) : len(before) + n]
     merged = [
       LoopCarry(first, f"an override sets {setting}")
@@ -291,7 +291,7 @@ def settle(
     carry = [one.held for one in merged]
   why = "no other dtype is the same at each step"
   carry = [c if c.kind is Kind.FIXED else Held(Kind.PINNED, FLOAT32) for c in carry]
-  return bodies(jaxpr, [*before, *carry, *after], wanted), tuple(LoopCarry(c, why) for c in carry)
+  return bodies.decide(jaxpr, [*before, *carry, *after], wanted), tuple(LoopCarry(c, why) for c in carry)
 
 
 def after_loop(outs: Sequence[Held]) -> tuple[Held, ...]:
@@ -324,10 +324,6 @@ class _Way(enum.Flag):
   NONE = 0  # it is moved
   ADDED = enum.auto()
   SCALED = enum.auto()
-  LOGARITHM = enum.auto()  # of a value from products with it
-
-
-_LOGARITHMS = frozenset({jax.lax.log_p, jax.lax.log1p_p})
 
 
 def _way(equation: JaxprEqn) -> _Way:
@@ -372,16 +368,12 @@ def _flow(
     if past and (node.listed == "infer" or exact):
       way = _Way.SCALED if exact else _way(equation)
       ways.update(dict.fromkeys(equation.outvars, functools.reduce(operator.or_, past, way)))
-    elif equation.primitive in _LOGARITHMS and any(a in reached for a in variables):
-      ways.update(dict.fromkeys(equation.outvars, _Way.LOGARITHM))
   if half is None:
     return None, (bodies.solver or Code.MODULE).sentence()
   if not product:
     return None, "no matrix product in the loop reads it: a sum or a state over many steps"
   if not is_variable(after) or after not in ways:
     return half, "each step makes it anew by matrix products: activations that pass through layers"
-  if _Way.LOGARITHM in ways[after]:
-    return None, "each step goes on from a logarithm: a log-probability of many steps"
   if _Way.SCALED in ways[after]:
     return None, "it is multiplied on its way to the next step: a memory that decays"
   if not ways[after]:
