@@ -78,6 +78,8 @@ INSTEAD: dict[str, str] = {
     ("tune.--prove", "tune.--seeds"),
     "train both: mpjax train tuned.yaml, and mpjax train CONFIG policy=fp32",
   ),
+  **dict.fromkeys(("explain.--by", "numerics.--by"), "write --table modules or --table float32"),
+  "plan.--multiple": "leave it out: batches are multiples of what the mesh and train.accumulate divide",
   **dict.fromkeys(
     ("tune.--picture", "TuneResult.save_picture", "TuneResult.front"),
     "result.trials (--json FILE) have the cost and the error of every policy",

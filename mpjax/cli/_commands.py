@@ -37,10 +37,6 @@ def _switch(text: str, dest: str | None = None, word: str | None = None) -> dict
   return {"help": text, "action": "store_const", "dest": dest, "const": word}
 
 
-def _table_of(word: str) -> str:
-  return {"module": "modules", "reason": "float32"}.get(word, word)
-
-
 _PLUGIN: Flags = {
   "--plugin": _flag(
     "first run this code, which registers models, data and optimisers of your own; may be repeated",
@@ -52,9 +48,6 @@ _PLUGIN: Flags = {
 _TABLES: Flags = {
   "--table": _flag("print one of the tables that the answer names", "NAME"),
   "--all": _switch("print every table", "table", "all"),
-}
-_BY: Flags = {
-  "--by": _flag("as --table modules or --table float32", "module|reason", dest="table", type=_table_of)
 }
 
 
@@ -101,7 +94,7 @@ COMMANDS = {
     "Tables have the details. Computes nothing.",
     "gpt_stdlib policy=bf16,fp16",
     overrides=_SEVERAL,
-    flags={**_PLUGIN, **_TABLES, **_BY},
+    flags={**_PLUGIN, **_TABLES},
   ),
   "plan": Command(
     "say what a training step costs on a device that you need not have",
@@ -119,7 +112,6 @@ COMMANDS = {
         "cheapest",
       ),
       "--memory": _flag("memory to fit, such as 80GB or 16GiB; the target's by default"),
-      "--multiple": _flag("with --fit: try only batch sizes that are multiples of this", type=int),
       "--analytic": _switch("do not compile: faster, less exact"),
       "--tokens": _switch("also tokens (or images) a second and model FLOPs utilisation"),
       **_TABLES,
@@ -151,7 +143,6 @@ COMMANDS = {
         const="",
       ),
       **_TABLES,
-      **_BY,
       "--formats": _switch("print the table of number formats, and stop"),
     },
   ),
@@ -257,7 +248,7 @@ def _advice(name: str, prog: str, flag: str, arguments: Sequence[str]) -> str:
     return f"{flag}{went}"
   keys = keys_meant(flag.lstrip("-"), command.keys)
   if not keys and command.first == "config":
-    from mpjax.registry._checks import dotted_keys
+    from mpjax.registry._kinds import dotted_keys
     from mpjax.train import Config
 
     keys = keys_meant(flag.lstrip("-"), dict.fromkeys(dotted_keys(Config)))

@@ -21,7 +21,7 @@ from mpjax.cli._shared import (
   write,
   write_config,
 )
-from mpjax.cli._subject import find_batch, load_batch, locate, open_subject, run_or_config
+from mpjax.cli._subject import load_batch, locate, open_subject, run_or_config
 from mpjax.numerics import find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
 from mpjax.train import Config, ConfigError, load_config, load_plugins
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
   batches, keep = whole_number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
   steps = whole_number(own, "steps", 0 if checkpoint else 10, 0)
   doing = f"compiling the training step, and training {steps} steps"
-  with progress(console, lines=True) as advance:
+  with progress(console) as advance:
     advance(doing if steps else "building the model and reading its state")
     subject = open_subject(config, checkpoint)
   recipe, used = config.resolve_policy().fp8, subject.setup.step.policy.fp8
@@ -61,10 +61,10 @@ def run(options: argparse.Namespace) -> None:
   name = path.parent.name if path.name == "config.yaml" else path.stem
   parameters = sum(leaf.size for leaf in jax.tree.leaves(subject.state.arrays))
   title = f"{name} ({config.model.kind} of {parameters:,} parameters)"
-  with progress(console, steps) as advance:
+  with progress(console, lines=False) as advance:
     subject.train(steps, advance)
   total = batches * subject.setup.step.accumulate
-  with progress(console, total, lines=True) as advance, config_errors():
+  with progress(console) as advance, config_errors():
     report = inspect_numerics(
       subject.setup.step,
       subject.state,
@@ -107,15 +107,12 @@ def _hunt(
 ) -> None:
   if checkpoint is None:
     raise ConfigError("--hunt: expected a checkpoint, too, as in checkpoint=runs/x")
-  found = pathlib.Path(file) if file else find_batch(checkpoint)
   subject = open_subject(config, checkpoint)
-  batch = load_batch(found, subject.next_batch())
-  say(
-    console,
-    f"batch {found}, checkpoint of step {int(subject.state.step)}, policy {subject.setup.step.policy.label}",
-  )
+  step = subject.setup.step
+  file, batch = load_batch(file, checkpoint, subject.next_batch())
+  say(console, f"batch {file}, checkpoint of step {int(subject.state.step)}, policy {step.policy.label}")
   with console.status("computing the step operation by operation"):
-    report = find_nonfinite(subject.setup.step, subject.state, subject.setup.place(batch))
+    report = find_nonfinite(step, subject.state, subject.setup.place(batch))
   show(report, console, table)
 
 

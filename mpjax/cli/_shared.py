@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pathlib
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.progress
+import rich.markup
 import yaml
 
 from mpjax._render.tables import TEXT_WIDTH, Shown, print_shown
@@ -86,31 +85,18 @@ def say(console: rich.console.Console, text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(
-  console: rich.console.Console, total: int | None = None, *, lines: bool = False
-) -> Iterator[Callable[[str], None]]:
-  """Yields a function that takes a line before each piece of work: a bar on a terminal shows it.
+def progress(console: rich.console.Console, *, lines: bool = True) -> Iterator[Callable[[str], None]]:
+  """Yields a function that takes a line before each piece of work, which a terminal shows meanwhile.
 
   Args:
     console: where to show it.
-    total: number of pieces; `None` if unknown.
     lines: whether each line is printed where there is no terminal.
   """
-  columns = (
-    rich.progress.TextColumn("{task.description}", markup=False),
-    rich.progress.BarColumn(),
-    rich.progress.TimeElapsedColumn(),
-  )
-  is_bar, done = console.is_terminal, itertools.count()
-  with rich.progress.Progress(*columns, console=console, transient=True, disable=not is_bar) as bar:
-    task = bar.add_task("begins", total=total)
-
-    def advance(line: str) -> None:
-      if lines and not is_bar:
-        say(console, line)
-      bar.update(task, completed=next(done), description=line)
-
-    yield advance
+  if not console.is_terminal:
+    yield lambda line: say(console, line) if lines else None
+    return
+  with console.status("begins") as status:
+    yield lambda line: status.update(rich.markup.escape(line))
 
 
 def write(

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
   config = load_config(path, [*overrides, "policy=fp32"])
   console = report_console()
   layout = Planner(config, target).layout
-  with progress(console, lines=True) as advance:
+  with progress(console) as advance:
     advance("loading the data and the model")
     subject = open_subject(config, checkpoint)
     if steps:

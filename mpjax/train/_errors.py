@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-from mpjax.registry._errors import ConfigError as ConfigError, DataError as DataError
+from mpjax.registry._names import ConfigError as ConfigError, DataError as DataError
 
 
 class Stuck(Exception):

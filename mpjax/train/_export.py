@@ -34,9 +34,8 @@ from mpjax.fp8._recipe import BLOCKS
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, get_policy
-from mpjax.registry._info import DataInfo
-from mpjax.registry._registry import MODELS
-from mpjax.registry._task import Task
+from mpjax.registry._kinds import MODELS
+from mpjax.registry._task import DataInfo, Task
 from mpjax.step import TrainState
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import write_atomically
@@ -271,9 +270,7 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
   fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)
   block = max(BLOCKS.values())
   rows = -(-recipe.min_dim // block) * block  # large enough, and divisible, for every FP8 product
-  config = config.with_any_attention().model_copy(
-    update={"data": config.data.model_copy(update={"batch_size": rows})}
-  )
+  config = config.with_any_attention().changed({"data.batch_size": rows})
   experiment = Experiment(config, info, fp8, Place(None))
   arguments, keywords = experiment.step.loss.arguments(*experiment.shapes())
   found = fp8_weights(experiment.task.loss_fn, fp8)(*arguments, **keywords)

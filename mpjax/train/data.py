@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from mpjax._types import ArrayLike
-from mpjax.registry._info import DataInfo
-from mpjax.registry._registry import DATASETS
+from mpjax.registry._kinds import DATASETS
+from mpjax.registry._task import DataInfo
 from mpjax.sharding import Rows
 from mpjax.train._errors import DataError
 from mpjax.train.config._config import DataConfig

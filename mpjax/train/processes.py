@@ -37,6 +37,8 @@ from mpjax.train.config._config_file import mismatch
 T = TypeVar("T")
 
 LOST = 5
+# The parts of a run's time.
+PARTS = ("start", "compile", "data", "step", "evaluation", "checkpoint")
 
 # How long the others, which the coordinator in process 0 serves, may take to speak before it ends.
 _ANSWER_S = 2.0
@@ -51,6 +53,7 @@ class Processes:
     count: the number of processes.
     directory: the run directory once it is known; messages name its last checkpoint.
     interrupt: what receives the signals of this process.
+    seconds: the time of each part of the run that has ended: the host's, devices work on meanwhile.
 
   Args:
     settings: the time-outs.
@@ -69,7 +72,9 @@ class Processes:
     self.settings, self._may_exit = settings or DistributedConfig(), may_exit
     self.interrupt = interrupt or Interrupt()
     self.directory: pathlib.Path | None = None
-    self._doing, self._since = "the start", time.monotonic()
+    self.seconds = dict.fromkeys(PARTS, 0.0)
+    self._part, self._doing = "start", "the start"
+    self._began = self._since = time.monotonic()
     self._closed = threading.Event()
     self._client, self.process, self.count = _compat.coordination()
 
@@ -87,9 +92,12 @@ class Processes:
   def __exit__(self, *_: object) -> None:
     self._closed.set()
 
-  def doing(self, what: str) -> None:
-    """Records that the run has made progress, and what it waits for now."""
-    self._doing, self._since = what, time.monotonic()
+  def phase(self, part: str, what: str) -> None:
+    """Ends a part of the run's time, begins another or the same, and says what it waits for."""
+    now = time.monotonic()
+    self.seconds[self._part] += now - self._began
+    self._part, self._doing = part, what
+    self._began = self._since = now
 
   def agree(
     self,

@@ -140,14 +140,11 @@ def test_a_batch_lies_over_the_devices(run, target, mesh, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policies", "accumulate", "multiple"), [("bf16", 3, None), ("fp32,bf16", 1, 256)])
-def test_fit_finds_a_batch_that_fits_and_the_next_does_not(run, config, policies, accumulate, multiple):
-  overrides = [f"train.accumulate={accumulate}", f"data.batch_size={8 * accumulate}"]
-  options = ["--multiple", str(multiple)] if multiple else []
-  size = "100MB" if multiple else "0.1 gb"
-  report, printed = run(*analytic(f"policy={policies}", "--fit", "--memory", size, *overrides, *options))
+@pytest.mark.parametrize(("policies", "step", "size"), [("bf16", 3, "0.1 gb"), ("fp32,bf16", 256, "100MB")])
+def test_fit_finds_a_batch_that_fits_and_the_next_does_not(run, config, policies, step, size):
+  overrides = [f"train.accumulate={step}", f"data.batch_size={8 * step}"]
+  report, printed = run(*analytic(f"policy={policies}", "--fit", "--memory", size, *overrides))
   planner = Planner(load_config(config, overrides), get_target("h200"))
-  step = multiple or accumulate
   for fit, plan, policy in zip(report["fit"], report["plans"], policies.split(","), strict=True):
     assert (fit["label"], fit["memory"]) == (policy, 100 * MB)
     assert fit["batch"] % step == 0
@@ -237,7 +234,6 @@ BAD = {
     "none of ",
   ),
   "table": ([*analytic("--table", "memry")], "--table: no table 'memry': expected one of all, summary"),
-  "multiple": ([*analytic("--fit", "--multiple", "-1")], "--multiple -1: expected "),
   **{
     f"memory {text!r}": (
       [*analytic("--fit", f"--memory={text}")],

@@ -72,9 +72,13 @@ def bits_of_step(step):
 def save(folder, *steps):
   checkpoints = Checkpoints(folder, keep=5)
   for step in steps:
-    loop = {"fingerprint": "f", "last": {"loss": 1 / step}}
-    checkpoints.save(step, make_state(step), {"row": step, "seen": (1, 2)}, loop, 1.0 * step)
+    save_step(checkpoints, step)
   checkpoints.close()
+
+
+def save_step(checkpoints, step):
+  loop = {"fingerprint": "f", "last": {"loss": 1 / step}}
+  checkpoints.save(step, make_state(step), {"row": step, "seen": (1, 2)}, loop, 1.0 * step)
 
 
 def resume(folder):
@@ -147,9 +151,6 @@ def check_damage_to_every_file(saved, folder, damage):
       (line,) = resumed.damaged
       assert line.startswith("the checkpoint of step 4 is damaged: ")
       assert file.parts[0] in line
-      assert line.endswith(f"moved to {run / 'damaged' / '4'}")
-      assert (run / "damaged" / "4" / "_CHECKPOINT_METADATA").exists()
-      assert not (run / "checkpoints" / "4").exists()
     else:
       assert (resumed.step, resumed.damaged) == (4, [])
   assert noticed >= {"record", "_METADATA", "ocdbt.process_0"}
@@ -176,12 +177,13 @@ def test_a_missing_part_is_noticed_and_a_flipped_bit_of_a_parameter_named_by_its
 
 
 def test_a_step_whose_checkpoint_was_damaged_is_saved_again(folder):
-  for aside in ("4", "4.1"):
-    truncate(folder / "4" / "record" / "metadata")
-    assert resume(folder).step == 2
-    assert (folder.parent / "damaged" / aside).exists()
-    save(folder, 4)
-    assert resume(folder).step == 4
+  truncate(folder / "4" / "record" / "metadata")
+  assert resume(folder).step == 2
+  checkpoints = Checkpoints(folder, keep=5)
+  assert checkpoints.restore_latest(abstract(make_state(0))).step == 2
+  save_step(checkpoints, 4)
+  checkpoints.close()
+  assert resume(folder).step == 4
 
 
 def test_without_a_good_checkpoint_nothing_is_changed(folder):
@@ -370,7 +372,6 @@ checkpoints.close()
   assert lines[0][:2] == ["2", "True"]
   assert "step 6 is damaged: state/params/big: not what was saved" in lines[0][2]
   assert "step 4 is damaged: met by one process" in lines[0][3]
-  assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == ["4", "6"]
   assert resume(folder).step == 4
 
 

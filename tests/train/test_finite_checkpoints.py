@@ -91,7 +91,7 @@ def test_a_shard_that_is_not_finite_is_one_of_the_whole(tmp_path):
   checkpoints.close()
 
 
-def test_a_checkpoint_of_nan_that_is_there_is_moved_away_and_not_resumed_from(tmp_path, monkeypatch):
+def test_a_checkpoint_of_nan_that_is_there_is_not_resumed_from(tmp_path, monkeypatch):
   folder = tmp_path / "run" / "checkpoints"
   before = opened(folder, keep=3)
   with monkeypatch.context() as patched:  # or none would be saved
@@ -106,9 +106,7 @@ def test_a_checkpoint_of_nan_that_is_there_is_moved_away_and_not_resumed_from(tm
   checkpoints = Checkpoints(folder)
   resumed = checkpoints.restore_latest(make_state(0))
   assert resumed.step == 2
-  assert resumed.damaged[1] == (
-    f"the checkpoint of step 4 is not finite: params/w holds NaN; moved to {tmp_path / 'run' / 'damaged' / '4'}"
-  )
+  assert resumed.damaged[1] == "the checkpoint of step 4 is not finite: params/w holds NaN"
   assert save(checkpoints, 4) == {}
   checkpoints.close()
 

@@ -301,7 +301,7 @@ def test_what_does_not_move_ends_the_process(tmp_path, monkeypatch, capsys):
   with several.Processes(DistributedConfig(hang_timeout_s=1)) as processes:
     processes.directory = tmp_path
     for step in range(20):  # what moves may take longer in all
-      processes.doing(f"step {step}")
+      processes.phase("step", f"step {step}")
       time.sleep(0.1)
     assert statuses == []
     assert ended.wait(60)

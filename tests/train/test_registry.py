@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 # What a registered name leads to.
-from mpjax.registry._registry import MODELS
+from mpjax.registry._kinds import MODELS
 from mpjax.train import ConfigError, parse_config, register_data, register_model
 from tests.train._runs import raises_one_line
 

@@ -17,7 +17,7 @@ import mpjax
 # Which kernel is taken, and a step in float32 beside another, of what no run of this machine shows.
 # What an inspection compiles for another device is not seen from outside.
 from mpjax.numerics._pass import passes, reference_state, reference_step
-from mpjax.registry._info import ModelInfo
+from mpjax.registry._task import ModelInfo
 from mpjax.train import ConfigError, load_config, load_safetensors, make_setup, save_safetensors
 from mpjax.train.checkpoints import Checkpoints
 from mpjax.zoo.models import GPT, ViT, _fused_attention, gpt_sharding

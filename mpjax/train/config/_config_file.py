@@ -17,7 +17,7 @@ import yaml
 from mpjax._gone import instead, without_old_keys
 from mpjax.dtypes import did_you_mean
 from mpjax.policy import get_policy
-from mpjax.registry._checks import checked
+from mpjax.registry._kinds import checked
 from mpjax.registry._names import examples
 from mpjax.train._errors import ConfigError
 from mpjax.train.config._config import Config, DistributedConfig, parse_config

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import pathlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -130,7 +129,6 @@ def train_together(
   load: Callable[[], Config], processes: Processes, output: Output, trackers: Sequence[Tracker] = ()
 ) -> dict[str, Any]:
   """Agrees on config, step and directory with the other processes, then trains; returns the summary."""
-  began = time.perf_counter()
   if not processes.first:
     output.console = rich.console.Console(quiet=True)
   config, _ = processes.agree(load, lambda config: _tell_config(config, processes.count), same=True)
@@ -151,7 +149,7 @@ def train_together(
   with contextlib.closing(directory):
     if summary is None:
       with quiet():
-        return _train(TrainingRun(setup, directory, processes, output, trackers, began))
+        return _train(TrainingRun(setup, directory, processes, output, trackers))
     LOGGER.info("this run has finished already; choose another out= for a new one")
     if config.train.export is not None and not (path / "model.safetensors").exists():
       LOGGER.info(f"its weights are not exported: mpjax export {path} does that")
@@ -182,5 +180,7 @@ def _tell_config(config: Config, count: int) -> dict[str, Any]:
 
 
 def _tell_setup(setup: Setup) -> dict[str, Any]:
-  program = hashlib.blake2b(setup.program().encode(), digest_size=8).hexdigest()
-  return {"data": setup.info.fingerprint, "program of the step": program}
+  # StableHLO depends only on the code and on versions.
+  program = setup.step.jitted.lower(*setup.shapes()).as_text()
+  digest = hashlib.blake2b(program.encode(), digest_size=8).hexdigest()
+  return {"data": setup.info.fingerprint, "program of the step": digest}

@@ -7,16 +7,13 @@ import json
 import pathlib
 from typing import IO, Any
 
-from mpjax.registry._info import DataInfo
+from mpjax.registry._task import DataInfo
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import unfinished, write_atomically
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import read_tree, run_mismatch
 from mpjax.train.loop._output import LOGGER
 from mpjax.train.setup._saved_run import FACTS, facts_text
-
-_FILES = ("config.yaml", FACTS, "metrics.jsonl", "summary.json", "wandb-id")
-_FOLDERS = ("checkpoints", "tensorboard", "profile", "wandb", "damaged")
 
 
 class RunDirectory:
@@ -63,15 +60,11 @@ class RunDirectory:
     if self._lock is None or self.has_grown or not file.exists():
       return None
     try:
-      summary = json.loads(file.read_bytes())
-      if isinstance(summary, dict) and {"steps", "final_loss"} <= summary.keys():
-        return summary
-    except (ValueError, RecursionError):
-      pass
-    except OSError as error:
-      raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
-    LOGGER.info(f"{file.name} is not the summary of a run: the run goes on")
-    return None
+      summary: dict[str, Any] = json.loads(file.read_bytes())
+    except ValueError:
+      LOGGER.info(f"{file.name} is not the summary of a run: the run goes on")
+      return None
+    return summary
 
   def begin(self, info: DataInfo) -> None:
     """Writes the config as it is now, and facts about its data; the run no longer counts as finished."""
@@ -108,15 +101,10 @@ def _require_same(path: pathlib.Path, config: Config) -> bool:
     )
   for entry in itertools.chain(path.iterdir(), path.glob("checkpoints/*"), path.glob("tensorboard/*")):
     if entry.is_symlink():  # a run could be made to overwrite any file of the user
-      wrong = "a link, and a run writes only in its own directory"
-    elif entry.name in _FILES and not entry.is_file():
-      wrong = "not a file"
-    elif entry.name in _FOLDERS and not entry.is_dir():
-      wrong = "not a folder"
-    else:
-      continue
-    name = entry.relative_to(path)
-    raise ConfigError(f"out={path}: {name} in it is {wrong}: nothing was changed; choose another out=")
+      raise ConfigError(
+        f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes only in its own directory: "
+        "nothing was changed; choose another out="
+      )
   if not file.exists():
     return False
   try:

@@ -16,8 +16,8 @@ from mpjax._types import Array, PyTree
 from mpjax.loss_scale import LossScaleState
 from mpjax.optim import keeps_other_weights
 from mpjax.patterns import named_leaves
-from mpjax.registry._info import DataInfo
-from mpjax.step import TrainState, TrainStep, can_adopt, merged, state_of, with_masters
+from mpjax.registry._task import DataInfo
+from mpjax.step import TrainState, can_adopt, merged, state_of, with_masters
 from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import WIDE, load_safetensors, save_safetensors
 from mpjax.train.checkpoints import Checkpoints, Restored, quiet
@@ -70,7 +70,7 @@ class SavedRun:
     with quiet(), contextlib.closing(Checkpoints(folder, read_only=True)) as checkpoints:
       steps = checkpoints.steps()
       step = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(which)
-      if step is None and which.isdecimal() and int(which) in steps:
+      if which.isdecimal() and int(which) in steps:
         step = int(which)
       if step is None:
         there = f"{', '.join(map(str, steps))}, best, latest" if steps else "none"
@@ -98,7 +98,7 @@ def facts_of(config: Config, source: Any = None) -> DataInfo:
     if saved["data"] == _which(config):
       return pydantic.TypeAdapter(DataInfo).validate_python(saved["info"])
   # One row is enough to see the shapes.
-  return load_data(config.data.model_copy(update={"batch_size": 1, "workers": 0}), seed=config.seed).info
+  return load_data(config.changed({"data.batch_size": 1, "data.workers": 0}).data, seed=config.seed).info
 
 
 def facts_text(config: Config, info: DataInfo) -> str:
@@ -164,14 +164,12 @@ def start_from(setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
   Raises:
     ConfigError: if there is no such run or export, or its parameters or optimiser do not fit.
   """
-  given = setup.config.train.init_from
-  path = pathlib.Path(str(given))
+  path = pathlib.Path(str(setup.config.train.init_from))
   try:
-    if (path / "config.yaml").is_file():
-      return _from_run(path, setup, state)
-    return _from_export(path, setup, state)
+    start = _from_run if (path / "config.yaml").is_file() else _from_export
+    return start(path, setup, state)
   except (CheckpointError, ConfigError) as error:
-    raise ConfigError(f"train.init_from={given}: {error}") from error
+    raise ConfigError(f"train.init_from={path}: {error}") from error
 
 
 def _from_run(path: pathlib.Path, setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
@@ -184,7 +182,21 @@ def _from_run(path: pathlib.Path, setup: Experiment, state: TrainState) -> tuple
     masters = jax.jit(functools.partial(weights_of, before.step, masters=True))(old)
     average = "the average of the " if keeps_other_weights(old.opt_state) else ""
     return _with_masters(setup, state, masters, old.model_state), f"{average}{source}"
-  return _with_optimizer(setup.step, state, old, before.step), f"{source}, and its optimizer"
+  step = setup.step
+  if not can_adopt(step.layers(state), before.step.layers(old)):
+    raise ConfigError(
+      "its state is of another optimizer: use that run's optimizer section and train.average, or "
+      "train.init_optimizer=false"
+    )
+
+  def adopt(old: TrainState) -> tuple[PyTree, PyTree]:
+    adopted = step.adopt(old, before.step, warn=False)
+    return adopted.arrays, _without_skips(adopted.opt_state)
+
+  places = setup.layout.shardings(state)
+  params, opt_state = jax.jit(adopt, out_shardings=(places.arrays, places.opt_state))(old)
+  state = state.replace(arrays=params, model_state=old.model_state, opt_state=opt_state)
+  return state, f"{source}, and its optimizer"
 
 
 def _with_masters(setup: Experiment, state: TrainState, masters: PyTree, model_state: PyTree) -> TrainState:
@@ -205,31 +217,9 @@ def _with_masters(setup: Experiment, state: TrainState, masters: PyTree, model_s
 
 def _like(theirs: Config, ours: Config) -> Config:
   """Returns our config with what decides the shape of another run's state: its policy and optimiser."""
-  kept = {name: getattr(theirs.train, name) for name in ("skip_nonfinite", "average")}
-  return ours.with_any_attention().model_copy(
-    update={
-      "policy": theirs.policy,
-      "optimizer": theirs.optimizer,
-      "train": ours.train.model_copy(update=kept),
-    }
-  )
-
-
-def _with_optimizer(step: TrainStep, state: TrainState, old: TrainState, before: TrainStep) -> TrainState:
-  assert step.layout is not None
-  if not can_adopt(step.layers(state), before.layers(old)):
-    raise ConfigError(
-      "its state is of another optimizer: use that run's optimizer section and train.average, or "
-      "train.init_optimizer=false"
-    )
-
-  def adopt(old: TrainState) -> tuple[PyTree, PyTree]:
-    adopted = step.adopt(old, before, warn=False)
-    return adopted.arrays, _without_skips(adopted.opt_state)
-
-  places = step.layout.shardings(state)
-  params, opt_state = jax.jit(adopt, out_shardings=(places.arrays, places.opt_state))(old)
-  return state.replace(arrays=params, model_state=old.model_state, opt_state=opt_state)
+  kept = {f"train.{name}": getattr(theirs.train, name) for name in ("skip_nonfinite", "average")}
+  kept |= {"policy": theirs.policy, "optimizer": theirs.optimizer}
+  return ours.with_any_attention().changed(kept)
 
 
 def _without_skips(opt_state: PyTree) -> PyTree:
