@@ -73,6 +73,8 @@ INSTEAD: dict[str, str] = {
     ("tune.recompute", "TuneResult.recompute"),
     "mpjax.cheapest and mpjax plan --cheapest choose what the backward pass computes again",
   ),
+  "train.make_task": "make_setup(config).task has the model with its loss",
+  "train.parse_config": "load_config takes a mapping of keys, too",
   "tune.plan_of": "leave it out: tune plans the TrainStep that it is given, on its mesh",
   **dict.fromkeys(
     ("tune.--prove", "tune.--seeds"),

@@ -10,14 +10,13 @@ import rich.console
 import yaml
 
 from mpjax import formats
-from mpjax.cli._exit_status import config_errors
 from mpjax.cli._shared import (
+  config_errors,
   progress,
   report_console,
   say,
   show,
   warn_of_policy,
-  whole_number,
   write,
   write_config,
 )
@@ -46,8 +45,7 @@ def run(options: argparse.Namespace) -> None:
     _hunt(config, checkpoint, options.hunt, console, options.table)
     return
   page = pathlib.Path(options.html or _page(path, config, checkpoint))
-  batches, keep = whole_number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
-  steps = whole_number(own, "steps", 0 if checkpoint else 10, 0)
+  batches, steps = own.get("batches", 2), own.get("steps", 0 if checkpoint else 10)
   doing = f"compiling the training step, and training {steps} steps"
   with progress(console) as advance:
     advance(doing if steps else "building the model and reading its state")
@@ -69,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
       subject.setup.step,
       subject.state,
       (subject.next_batch() for _ in range(batches)),
-      keep=keep,
+      keep=own.get("keep", 0.999),
       title=title,
       progress=lambda line: advance(
         f"inspected {line} of {total}" if line.startswith("batch ") else _SAID.get(line, line)
@@ -114,13 +112,3 @@ def _hunt(
   with console.status("computing the step operation by operation"):
     report = find_nonfinite(step, subject.state, subject.setup.place(batch))
   show(report, console, table)
-
-
-def _share(text: str) -> float:
-  try:
-    value = float(text)
-  except ValueError:
-    value = 0.0
-  if not 0 < value < 1:
-    raise ConfigError(f"keep={text}: expected a share between 0 and 1, such as 0.999")
-  return value

@@ -17,9 +17,16 @@ from mpjax._render.picture_style import require_picture
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.tables import Report
 from mpjax._types import PolicyLike
-from mpjax.cli._exit_status import config_errors
-from mpjax.cli._shared import progress, report_console, show, split_policies, warn_of_policy, write
-from mpjax.planner import Plan, Target, cheapest, get_target, largest_batch, presets_of
+from mpjax.cli._shared import (
+  config_errors,
+  progress,
+  report_console,
+  show,
+  split_policies,
+  warn_of_policy,
+  write,
+)
+from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, presets_of
 from mpjax.planner.render import NO_FIT, answer, answer_beside, save_picture, sections_of
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config import DEFAULT_RECOMPUTE
@@ -58,16 +65,13 @@ def run(options: argparse.Namespace) -> None:
   first: list[str] = []
   if options.search == "fit":
     with progress(console, lines=False) as advance, config_errors():
-      fits = [
-        largest_batch(
-          lambda batch, how, policy=policy: planner.plan(policy, batch=batch, compile=how),
-          memory,
-          multiple=planner.multiple,
-          compile=compile,
-          progress=lambda batch, low, high: advance(f"batch {batch}, between {low} and {high or '?'}"),
-        )
-        for policy in chosen
-      ]
+
+      def fit(policy: PolicyLike | None) -> Fit:
+        of_batch = lambda batch, how: planner.plan(policy, batch=batch, compile=how)
+        tell = lambda batch, low, high: advance(f"batch {batch}, between {low} and {high or '?'}")
+        return largest_batch(of_batch, memory, multiple=planner.multiple, compile=compile, progress=tell)
+
+      fits = [fit(policy) for policy in chosen]
     plans = [found.plan for found in fits]
     first = [f"{found.plan.label}: {found}" for found in fits]
     keys = ("batch", "next_batch", "next_peak", "memory", "tried")

@@ -15,9 +15,19 @@ import yaml
 
 from mpjax._render.tables import TEXT_WIDTH, Shown, print_shown
 from mpjax._types import PolicyLike
-from mpjax.cli._exit_status import config_errors
 from mpjax.policy import bare_dtype_advice, get_policy
-from mpjax.train import ConfigError
+from mpjax.train import ConfigError, DataError
+
+
+@contextlib.contextmanager
+def config_errors(key: str = "") -> Iterator[None]:
+  """Turns a `ValueError` of its block into a `ConfigError` that begins with the key or flag."""
+  try:
+    yield
+  except (ConfigError, DataError):
+    raise
+  except ValueError as error:
+    raise ConfigError(f"{key}: {error}" if key else str(error)) from error
 
 
 def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -47,18 +57,6 @@ def warn_of_policy(policy: PolicyLike, backend: str | None = None) -> None:
   advice = bare_dtype_advice(policy, backend)
   if advice is not None:
     print(f"warning: {advice}", file=sys.stderr)
-
-
-def whole_number(own: Mapping[str, str], key: str, default: int, least: int) -> int:
-  """Returns a command's option as a number.
-
-  Raises:
-    ConfigError: if it is not a whole number, or below `least`.
-  """
-  text = own.get(key, str(default))
-  if not text.isdecimal() or int(text) < least:
-    raise ConfigError(f"{key}={text}: expected a whole number from {least} on")
-  return int(text)
 
 
 def report_console() -> rich.console.Console:

@@ -9,6 +9,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from mpjax._gone import missing
 from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     load_safetensors as load_safetensors,
     save_safetensors as save_safetensors,
   )
-  from mpjax.train.config._config import Config as Config, parse_config as parse_config
+  from mpjax.train.config._config import Config as Config
   from mpjax.train.config._config_file import load_config as load_config
   from mpjax.train.config._plugins import (
     DataInfo as DataInfo,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
   )
   from mpjax.train.loop._run import RunResult as RunResult, run as run
   from mpjax.train.loop._sinks import Tracker as Tracker
-  from mpjax.train.setup._experiment import make_setup as make_setup, make_task as make_task
+  from mpjax.train.setup._experiment import make_setup as make_setup
   from mpjax.train.setup._optimizers import make_optimizer as make_optimizer
   from mpjax.train.setup._planner import Planner as Planner
   from mpjax.train.setup._saved_run import export_run as export_run
@@ -50,11 +51,11 @@ if _LOGGER.level == logging.NOTSET:
   _LOGGER.setLevel(logging.INFO)
 
 _MODULES = {
-  "config._config": ("Config", "parse_config"),
+  "config._config": ("Config",),
   "config._config_file": ("load_config",),
   "_errors": ("Agreed", "CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "_export": ("ExportedModel", "load_safetensors", "save_safetensors"),
-  "setup._experiment": ("make_setup", "make_task"),
+  "setup._experiment": ("make_setup",),
   "setup._optimizers": ("make_optimizer",),
   "setup._planner": ("Planner",),
   "setup._saved_run": ("export_run",),
@@ -76,7 +77,7 @@ __all__ = sorted(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
   if name not in _MODULE_OF:
-    raise AttributeError(f"module 'mpjax.train' has no attribute {name!r}")
+    raise missing("mpjax.train", name)
   try:
     value = getattr(importlib.import_module(f"mpjax.train.{_MODULE_OF[name]}"), name)
   except ModuleNotFoundError as error:

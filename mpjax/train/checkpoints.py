@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 from mpjax.sharding._checksums import Examined, NonFiniteLeaves, examine, kinds
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError, causes, one_line
+from mpjax.train._files import how_to_go_on
 from mpjax.train.processes import everyone
 
 # The operating system's errors for files that cannot be written or read.
@@ -254,13 +255,9 @@ class Checkpoints:
       # Other processes may still be writing; a later start makes room.
       if jax.process_count() == 1:
         self._delete_unfinished(ignore_errors=True)
-      last = self.latest()
-      left = "there is no earlier one" if last is None else f"that of step {last} is whole"
-      then = "starts over" if last is None else f"resumes from step {last}"
-      raise CheckpointError(
-        f"the checkpoint of step {step} cannot be written in {self._directory}: {_reason(error)}; {left}, "
-        f"and once there is room and permission to write, the same command {then}"
-      ) from error
+      then = f"{how_to_go_on(self._directory.parent)} once there is room and permission to write"
+      failed = f"the checkpoint of step {step} cannot be written in {self._directory}"
+      raise CheckpointError(f"{failed}: {_reason(error)}; {then}") from error
 
   def _path(self, step: int) -> pathlib.Path:
     return self._directory / str(step)

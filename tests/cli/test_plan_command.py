@@ -176,28 +176,6 @@ def test_cheapest_is_the_fastest_of_policies_and_recomputations_that_fits(run):
   assert plans[report["cheapest"]]["peak"] < largest["peak"]
 
 
-@pytest.mark.slow
-def test_cheapest_looks_through_what_the_target_can_run(run):
-  report, _ = run("target=v5e", "--analytic", "--cheapest")
-  found = {plan["label"].partition(" ")[0] for plan in report["plans"]}
-  assert {"bf16", "fp32"} <= found
-  assert found.isdisjoint({"fp16", "tf32"})
-  report, _ = run("target=t4", "--analytic", "--cheapest")
-  assert {plan["label"].partition(" ")[0] for plan in report["plans"]} == {"fp16", "fp32"}
-  assert report["cheapest"].startswith("fp16")
-
-
-@pytest.mark.slow
-def test_this_machine_compiles_the_plan(run):
-  report, _ = run("policy=bf16", "model.layers=1", "train.skip_nonfinite=false")
-  [plan] = report["plans"]
-  compiled, parts = plan["compiled"], plan["memory"]["parts"]
-  assert plan["target"] == "here"
-  assert sum(parts.get(name, 0) for name in ARGUMENT_PARTS) == compiled["arguments"]
-  assert plan["peak"] == compiled["peak"]
-  assert compiled["explained"] >= 0.9
-
-
 BAD = {
   "target": (["target=h20"], "unknown target 'h20': expected one of here, a100,"),
   "policy": ([*analytic("policy=fp61")], "policy: unknown policy 'fp61'"),
@@ -229,10 +207,7 @@ BAD = {
     "--picture /no/such/folder/plan.png: cannot be written (No such file or directory)",
   ),
   "nothing fits": ([*analytic("--fit", "--memory", "1kB")], "not even a batch of 1 fits 1"),
-  "no choice fits": (
-    [*analytic("--cheapest", "--memory", "1kB", "policy=bf16")],
-    "none of ",
-  ),
+  "no choice fits": ([*analytic("--cheapest", "--memory", "1kB", "policy=bf16")], "none of "),
   "table": ([*analytic("--table", "memry")], "--table: no table 'memry': expected one of all, summary"),
   **{
     f"memory {text!r}": (

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
 from mpjax.cli import main
@@ -80,15 +79,6 @@ def test_what_began_infinite_may_stay_so_in_the_resumed_run_too(tmp_path):
   unknown = Checkpoints(tmp_path / "other")  # a run whose first state held neither
   assert unknown.save(1, make_state(1), {}, {}, None).keys() == {"opt_state/best", "model_state/mask"}
   unknown.close()
-
-
-def test_a_shard_that_is_not_finite_is_one_of_the_whole(tmp_path):
-  on = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
-  state = make_state(1, w=NAN)
-  state = state.replace(params={**state.params, "w": jax.device_put(state.params["w"], on)})
-  checkpoints = opened(tmp_path / "checkpoints")
-  assert checkpoints.save(1, state, {}, {}, None) == {"params/w": ["NaN"]}
-  checkpoints.close()
 
 
 def test_a_checkpoint_of_nan_that_is_there_is_not_resumed_from(tmp_path, monkeypatch):

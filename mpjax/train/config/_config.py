@@ -22,7 +22,6 @@ from mpjax.registry._kinds import (
   Positive,
   Section,
   Seed,
-  checked,
 )
 from mpjax.sharding import AXES, ShardingRules
 from mpjax.step import require_honoured
@@ -300,19 +299,3 @@ class Config(Section):
   def to_yaml(self) -> str:
     """Returns the config as YAML, with all defaults and the whole policy."""
     return yaml.safe_dump(self.tree, sort_keys=False)
-
-
-def parse_config(data: object) -> Config:
-  """Makes a `Config` from plain data. `make_setup` makes the checks that need the devices or the data.
-
-  ```python
-  config = mpjax.train.parse_config({"policy": "bf16", "model": {"kind": "vit"}, "data": {"kind": "digits"}})
-  ```
-
-  Args:
-    data: a mapping with the keys of a config file.
-
-  Raises:
-    ConfigError: as for `load_config`.
-  """
-  return checked(Config, data)

@@ -18,9 +18,9 @@ from mpjax._types import PyTree
 from mpjax.numerics._watcher import Watcher
 from mpjax.sharding._checksums import NonFiniteLeaves
 from mpjax.step import TrainState
-from mpjax.train._errors import ConfigError, DataError, Interrupted, Stuck
+from mpjax.train._errors import ConfigError, DataError, Interrupted, Stuck, signal_name
 from mpjax.train._export import WIDE, export_text, save_safetensors
-from mpjax.train._interrupt import signal_name
+from mpjax.train._files import how_to_go_on
 from mpjax.train.checkpoints import Checkpoints, nonfinite_text
 from mpjax.train.data import Batch, describe
 from mpjax.train.loop._output import LOGGER, Output, Progress, show_header, show_summary
@@ -36,7 +36,7 @@ from mpjax.train.loop._records import (
 )
 from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._sinks import MetricsFile, Tracker, Trackers
-from mpjax.train.processes import Processes, SignalOfAny
+from mpjax.train.processes import Processes, signal_of_any
 from mpjax.train.setup._experiment import Setup, mean_of_batches, weights_of
 from mpjax.train.setup._saved_run import start_from
 
@@ -97,15 +97,14 @@ class TrainingRun:
     """Trains from the last checkpoint to the end and returns the summary."""
     with contextlib.ExitStack() as opened:
       self._begin(opened)
-      signals = SignalOfAny(self.processes.interrupt, self.processes.count > 1)
+      signal = signal_of_any(self.processes)
       with self._progress:
         for step in range(self.step + 1, self.config.train.steps + 1):
-          signals.ask()
           self._profile.before(step)
           with jax.profiler.StepTraceAnnotation("train", step_num=step):
             self._take(step)
           self._profile.after(step, self.state)
-          self._at_boundary(signals.answer())
+          self._at_boundary(signal())
       self._profile.close()
       return self._finish()
 
@@ -194,14 +193,8 @@ class TrainingRun:
         self._tell_all()
         self._save()
         self.checkpoints.wait()
-      message = f"{what} cannot be read: {describe(error)}; {self.resumes()} once the data is back"
-      raise DataError(message) from error
-
-  def resumes(self) -> str:
-    """Returns what the same command does, as a part of a sentence: start over, or resume from a step."""
-    if (step := self.checkpoints.latest()) is None:
-      return "no checkpoint was saved yet: the same command starts over"
-    return f"the checkpoint of step {step} is in {self.directory.path}, and the same command resumes from it"
+      then = f"{how_to_go_on(self.directory.path)} once the data is back"
+      raise DataError(f"{what} cannot be read: {describe(error)}; {then}") from error
 
   def _fetch(self) -> dict[str, Any]:
     """Returns the record of the oldest pending step; waits for it, and stops a run that is stuck there."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import rich.console
 
-from mpjax.train._errors import CheckpointError
-from mpjax.train._interrupt import Interrupt
+from mpjax.train._errors import CheckpointError, Interrupt
+from mpjax.train._files import how_to_go_on
 from mpjax.train.checkpoints import STORAGE_ERRORS, quiet
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
@@ -166,7 +166,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
     if run.processes.are_together(error):  # otherwise a pending write would wait for the others
       run.checkpoints.close()
     if isinstance(error, OSError) and (error.errno in STORAGE_ERRORS or not path.exists()):
-      failed = f"{path} cannot be written: {error.strerror}; {run.resumes()}"
+      failed = f"{path} cannot be written: {error.strerror}; {how_to_go_on(path)}"
       raise CheckpointError(f"{failed} once there is room and permission to write") from error
     raise
   run.checkpoints.close()

@@ -147,7 +147,7 @@ class Experiment:
     """The model with its loss.
 
     Raises:
-      ConfigError: as for `make_task`.
+      ConfigError: if the model does not take such data, or its sizes do not fit together.
     """
     config = self.config
     kind = MODELS.find(config.model.kind)
@@ -337,28 +337,6 @@ def make_setup(config: Config, at: Place | None = None) -> Setup:
   setup = Setup(config, data.info, config.resolve_policy(), at, data)
   setup.check()
   return setup
-
-
-def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | None = None) -> Task:
-  """Makes the task of a config.
-
-  ```python
-  config = mpjax.train.load_config("vit_digits")
-  setup = mpjax.train.make_setup(config)
-  task = mpjax.train.make_task(config, setup.info, setup.policy)
-  params, model_state = task.init(jax.random.key(0))
-  ```
-
-  Args:
-    config: the config; `model` is the section that is used.
-    info: facts about the data.
-    policy: the policy, which the model's function is told.
-    backend: the platform, `"cpu"`, `"gpu"` or `"tpu"`; by default this machine's.
-
-  Raises:
-    ConfigError: if the model does not take such data, or its sizes do not fit together.
-  """
-  return Experiment(config, info, policy, Place(None, backend)).task
 
 
 def weights_of(

@@ -106,8 +106,12 @@ class Windows:
 
   def __init__(self, tokens: np.ndarray, seq_len: int, lengths: np.ndarray | None = None):
     self._tokens, self._seq_len, self._is_padded = tokens, seq_len, lengths is not None
-    if lengths is None:  # the last row, if it is not full, is left out
-      lengths = np.array([(len(tokens) - 1) // seq_len * seq_len + 1])
+    self._starts: Any
+    self._stops: Any
+    if lengths is None:  # without an array of all rows
+      last = (len(tokens) - 1) // seq_len * seq_len
+      self._starts, self._stops = (range(at, at + last, seq_len) for at in (0, seq_len + 1))
+      return
     counts = -(-np.maximum(lengths - 1, 0) // seq_len)
     ends = np.cumsum(lengths)
     first = ends - lengths - seq_len * (np.cumsum(counts) - counts)
