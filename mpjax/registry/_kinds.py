@@ -176,11 +176,11 @@ class Kinds:
   _kinds: dict[str, Registered] = dataclasses.field(default_factory=dict)
 
   def register(self, name: str) -> Callable[[_F], _F]:
-    """Returns a decorator that registers a function; it replaces one of the same name and module.
+    """Returns a decorator that registers a function; it replaces a user's kind of the same name.
 
     Raises:
       TypeError: if the signature of the function does not say which keys exist.
-      ValueError: if another module has registered the name.
+      ValueError: if the name belongs to mpjax.
     """
     title = f"register_{self.section}({name!r})"
     if not (isinstance(name, str) and name):
@@ -188,10 +188,8 @@ class Kinds:
 
     def decorate(fun: _F) -> _F:
       made = Registered(fun, *_keys(fun, title, self.positional, self.common))
-      there = self._kinds if made.is_own else self.registered()
-      if name in there and there[name].fun.__module__ != fun.__module__:
-        owner = "mpjax itself" if there[name].is_own else f"the module {there[name].fun.__module__}"
-        raise ValueError(f"{title}: {owner} uses this name; choose another")
+      if not made.is_own and name in self.registered() and self._kinds[name].is_own:
+        raise ValueError(f"{title}: mpjax itself uses this name; choose another")
       self._kinds[name] = made
       return fun
 

@@ -4,12 +4,9 @@ import contextlib
 import functools
 import gc
 import json
-import os
 import pathlib
 import resource
 import shutil
-import socket
-import subprocess
 import sys
 import types
 
@@ -27,7 +24,6 @@ from mpjax.sharding._checksums import examine
 from mpjax.step import TrainState
 from mpjax.train import CheckpointError, checkpoints as saving
 from mpjax.train.checkpoints import Checkpoints, quiet
-from tests._quick_compile import environment as quick_environment
 from tests.train._runs import raises_one_line, refused, write_line
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -305,60 +301,6 @@ def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path, noticed, mo
   assert not (run / "summary.json").exists()
   assert main(["train", *arguments]) == 0
   assert json.loads((run / "summary.json").read_text())["steps"] == 8
-
-
-@pytest.mark.slow
-def test_several_processes_agree_on_the_newest_good_checkpoint(tmp_path):
-  code = """
-import sys, pathlib, jax
-rank, address = int(sys.argv[2]), sys.argv[3]
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(address, 2, rank)
-from mpjax.train import checkpoints as saving
-from tests.train.test_checkpoint_faults import *
-
-folder, mesh = pathlib.Path(sys.argv[1]), jax.make_mesh((2,), ("fsdp",))
-like = abstract(make_state(0), mesh, "fsdp")
-place = lambda step: jax.jit(lambda: make_state(step), out_shardings=jax.tree.map(lambda x: x.sharding, like))()
-checkpoints = Checkpoints(folder, keep=5, timeout_s=60)
-for step in (2, 4, 6):
-  checkpoints.save(step, place(step), {"row": step}, {"fingerprint": "f"}, None)
-checkpoints.close()
-if rank == 0:
-  flip(largest_file(folder / "6"))
-read = saving._read_state
-def read_badly(path, *rest):
-  if rank == 1 and path.name == "4":
-    raise saving.Damaged("is damaged: met by one process")
-  return read(path, *rest)
-saving._read_state = read_badly
-checkpoints = Checkpoints(folder, keep=5, timeout_s=60)
-resumed = checkpoints.restore_latest(like)
-same = jax.tree.map(lambda x, y: bool((x == y).all()), resumed.state, place(2))
-print(resumed.step, all(jax.tree.leaves(same)), *resumed.damaged, sep="\\n")
-checkpoints.save(4, place(4), {"row": 4, "seen": [1, 2]}, {"fingerprint": "f", "last": {"loss": 1 / 4}}, None)
-checkpoints.close()
-"""
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-  folder = tmp_path / "checkpoints"
-  env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **quick_environment(devices=1)}
-  lines = [[sys.executable, "-c", code, str(folder), str(rank), address] for rank in range(2)]
-  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-  processes = [subprocess.Popen(line, env=env, **pipes) for line in lines]
-  try:
-    outputs = [process.communicate(timeout=120) for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  assert [process.returncode for process in processes] == [0, 0], outputs
-  lines = [[line for line in out.splitlines() if "Gloo" not in line] for out, _ in outputs]
-  assert lines[0] == lines[1]
-  assert lines[0][:2] == ["2", "True"]
-  assert "step 6 is damaged: state/params/big: not what was saved" in lines[0][2]
-  assert "step 4 is damaged: met by one process" in lines[0][3]
-  assert resume(folder).step == 4
 
 
 def test_reads_that_orbax_gave_up_are_not_said_and_all_else_is(monkeypatch):

@@ -18,8 +18,8 @@ from mpjax.train.data import Data
 
 # The lines of a command, and what a run shows of a step, to disturb it there.
 from mpjax.train.loop._output import Output, Progress
-from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._sinks import MetricsFile
+from mpjax.train.setup._saved_run import RunDirectory
 from tests._quick_compile import environment as quick_environment
 from tests.train._runs import Points, curve, raises_one_line, refused, train, write_line
 from tests.train._tiny_gpt import records

@@ -127,7 +127,7 @@ def test_a_plugin_that_cannot_be_used_is_one_line(tmp_path, capsys):
 def test_two_plugins_with_one_kind_are_refused(tmp_path):
   for name in ("a.py", "b.py"):
     (tmp_path / name).write_text(REGISTERED + "data('twice')\ndef twice(): ...")
-  with pytest.raises(ConfigError, match=r"b.py: .*the module mpjax_plugin_a uses this name"):
+  with pytest.raises(ConfigError, match=r"data.kind=twice is registered by --plugin .*a\.py"):
     load_plugins([str(tmp_path / "a.py"), str(tmp_path / "b.py")])
 
 

@@ -18,7 +18,6 @@ from mpjax.cli import main
 from mpjax.cli._train_command import processes_around
 from mpjax.train import Agreed, ConfigError, processes as several
 from mpjax.train.config._config import DistributedConfig
-from mpjax.train.config._config_file import mismatch
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
 from tests.train._runs import last_step
@@ -156,6 +155,23 @@ def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, ti
 
 
 @pytest.mark.slow
+def test_two_processes_agree_on_the_newest_good_checkpoint(start, tiny_gpt, tmp_path):
+  out = tmp_path / "run"
+  arguments = [*tiny_gpt, "mesh.data=-1", "train.steps=8", "train.checkpoint_every=4", f"out={out}"]
+  assert main(["train", *arguments]) == 0
+  (out / "summary.json").unlink()
+  largest = max((out / "checkpoints" / "8").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+  content = bytearray(largest.read_bytes())
+  content[len(content) // 2] ^= 1
+  largest.write_bytes(content)
+  statuses, shown, errors = start(2, arguments).end()
+  assert statuses == [0, 0], errors
+  assert "the checkpoint of step 8 is damaged: state/" in shown[0]
+  assert "resumed after step 4" in shown[0]
+  assert shown[1] == ""
+
+
+@pytest.mark.slow
 def test_rows_of_one_process_that_overflow_or_are_missing_stop_all_at_the_same_step(start, tmp_path):
   (tmp_path / "vit.yaml").write_text(VIT)
   out = tmp_path / "run"
@@ -228,16 +244,6 @@ def test_processes_go_on_only_if_the_work_went_well_in_all_of_them_and_they_agre
       processes.agree(ours[work], tell, same=True)
     assert said in str(raised.value), other
     assert raised.value.exit_status == status
-
-
-def test_what_differs_between_processes_is_named():
-  assert mismatch({"versions": {"jax": "1"}}, {"versions": {"jax": "1"}}, 3) is None
-  text = mismatch({"versions": {"jax": "1", "flax": "a"}}, {"versions": {"jax": "2", "flax": "a"}}, 3)
-  assert "(versions.jax: '1' in process 0, '2' in process 3)" in text
-  config = {"seed": 3, "train": {"steps": 2, "checkpoint_wait": False}, "distributed": {"a": 1}}
-  own = {"train": {"steps": 2, "checkpoint_wait": True}, "distributed": {"a": 2}}
-  assert mismatch(config, config | own, 1) is None
-  assert "(seed: 3 in process 0, 4 in process 1)" in mismatch(config, config | {"seed": 4}, 1)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -14,7 +14,6 @@ from mpjax.zoo.models import GPT, ResNet, ViT
 
 # Parts whose results can be written down.
 from mpjax.zoo.models._gpt import rotate
-from mpjax.zoo.models._vit import patches
 from tests.casting._jaxprs import equations
 
 HALF = {"bfloat16": 8e-3, "float16": 1e-3}  # twice the unit roundoff
@@ -216,12 +215,6 @@ def test_image_models_refuse():
     model = ResNet(num_classes=3) if changes is None else ViT(**(vit | changes))
     with pytest.raises(ValueError, match=match):
       jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), np.ones(shape))
-
-
-def test_vit_cuts_images_into_squares():
-  image = np.arange(4 * 6 * 2).reshape(1, 4, 6, 2)
-  want = [image[0, r : r + 2, c : c + 2].ravel() for r in (0, 2) for c in (0, 2, 4)]
-  np.testing.assert_array_equal(jax.jit(patches, static_argnums=1)(image, 2)[0], want)
 
 
 def test_resnet_statistics_move_by_a_tenth_only_while_training_and_stay_float32():

@@ -10,12 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 
-from mpjax.registry._kinds import (
-  register_data as register_data,
-  register_model as register_model,
-  register_optimizer as register_optimizer,
-)
-from mpjax.registry._task import DataInfo as DataInfo, ModelInfo as ModelInfo, Task as Task
+from mpjax.registry._kinds import DATASETS, MODELS, TARGETS, Registered
 from mpjax.train._errors import ConfigError
 
 # Names of the modules that are plug-ins.
@@ -37,8 +32,16 @@ def load_plugins(names: str | Iterable[str]) -> None:
   Raises:
     ConfigError: if a plug-in is missing or cannot be imported, or two of them register the same kind.
   """
+  owners: dict[str, str] = {}
   for name in dict.fromkeys([names] if isinstance(names, str) else names):
+    before = _registered()
     _load(name)
+    for kind, made in _registered().items():
+      if before.get(kind) is made:
+        continue
+      if kind in owners:
+        raise ConfigError(f"--plugin {name}: {kind} is registered by --plugin {owners[kind]}, too")
+      owners[kind] = name
 
 
 def plugin_digests() -> dict[str, str]:
@@ -46,6 +49,14 @@ def plugin_digests() -> dict[str, str]:
   files = {name: getattr(sys.modules.get(name), "__file__", None) for name in _LOADED}
   read = {name: pathlib.Path(file).read_bytes() for name, file in files.items() if file is not None}
   return {name: hashlib.blake2b(source, digest_size=8).hexdigest() for name, source in read.items()}
+
+
+def _registered() -> dict[str, Registered]:
+  return {
+    f"{kinds.section}.{kinds.key}={name}": kind
+    for kinds in (MODELS, DATASETS, TARGETS)
+    for name, kind in kinds.registered().items()
+  }
 
 
 def _load(name: str) -> None:

@@ -34,11 +34,10 @@ from mpjax.train.loop._records import (
   way_on,
   why_skipped,
 )
-from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._sinks import MetricsFile, Tracker, Trackers
 from mpjax.train.processes import Processes, signal_of_any
 from mpjax.train.setup._experiment import Setup, mean_of_batches, weights_of
-from mpjax.train.setup._saved_run import start_from
+from mpjax.train.setup._saved_run import RunDirectory, start_from
 
 # Number of newest steps whose metrics the host does not wait for.
 LAG = 2

@@ -19,10 +19,10 @@ from mpjax.train.config._config_file import ConfigSource, load_config, read_wait
 from mpjax.train.config._plugins import load_plugins, plugin_digests
 from mpjax.train.loop._loop import TrainingRun
 from mpjax.train.loop._output import LOGGER, Output, show_summary
-from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._sinks import Tracker, check_trackers, require_trackers
 from mpjax.train.processes import Processes, versions
 from mpjax.train.setup._experiment import Setup, make_setup
+from mpjax.train.setup._saved_run import RunDirectory
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
