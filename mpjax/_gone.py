@@ -73,11 +73,15 @@ INSTEAD: dict[str, str] = {
     ("tune.recompute", "TuneResult.recompute"),
     "mpjax.cheapest and mpjax plan --cheapest choose what the backward pass computes again",
   ),
+  "train.make_task": "make_setup(config).task has the model with its loss",
+  "train.parse_config": "load_config takes a mapping of keys, too",
   "tune.plan_of": "leave it out: tune plans the TrainStep that it is given, on its mesh",
   **dict.fromkeys(
     ("tune.--prove", "tune.--seeds"),
     "train both: mpjax train tuned.yaml, and mpjax train CONFIG policy=fp32",
   ),
+  **dict.fromkeys(("explain.--by", "numerics.--by"), "write --table modules or --table float32"),
+  "plan.--multiple": "leave it out: batches are multiples of what the mesh and train.accumulate divide",
   **dict.fromkeys(
     ("tune.--picture", "TuneResult.save_picture", "TuneResult.front"),
     "result.trials (--json FILE) have the cost and the error of every policy",

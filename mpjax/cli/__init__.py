@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from mpjax._render.install_text import pip_install
 from mpjax._version import __version__
 from mpjax.cli._commands import COMMANDS, parse
-from mpjax.cli._exit_status import outcome_of
 from mpjax.registry._names import nearest
-from mpjax.train._interrupt import Interrupt
+from mpjax.train._errors import Interrupt, outcome_of
 
 __all__ = ["COMMANDS", "main", "run_command"]
 

@@ -7,19 +7,45 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._gone import instead
-from mpjax.registry._names import keys_meant, nearest
+from mpjax.registry._names import ConfigError, keys_meant, nearest
 
 _CONFIG = "a YAML file, or the name of an example that comes with mpjax (default: gpt_stdlib)"
 _OVERRIDES = "dotted keys that override the file"
 _SEVERAL = f"{_OVERRIDES}; policy=a,b,c for several policies"
-_TARGET = {"target": "target=h200 or target=v5e:2x4 for a device"}
+
+
+class Key(NamedTuple):
+  """A command's own key: a help, and what reads its value."""
+
+  help: str
+  read: Callable[[str], Any] = str
+
+
+def _whole(least: int) -> Callable[[str], int]:
+  def read(text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+      raise ConfigError(f"expected a whole number from {least} on")
+    return int(text)
+
+  return read
+
+
+def _share(text: str) -> float:
+  if not re.fullmatch(r"0?\.\d*[1-9]\d*", text):
+    raise ConfigError("expected a share between 0 and 1, such as 0.999")
+  return float(text)
+
+
+_TARGET = {"target": Key("target=h200 or target=v5e:2x4 for a device")}
+_BATCHES = {"batches": Key("batches=N: inspect N batches (2)", _whole(1))}
 _TRAINED = {
-  "checkpoint": "checkpoint=RUN or RUN/checkpoints/STEP for trained parameters",
-  "steps": "steps=N: first train N steps (10 without a checkpoint)",
+  "checkpoint": Key("checkpoint=RUN or RUN/checkpoints/STEP for trained parameters"),
+  "steps": Key("steps=N: first train N steps (10 without a checkpoint)", _whole(0)),
 }
 
 Flags = dict[str, dict[str, Any]]
@@ -37,10 +63,6 @@ def _switch(text: str, dest: str | None = None, word: str | None = None) -> dict
   return {"help": text, "action": "store_const", "dest": dest, "const": word}
 
 
-def _table_of(word: str) -> str:
-  return {"module": "modules", "reason": "float32"}.get(word, word)
-
-
 _PLUGIN: Flags = {
   "--plugin": _flag(
     "first run this code, which registers models, data and optimisers of your own; may be repeated",
@@ -52,9 +74,6 @@ _PLUGIN: Flags = {
 _TABLES: Flags = {
   "--table": _flag("print one of the tables that the answer names", "NAME"),
   "--all": _switch("print every table", "table", "all"),
-}
-_BY: Flags = {
-  "--by": _flag("as --table modules or --table float32", "module|reason", dest="table", type=_table_of)
 }
 
 
@@ -69,7 +88,7 @@ class Command(NamedTuple):
     first: its first argument: `config`, which has a default; `directory`; or nothing.
     first_help: what that may be.
     overrides: what the `key=value` arguments after it are.
-    keys: those that are the command's own, with a help.
+    keys: those that are the command's own.
     flags: by flag, what `argparse` takes. Flags with the same `dest` exclude each other.
   """
 
@@ -80,7 +99,7 @@ class Command(NamedTuple):
   first: str = "config"
   first_help: str = _CONFIG
   overrides: str = _OVERRIDES
-  keys: Mapping[str, str] = {}
+  keys: Mapping[str, Key] = {}
   flags: Flags = _PLUGIN
 
 
@@ -101,7 +120,7 @@ COMMANDS = {
     "Tables have the details. Computes nothing.",
     "gpt_stdlib policy=bf16,fp16",
     overrides=_SEVERAL,
-    flags={**_PLUGIN, **_TABLES, **_BY},
+    flags={**_PLUGIN, **_TABLES},
   ),
   "plan": Command(
     "say what a training step costs on a device that you need not have",
@@ -119,7 +138,6 @@ COMMANDS = {
         "cheapest",
       ),
       "--memory": _flag("memory to fit, such as 80GB or 16GiB; the target's by default"),
-      "--multiple": _flag("with --fit: try only batch sizes that are multiples of this", type=int),
       "--analytic": _switch("do not compile: faster, less exact"),
       "--tokens": _switch("also tokens (or images) a second and model FLOPs utilisation"),
       **_TABLES,
@@ -135,8 +153,8 @@ COMMANDS = {
     first_help=f"a run directory, {_CONFIG}",
     keys={
       **_TRAINED,
-      "batches": "batches=N: inspect N batches (2)",
-      "keep": "keep=0.999: the share of gradients that a loss scale should keep",
+      **_BATCHES,
+      "keep": Key("keep=0.999: the share of gradients that a loss scale should keep", _share),
     },
     flags={
       **_PLUGIN,
@@ -151,7 +169,6 @@ COMMANDS = {
         const="",
       ),
       **_TABLES,
-      **_BY,
       "--formats": _switch("print the table of number formats, and stop"),
     },
   ),
@@ -162,7 +179,7 @@ COMMANDS = {
     "gpt_stdlib target=h200 --out tuned.yaml",
     first_help=f"a run directory, {_CONFIG}",
     overrides=f"{_OVERRIDES}; policy=a,b,c: choose only among these",
-    keys={**_TARGET, **_TRAINED, "batches": "batches=N: measure on N batches (2)"},
+    keys={**_TARGET, **_TRAINED, **_BATCHES},
     flags={
       **_PLUGIN,
       "--for": _flag("cost to minimise (time)", dest="objective", choices=("time", "memory"), default="time"),
@@ -181,10 +198,10 @@ COMMANDS = {
     first_help="a run directory",
     overrides="by default the compute dtype, the best step and the average",
     keys={
-      "dtype": "dtype=bf16",
-      "step": "step=best|latest|N",
-      "weights": "weights=average|last",
-      "out": "out=FILE",
+      "dtype": Key("dtype=bf16"),
+      "step": Key("step=best|latest|N"),
+      "weights": Key("weights=average|last"),
+      "out": Key("out=FILE"),
     },
   ),
   "env": Command(
@@ -205,6 +222,7 @@ def parse(name: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
   Raises:
     SystemExit: after the help (status 0), or one line about a wrong argument (status 2).
+    ConfigError: for a wrong value of one of the command's own keys.
   """
   command = COMMANDS[name]
   description = f"{command.does[0].upper()}{command.does[1:]}. {command.more}"
@@ -217,9 +235,18 @@ def parse(name: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.exit(2, f"error: {prog} has no option {_advice(name, prog, unknown[0], arguments)}\n")
   if command.first:
     pairs = with_default(options).overrides
-    is_own = {pair: pair.partition("=")[0] in command.keys and "=" in pair for pair in pairs}
-    options.own = dict(pair.split("=", 1) for pair in pairs if is_own[pair])
-    options.overrides = [pair for pair in pairs if not is_own[pair]]
+    options.own, options.overrides = {}, []
+    for pair in pairs:
+      key, equals, text = pair.partition("=")
+      if equals and key in command.keys:
+        try:
+          options.own[key] = command.keys[key].read(text)
+        except ConfigError as error:
+          raise ConfigError(f"{pair}: {error}") from error
+      elif command.first == "directory":
+        raise ConfigError(f"unknown key {key!r}: expected {', '.join(command.keys)}")
+      else:
+        options.overrides.append(pair)
   return options
 
 
@@ -228,7 +255,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
   if command.first:
     nargs, default = ("?", "gpt_stdlib") if command.first == "config" else (None, None)
     parser.add_argument(command.first, nargs=nargs, default=default, help=command.first_help)
-    text = "; ".join([command.overrides, *command.keys.values()])
+    text = "; ".join([command.overrides, *(key.help for key in command.keys.values())])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=text)
   groups: dict[str, Any] = {}
   for flag, options in command.flags.items():
@@ -257,7 +284,7 @@ def _advice(name: str, prog: str, flag: str, arguments: Sequence[str]) -> str:
     return f"{flag}{went}"
   keys = keys_meant(flag.lstrip("-"), command.keys)
   if not keys and command.first == "config":
-    from mpjax.registry._checks import dotted_keys
+    from mpjax.registry._kinds import dotted_keys
     from mpjax.train import Config
 
     keys = keys_meant(flag.lstrip("-"), dict.fromkeys(dotted_keys(Config)))

@@ -10,18 +10,17 @@ import rich.console
 import yaml
 
 from mpjax import formats
-from mpjax.cli._exit_status import config_errors
 from mpjax.cli._shared import (
+  config_errors,
   progress,
   report_console,
   say,
   show,
   warn_of_policy,
-  whole_number,
   write,
   write_config,
 )
-from mpjax.cli._subject import find_batch, load_batch, locate, open_subject, run_or_config
+from mpjax.cli._subject import load_batch, locate, open_subject, run_or_config
 from mpjax.numerics import find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
 from mpjax.train import Config, ConfigError, load_config, load_plugins
@@ -46,10 +45,9 @@ def run(options: argparse.Namespace) -> None:
     _hunt(config, checkpoint, options.hunt, console, options.table)
     return
   page = pathlib.Path(options.html or _page(path, config, checkpoint))
-  batches, keep = whole_number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
-  steps = whole_number(own, "steps", 0 if checkpoint else 10, 0)
+  batches, steps = own.get("batches", 2), own.get("steps", 0 if checkpoint else 10)
   doing = f"compiling the training step, and training {steps} steps"
-  with progress(console, lines=True) as advance:
+  with progress(console) as advance:
     advance(doing if steps else "building the model and reading its state")
     subject = open_subject(config, checkpoint)
   recipe, used = config.resolve_policy().fp8, subject.setup.step.policy.fp8
@@ -61,15 +59,15 @@ def run(options: argparse.Namespace) -> None:
   name = path.parent.name if path.name == "config.yaml" else path.stem
   parameters = sum(leaf.size for leaf in jax.tree.leaves(subject.state.arrays))
   title = f"{name} ({config.model.kind} of {parameters:,} parameters)"
-  with progress(console, steps) as advance:
+  with progress(console, lines=False) as advance:
     subject.train(steps, advance)
   total = batches * subject.setup.step.accumulate
-  with progress(console, total, lines=True) as advance, config_errors():
+  with progress(console) as advance, config_errors():
     report = inspect_numerics(
       subject.setup.step,
       subject.state,
       (subject.next_batch() for _ in range(batches)),
-      keep=keep,
+      keep=own.get("keep", 0.999),
       title=title,
       progress=lambda line: advance(
         f"inspected {line} of {total}" if line.startswith("batch ") else _SAID.get(line, line)
@@ -107,23 +105,10 @@ def _hunt(
 ) -> None:
   if checkpoint is None:
     raise ConfigError("--hunt: expected a checkpoint, too, as in checkpoint=runs/x")
-  found = pathlib.Path(file) if file else find_batch(checkpoint)
   subject = open_subject(config, checkpoint)
-  batch = load_batch(found, subject.next_batch())
-  say(
-    console,
-    f"batch {found}, checkpoint of step {int(subject.state.step)}, policy {subject.setup.step.policy.label}",
-  )
+  step = subject.setup.step
+  file, batch = load_batch(file, checkpoint, subject.next_batch())
+  say(console, f"batch {file}, checkpoint of step {int(subject.state.step)}, policy {step.policy.label}")
   with console.status("computing the step operation by operation"):
-    report = find_nonfinite(subject.setup.step, subject.state, subject.setup.place(batch))
+    report = find_nonfinite(step, subject.state, subject.setup.place(batch))
   show(report, console, table)
-
-
-def _share(text: str) -> float:
-  try:
-    value = float(text)
-  except ValueError:
-    value = 0.0
-  if not 0 < value < 1:
-    raise ConfigError(f"keep={text}: expected a share between 0 and 1, such as 0.999")
-  return value

@@ -17,8 +17,15 @@ from mpjax._render.picture_style import require_picture
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.tables import Report
 from mpjax._types import PolicyLike
-from mpjax.cli._exit_status import config_errors
-from mpjax.cli._shared import progress, report_console, show, split_policies, warn_of_policy, write
+from mpjax.cli._shared import (
+  config_errors,
+  progress,
+  report_console,
+  show,
+  split_policies,
+  warn_of_policy,
+  write,
+)
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, presets_of
 from mpjax.planner.render import NO_FIT, answer, answer_beside, save_picture, sections_of
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
@@ -44,8 +51,7 @@ def run(options: argparse.Namespace) -> None:
   console = report_console()
   if options.memory and not options.search:
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest, too")
-  if options.multiple is not None and options.multiple < 1:
-    raise ConfigError(f"--multiple {options.multiple}: expected a positive number")
+
   if options.picture:
     with config_errors("--picture"):  # before anything is computed
       require_picture(options.picture)
@@ -58,17 +64,12 @@ def run(options: argparse.Namespace) -> None:
   report: dict[str, Any] = {}
   first: list[str] = []
   if options.search == "fit":
-    with progress(console) as advance, config_errors():
+    with progress(console, lines=False) as advance, config_errors():
 
       def fit(policy: PolicyLike | None) -> Fit:
-        said = f"fit {policy or planner.config.policy}: batch"
-        return largest_batch(
-          lambda batch, how: planner.plan(policy, batch=batch, compile=how),
-          memory,
-          multiple=options.multiple or planner.multiple,
-          compile=compile,
-          progress=lambda batch, low, high: advance(f"{said} {batch}, between {low} and {high or '?'}"),
-        )
+        of_batch = lambda batch, how: planner.plan(policy, batch=batch, compile=how)
+        tell = lambda batch, low, high: advance(f"batch {batch}, between {low} and {high or '?'}")
+        return largest_batch(of_batch, memory, multiple=planner.multiple, compile=compile, progress=tell)
 
       fits = [fit(policy) for policy in chosen]
     plans = [found.plan for found in fits]
@@ -123,7 +124,7 @@ def _compare(
   plans: dict[str, Plan] = {}
   choices = list(tried)
   # --cheapest takes long: it says in a file, too, how far it is.
-  with progress(console, len(choices), lines=choices[0][1] is not None) as advance:
+  with progress(console, lines=choices[0][1] is not None) as advance:
     for i, (policy, how, gather) in enumerate(choices):
       words = [str(policy or planner.config.policy)]
       words += [f"{word} {value}" for word, value in (("recompute", how), ("gather", gather)) if value]

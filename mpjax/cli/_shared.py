@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pathlib
 import sys
@@ -11,14 +10,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.progress
+import rich.markup
 import yaml
 
 from mpjax._render.tables import TEXT_WIDTH, Shown, print_shown
 from mpjax._types import PolicyLike
-from mpjax.cli._exit_status import config_errors
 from mpjax.policy import bare_dtype_advice, get_policy
-from mpjax.train import ConfigError
+from mpjax.train import ConfigError, DataError
+
+
+@contextlib.contextmanager
+def config_errors(key: str = "") -> Iterator[None]:
+  """Turns a `ValueError` of its block into a `ConfigError` that begins with the key or flag."""
+  try:
+    yield
+  except (ConfigError, DataError):
+    raise
+  except ValueError as error:
+    raise ConfigError(f"{key}: {error}" if key else str(error)) from error
 
 
 def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -50,18 +59,6 @@ def warn_of_policy(policy: PolicyLike, backend: str | None = None) -> None:
     print(f"warning: {advice}", file=sys.stderr)
 
 
-def whole_number(own: Mapping[str, str], key: str, default: int, least: int) -> int:
-  """Returns a command's option as a number.
-
-  Raises:
-    ConfigError: if it is not a whole number, or below `least`.
-  """
-  text = own.get(key, str(default))
-  if not text.isdecimal() or int(text) < least:
-    raise ConfigError(f"{key}={text}: expected a whole number from {least} on")
-  return int(text)
-
-
 def report_console() -> rich.console.Console:
   """Returns a console on standard output; in a file or a pipe it has the width of a report."""
   console = rich.console.Console()
@@ -86,31 +83,18 @@ def say(console: rich.console.Console, text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(
-  console: rich.console.Console, total: int | None = None, *, lines: bool = False
-) -> Iterator[Callable[[str], None]]:
-  """Yields a function that takes a line before each piece of work: a bar on a terminal shows it.
+def progress(console: rich.console.Console, *, lines: bool = True) -> Iterator[Callable[[str], None]]:
+  """Yields a function that takes a line before each piece of work, which a terminal shows meanwhile.
 
   Args:
     console: where to show it.
-    total: number of pieces; `None` if unknown.
     lines: whether each line is printed where there is no terminal.
   """
-  columns = (
-    rich.progress.TextColumn("{task.description}", markup=False),
-    rich.progress.BarColumn(),
-    rich.progress.TimeElapsedColumn(),
-  )
-  is_bar, done = console.is_terminal, itertools.count()
-  with rich.progress.Progress(*columns, console=console, transient=True, disable=not is_bar) as bar:
-    task = bar.add_task("begins", total=total)
-
-    def advance(line: str) -> None:
-      if lines and not is_bar:
-        say(console, line)
-      bar.update(task, completed=next(done), description=line)
-
-    yield advance
+  if not console.is_terminal:
+    yield lambda line: say(console, line) if lines else None
+    return
+  with console.status("begins") as status:
+    yield lambda line: status.update(rich.markup.escape(line))
 
 
 def write(

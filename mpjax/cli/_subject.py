@@ -48,7 +48,7 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
 
   Args:
     config: the config; its policy may differ from the run's.
-    checkpoint: a run directory, for its newest checkpoint, or one of the folders in its `checkpoints/`.
+    checkpoint: as for `locate`.
 
   Raises:
     ConfigError: if there is no such checkpoint, or it belongs to another model.
@@ -79,41 +79,30 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
   return Subject(setup, setup.step.adopt(restored.state, original.step, warn=False), batches)
 
 
-def find_batch(checkpoint: str) -> pathlib.Path:
-  """Returns the newest batch that a run saved when it stopped with non-finite gradients.
+def load_batch(file: str, checkpoint: str, like: dict[str, np.ndarray]) -> tuple[str, dict[str, np.ndarray]]:
+  """Returns the name of an npz file, by default that of the newest batch that stopped a run, and its arrays.
 
   Raises:
-    ConfigError: if the run saved no batch.
+    ConfigError: if there is none, or it cannot be read as a batch like `like`.
   """
-  run = locate(checkpoint)[0].directory
-  files = list(run.glob("nonfinite_batch_*.npz"))
-  if not files:
-    raise ConfigError(
-      f"{run} holds no nonfinite_batch_*.npz, which a run writes when it stops with non-finite gradients: "
-      "name a batch, as in --hunt batch.npz"
-    )
-  return max(files, key=lambda file: (len(file.name), file.name))  # by the number of its step
-
-
-def load_batch(path: pathlib.Path, like: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Reads a batch from an npz file.
-
-  Args:
-    path: the file.
-    like: a batch of the config's data. The file must have the same names, dtypes and row shapes.
-
-  Raises:
-    ConfigError: if the file cannot be read, or does not fit the data.
-  """
+  if not file:
+    run = locate(checkpoint)[0].directory
+    files = list(run.glob("nonfinite_batch_*.npz"))
+    if not files:
+      raise ConfigError(
+        f"{run} holds no nonfinite_batch_*.npz, which a run writes when it stops with non-finite gradients: "
+        "name a batch, as in --hunt batch.npz"
+      )
+    file = str(max(files, key=lambda file: (len(file.name), file.name)))  # by the number of its step
   try:
-    with np.load(path, allow_pickle=False) as file:
-      batch = {name: file[name] for name in file.files}
+    with np.load(file, allow_pickle=False) as archive:
+      batch = {name: archive[name] for name in archive.files}
   except Exception as error:  # a damaged archive can raise anything
-    raise ConfigError(f"--hunt {path}: cannot be read as a batch ({error})") from error
+    raise ConfigError(f"--hunt {file}: cannot be read as a batch ({error})") from error
   rows = lambda tree: {name: f"{x.dtype}{list(np.shape(x)[1:])}" for name, x in tree.items()}
   if rows(batch) != rows(like):
-    raise ConfigError(f"--hunt {path}: holds rows of {rows(batch)}, expected rows of {rows(like)}")
-  return batch
+    raise ConfigError(f"--hunt {file}: holds rows of {rows(batch)}, expected rows of {rows(like)}")
+  return file, batch
 
 
 def run_or_config(config: str, checkpoint: str | None) -> tuple[pathlib.Path, str | None]:
@@ -130,7 +119,7 @@ def run_or_config(config: str, checkpoint: str | None) -> tuple[pathlib.Path, st
 
 
 def locate(checkpoint: str) -> tuple[SavedRun, str]:
-  """Returns the run of a checkpoint, and which of its checkpoints.
+  """Returns the run of a directory, or of a folder in its `checkpoints/`, and which of its checkpoints.
 
   Raises:
     ConfigError: if there is no run.
@@ -138,4 +127,4 @@ def locate(checkpoint: str) -> tuple[SavedRun, str]:
   path = pathlib.Path(checkpoint)
   if path.name.isdecimal() and path.parent.name == "checkpoints":
     return SavedRun(path.parent.parent), path.name
-  return SavedRun(path.parent if path.name == "checkpoints" else path), "latest"
+  return SavedRun(path), "latest"

@@ -6,13 +6,12 @@ import argparse
 import json
 import pathlib
 
-from mpjax.cli._exit_status import config_errors
 from mpjax.cli._shared import (
+  config_errors,
   progress,
   report_console,
   show,
   split_policies,
-  whole_number,
   write,
   write_config,
 )
@@ -32,8 +31,7 @@ def run(options: argparse.Namespace) -> None:
       f"{fixed[0]}: tune chooses the policy; name those to choose from as policy=bf16,fp16,fp32"
     )
   path, checkpoint = run_or_config(options.config, own.get("checkpoint"))
-  steps = whole_number(own, "steps", 0 if checkpoint else 10, 0)
-  batches = whole_number(own, "batches", 2, 1)
+  batches, steps = own.get("batches", 2), own.get("steps", 0 if checkpoint else 10)
   with config_errors():  # before anything is computed
     parse_tolerance(options.tolerance)
     target = get_target(own.get("target"))
@@ -41,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
   config = load_config(path, [*overrides, "policy=fp32"])
   console = report_console()
   layout = Planner(config, target).layout
-  with progress(console, lines=True) as advance:
+  with progress(console) as advance:
     advance("loading the data and the model")
     subject = open_subject(config, checkpoint)
     if steps:

@@ -1,4 +1,4 @@
-"""The names that a command line may have, without importing JAX: examples, and what a word may mean."""
+"""The errors of a config, names of examples, and what a word may mean. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ _ALIASES = {
   "output_dir": "out",
   "resume_from": "init_from",
 }
+
+
+class ConfigError(ValueError):
+  """The config is wrong: one line that names the key, the value and what to write instead."""
+
+  exit_status = 2
+
+
+class DataError(ValueError):
+  """Data is missing or cannot be used: one line that names it."""
+
+  exit_status = 2
 
 
 def examples() -> dict[str, pathlib.Path]:

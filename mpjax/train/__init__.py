@@ -9,9 +9,16 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from mpjax._gone import missing
 from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
+  from mpjax.registry._kinds import (
+    register_data as register_data,
+    register_model as register_model,
+    register_optimizer as register_optimizer,
+  )
+  from mpjax.registry._task import DataInfo as DataInfo, ModelInfo as ModelInfo, Task as Task
   from mpjax.train._errors import (
     Agreed as Agreed,
     CheckpointError as CheckpointError,
@@ -25,20 +32,12 @@ if TYPE_CHECKING:
     load_safetensors as load_safetensors,
     save_safetensors as save_safetensors,
   )
-  from mpjax.train.config._config import Config as Config, parse_config as parse_config
+  from mpjax.train.config._config import Config as Config
   from mpjax.train.config._config_file import load_config as load_config
-  from mpjax.train.config._plugins import (
-    DataInfo as DataInfo,
-    ModelInfo as ModelInfo,
-    Task as Task,
-    load_plugins as load_plugins,
-    register_data as register_data,
-    register_model as register_model,
-    register_optimizer as register_optimizer,
-  )
+  from mpjax.train.config._plugins import load_plugins as load_plugins
   from mpjax.train.loop._run import RunResult as RunResult, run as run
   from mpjax.train.loop._sinks import Tracker as Tracker
-  from mpjax.train.setup._experiment import make_setup as make_setup, make_task as make_task
+  from mpjax.train.setup._experiment import make_setup as make_setup
   from mpjax.train.setup._optimizers import make_optimizer as make_optimizer
   from mpjax.train.setup._planner import Planner as Planner
   from mpjax.train.setup._saved_run import export_run as export_run
@@ -50,25 +49,19 @@ if _LOGGER.level == logging.NOTSET:
   _LOGGER.setLevel(logging.INFO)
 
 _MODULES = {
-  "config._config": ("Config", "parse_config"),
-  "config._config_file": ("load_config",),
-  "_errors": ("Agreed", "CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
-  "_export": ("ExportedModel", "load_safetensors", "save_safetensors"),
-  "setup._experiment": ("make_setup", "make_task"),
-  "setup._optimizers": ("make_optimizer",),
-  "setup._planner": ("Planner",),
-  "setup._saved_run": ("export_run",),
-  "config._plugins": (
-    "DataInfo",
-    "ModelInfo",
-    "Task",
-    "load_plugins",
-    "register_data",
-    "register_model",
-    "register_optimizer",
-  ),
-  "loop._run": ("RunResult", "run"),
-  "loop._sinks": ("Tracker",),
+  "registry._kinds": ("register_data", "register_model", "register_optimizer"),
+  "registry._task": ("DataInfo", "ModelInfo", "Task"),
+  "train._errors": ("Agreed", "CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
+  "train._export": ("ExportedModel", "load_safetensors", "save_safetensors"),
+  "train.config._config": ("Config",),
+  "train.config._config_file": ("load_config",),
+  "train.config._plugins": ("load_plugins",),
+  "train.loop._run": ("RunResult", "run"),
+  "train.loop._sinks": ("Tracker",),
+  "train.setup._experiment": ("make_setup",),
+  "train.setup._optimizers": ("make_optimizer",),
+  "train.setup._planner": ("Planner",),
+  "train.setup._saved_run": ("export_run",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_MODULE_OF)
@@ -76,9 +69,9 @@ __all__ = sorted(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
   if name not in _MODULE_OF:
-    raise AttributeError(f"module 'mpjax.train' has no attribute {name!r}")
+    raise missing("mpjax.train", name)
   try:
-    value = getattr(importlib.import_module(f"mpjax.train.{_MODULE_OF[name]}"), name)
+    value = getattr(importlib.import_module(f"mpjax.{_MODULE_OF[name]}"), name)
   except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package in ("", "mpjax"):

@@ -34,13 +34,12 @@ from mpjax.fp8._recipe import BLOCKS
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, get_policy
-from mpjax.registry._info import DataInfo
-from mpjax.registry._registry import MODELS
-from mpjax.registry._task import Task
+from mpjax.registry._kinds import MODELS, checked
+from mpjax.registry._task import DataInfo, Task
 from mpjax.step import TrainState
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import write_atomically
-from mpjax.train.config._config import Config, export_dtype, parse_config
+from mpjax.train.config._config import Config, export_dtype
 from mpjax.train.setup._experiment import Experiment, Place, apply
 
 _FP8 = "float8_e4m3fn"
@@ -223,7 +222,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
       f"{path}: not an export of mpjax (format={metadata.get('format')!r}, expected 'mpjax-1')"
     )
   try:
-    config = parse_config(json.loads(metadata["config"]))
+    config = checked(Config, json.loads(metadata["config"]))
     info = pydantic.TypeAdapter(DataInfo).validate_json(metadata["data"])
     policy = config.resolve_policy()
     options = config.model.options
@@ -271,9 +270,7 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
   fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)
   block = max(BLOCKS.values())
   rows = -(-recipe.min_dim // block) * block  # large enough, and divisible, for every FP8 product
-  config = config.with_any_attention().model_copy(
-    update={"data": config.data.model_copy(update={"batch_size": rows})}
-  )
+  config = config.with_any_attention().changed({"data.batch_size": rows})
   experiment = Experiment(config, info, fp8, Place(None))
   arguments, keywords = experiment.step.loss.arguments(*experiment.shapes())
   found = fp8_weights(experiment.task.loss_fn, fp8)(*arguments, **keywords)

@@ -1,8 +1,7 @@
-"""Files of a run directory: written completely or not at all, and never deleted."""
+"""Files of a run directory: written completely or not at all."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import pathlib
 
@@ -30,11 +29,15 @@ def unfinished(path: pathlib.Path) -> pathlib.Path:
   return path.with_name(path.name + ".tmp")
 
 
-def set_aside(path: pathlib.Path, run: pathlib.Path) -> pathlib.Path:
-  """Moves a file or folder to `damaged/` in a run directory; returns the new path."""
-  target = run / "damaged" / path.name
-  target.parent.mkdir(exist_ok=True)
-  paths = itertools.chain([target], (target.with_name(f"{path.name}.{i}") for i in itertools.count(1)))
-  target = next(path for path in paths if not os.path.lexists(path))
-  os.rename(path, target)
-  return target
+def how_to_go_on(run: pathlib.Path | None, again: str = "the same command") -> str:
+  """Returns what the next start of a run does, as a part of a sentence.
+
+  Args:
+    run: the run directory; `None` if it is not known yet.
+    again: names the start.
+  """
+  folders = [] if run is None else (run / "checkpoints").glob("*")
+  steps = [int(folder.name) for folder in folders if folder.name.isdecimal()]
+  if not steps:
+    return f"no checkpoint was saved yet: {again} starts over"
+  return f"the newest checkpoint is of step {max(steps)} in {run}: {again} resumes from it"

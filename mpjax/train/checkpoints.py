@@ -22,26 +22,17 @@ import pathlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 
-from mpjax._types import PyTree
 from mpjax.sharding._checksums import Examined, NonFiniteLeaves, examine, kinds
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError, causes, one_line
-from mpjax.train._files import set_aside
-from mpjax.train.config._config_file import run_mismatch
+from mpjax.train._files import how_to_go_on
 from mpjax.train.processes import everyone
-
-__all__ = [
-  "STORAGE_ERRORS",
-  "Checkpoints",
-  "Restored",
-  "nonfinite_text",
-]
 
 # The operating system's errors for files that cannot be written or read.
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
@@ -90,28 +81,28 @@ class Checkpoints:
       was not skipped. The next save, `wait` or `close` deletes the others.
     timeout_s: limit for one process's wait for the others, in seconds.
     read_only: change nothing in the folder: for a run that may be in progress.
-    run: the run's config as plain data; saved with each checkpoint. A checkpoint of another run counts as
-      damaged.
 
   Raises:
     CheckpointError: if the folder cannot be made or read.
   """
 
   def __init__(
-    self,
-    directory: pathlib.Path,
-    keep: int = 2,
-    *,
-    timeout_s: int = 600,
-    read_only: bool = False,
-    run: dict[str, Any] | None = None,
+    self, directory: pathlib.Path, keep: int = 2, *, timeout_s: int = 600, read_only: bool = False
   ):
     self._directory, self._keep, self._timeout_s = directory.absolute(), keep, timeout_s
-    self._read_only, self._run = read_only, run
+    self._read_only = read_only
     self.begun_with: NonFiniteLeaves = {}
     self._writing: int | None = None
-    failed = f"{self._directory} cannot be opened for checkpoints"
-    found = self._by_first(self._open, failed, "no checkpoint was changed")
+    found, problem = [], ""
+    try:
+      found = self._open() if jax.process_index() == 0 else []
+    except OSError as error:
+      problem = _reason(error)
+    found, problem = everyone((found, problem), timeout_s)[0]
+    if problem:
+      raise CheckpointError(
+        f"{self._directory} cannot be opened for checkpoints: {problem}; no checkpoint was changed"
+      )
     # The evaluation loss of each, infinity for none, and how many steps in a row were skipped.
     self._ranks: dict[int, tuple[float, int]] = {step: (loss, skips) for step, loss, skips in found}
     self._writer = _writer()
@@ -154,10 +145,14 @@ class Checkpoints:
       return held
     # Without a finite evaluation loss, a checkpoint is never the best.
     rank = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf, skips
-    record = {"step": step, "run": self._run, "data": data, "loop": loop, "rank": rank}
+    record = {"step": step, "data": data, "loop": loop, "rank": rank}
     record |= {"leaves": examined.leaves, "begun_with": self.begun_with}
+    copy = json.loads(json.dumps(record))
+    copy["checksum"] = _digest(copy)
+    parts = ocp.args.Composite(state=ocp.args.StandardSave(tree), record=ocp.args.JsonSave(copy))
     with self._explained(step):
-      self._write(self._directory / str(step), tree, record)
+      _write_a_little(self._directory)
+      self._writer.save(self._path(step), args=parts, force=True)
     self._ranks[step], self._writing = rank, step
     return {}
 
@@ -187,7 +182,8 @@ class Checkpoints:
     fault = None
     try:
       record = _read_record(self._path(step))
-      self._require_own(step, record)
+      if record["step"] != step:
+        raise Damaged(f"is damaged: it is of step {record['step']}")
       tree = _read_state(self._path(step), _to_tree(like), record)
     except CheckpointError as error:
       fault = isinstance(error, Damaged), str(error)
@@ -201,8 +197,7 @@ class Checkpoints:
   def restore_latest(self, like: TrainState) -> Restored | None:
     """Returns the newest good checkpoint, as `restore` does; `None` if there are no checkpoints.
 
-    Newer checkpoints that are damaged or not finite are moved to `damaged/` next to the folder, unless
-    `read_only` is set.
+    Newer checkpoints that are damaged or not finite are no longer counted: their steps are saved again.
 
     Raises:
       CheckpointError: if every checkpoint is damaged or not finite, or the newest does not match `like`.
@@ -216,8 +211,8 @@ class Checkpoints:
       except Damaged as damage:
         damaged[step] = str(damage)
         continue
-      if damaged and not self._read_only:
-        damaged = self._moved_aside(damaged)
+      for later in damaged:
+        del self._ranks[later]
       return restored._replace(damaged=list(damaged.values()))
     if not damaged:
       return None
@@ -260,28 +255,9 @@ class Checkpoints:
       # Other processes may still be writing; a later start makes room.
       if jax.process_count() == 1:
         self._delete_unfinished(ignore_errors=True)
-      whole = [step for step in self.steps() if (self._path(step) / "record").exists()]
-      left = f"that of step {whole[-1]} is whole" if whole else "there is no earlier one"
-      then = f"resumes from step {whole[-1]}" if whole else "starts over"
-      raise CheckpointError(
-        f"the checkpoint of step {step} cannot be written in {self._directory}: {_reason(error)}; {left}, "
-        f"and once there is room and permission to write, the same command {then}"
-      ) from error
-
-  def _write(self, folder: pathlib.Path, state: PyTree, record: dict[str, Any]) -> None:
-    """Starts writing a checkpoint, of which it takes a copy. Raises anything if it cannot be written."""
-    copy = json.loads(json.dumps(record))
-    copy["checksum"] = _digest(copy)
-    _write_a_little(folder.parent)
-    parts = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(copy))
-    self._writer.save(folder, args=parts, force=True)
-
-  def _require_own(self, step: int, record: dict[str, Any]) -> None:
-    """Raises `Damaged` if a record is not the one of `step` of this run."""
-    if record["step"] != step:
-      raise Damaged(f"is damaged: it is of step {record['step']}")
-    if self._run and record["run"] and (differ := run_mismatch(record["run"], self._run)):
-      raise Damaged(f"is damaged: it is of another run ({differ}), for which there is train.init_from")
+      then = f"{how_to_go_on(self._directory.parent)} once there is room and permission to write"
+      failed = f"the checkpoint of step {step} cannot be written in {self._directory}"
+      raise CheckpointError(f"{failed}: {_reason(error)}; {then}") from error
 
   def _path(self, step: int) -> pathlib.Path:
     return self._directory / str(step)
@@ -318,31 +294,6 @@ class Checkpoints:
   def _delete_unfinished(self, ignore_errors: bool = False) -> None:
     for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
       shutil.rmtree(path, ignore_errors)
-
-  def _moved_aside(self, damaged: dict[int, str]) -> dict[int, str]:
-    """Moves checkpoints to `damaged/`, because their steps will be saved again; adds where to their lines."""
-    run = self._directory.parent
-    move = lambda: [str(set_aside(self._path(step), run)) for step in damaged]
-    one = f"the damaged checkpoint of step {max(damaged)} in {self._directory}"
-    failed = f"{one} cannot be moved to {run / 'damaged'}"
-    then = "move it away, and the same command resumes from an earlier one"
-    for step, target in zip(damaged, self._by_first(move, failed, then), strict=True):
-      del self._ranks[step]
-      damaged[step] += f"; moved to {target}"
-    return damaged
-
-  def _by_first(self, work: Callable[[], object], failed: str, then: str) -> Any:
-    """Does work on files in the first process; returns its JSON value, or raises, in every process."""
-    value, problem = None, ""
-    if jax.process_index() == 0:
-      try:
-        value = work()
-      except OSError as error:
-        problem = _reason(error)
-    value, problem = everyone((value, problem), self._timeout_s)[0]
-    if problem:
-      raise CheckpointError(f"{failed}: {problem}; {then}")
-    return value
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from mpjax._types import ArrayLike
-from mpjax.registry._info import DataInfo
-from mpjax.registry._registry import DATASETS
+from mpjax.registry._kinds import DATASETS
+from mpjax.registry._task import DataInfo
 from mpjax.sharding import Rows
 from mpjax.train._errors import DataError
 from mpjax.train.config._config import DataConfig
@@ -188,23 +188,16 @@ def _layout(row: Batch) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def _facts(facts: object, title: str) -> dict[str, Any]:
   """Returns a data function's facts as plain data, for an export."""
-  if hasattr(facts, "__dict__") and not isinstance(facts, Mapping):
-    facts = vars(facts)  # a dataclass or a namespace
+  facts = facts if isinstance(facts, Mapping) else getattr(facts, "__dict__", facts)
   if not isinstance(facts, Mapping) or not all(isinstance(name, str) for name in facts):
     raise DataError(
       f'{title}: info is a {type(facts).__name__}: expected a mapping by name, such as {{"num_classes": 10}}'
     )
   try:
-    plain: dict[str, Any] = json.loads(json.dumps(dict(facts), default=_plain_number))
-  except (TypeError, ValueError) as error:
+    plain: dict[str, Any] = json.loads(json.dumps(dict(facts), default=lambda array: array.tolist()))
+  except (TypeError, ValueError, AttributeError) as error:
     raise DataError(f"{title}: info={facts!r}: expected numbers, text, lists and mappings") from error
   return {name: value for name, value in plain.items() if value is not None}
-
-
-def _plain_number(value: Any) -> Any:
-  if isinstance(value, (np.generic, np.ndarray)):
-    return value.tolist()
-  raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def _fingerprint(train: RowSource, held_out: RowSource, title: str) -> str:

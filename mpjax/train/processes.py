@@ -29,14 +29,25 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax import _compat
 from mpjax._types import Array, PyTree
-from mpjax.train._errors import MENDABLE, TOGETHER, Agreed, ConfigError, Interrupted, one_line
-from mpjax.train._interrupt import Interrupt
+from mpjax.train._errors import (
+  MENDABLE,
+  TOGETHER,
+  Agreed,
+  ConfigError,
+  Interrupt,
+  Interrupted,
+  one_line,
+  outcome_of,
+)
+from mpjax.train._files import how_to_go_on
 from mpjax.train.config._config import DistributedConfig
 from mpjax.train.config._config_file import mismatch
 
 T = TypeVar("T")
 
 LOST = 5
+# The parts of a run's time.
+PARTS = ("start", "compile", "data", "step", "evaluation", "checkpoint")
 
 # How long the others, which the coordinator in process 0 serves, may take to speak before it ends.
 _ANSWER_S = 2.0
@@ -51,6 +62,7 @@ class Processes:
     count: the number of processes.
     directory: the run directory once it is known; messages name its last checkpoint.
     interrupt: what receives the signals of this process.
+    seconds: the time of each part of the run that has ended: the host's, devices work on meanwhile.
 
   Args:
     settings: the time-outs.
@@ -69,7 +81,8 @@ class Processes:
     self.settings, self._may_exit = settings or DistributedConfig(), may_exit
     self.interrupt = interrupt or Interrupt()
     self.directory: pathlib.Path | None = None
-    self._doing, self._since = "the start", time.monotonic()
+    self.seconds = dict.fromkeys(PARTS, 0.0)
+    self._part, self._doing, self._since = "start", "the start", time.monotonic()
     self._closed = threading.Event()
     self._client, self.process, self.count = _compat.coordination()
 
@@ -79,7 +92,6 @@ class Processes:
     return self.process == 0
 
   def __enter__(self) -> Processes:
-    self._since = time.monotonic()
     if self.count > 1 or self._may_exit:
       threading.Thread(target=self._watch_over, daemon=True, name="watch over the run").start()
     return self
@@ -87,9 +99,11 @@ class Processes:
   def __exit__(self, *_: object) -> None:
     self._closed.set()
 
-  def doing(self, what: str) -> None:
-    """Records that the run has made progress, and what it waits for now."""
-    self._doing, self._since = what, time.monotonic()
+  def phase(self, part: str, what: str) -> None:
+    """Ends a part of the run's time, begins another or the same, and says what it waits for."""
+    now = time.monotonic()
+    self.seconds[self._part] += now - self._since
+    self._part, self._doing, self._since = part, what, now
 
   def agree(
     self,
@@ -112,19 +126,25 @@ class Processes:
       Agreed: in every process, if the work raised in one, or one received a signal before it. In a run of one
         process, raises the work's error or `Interrupted`.
     """
-    if self.count == 1:
-      self.interrupt.check()
-      alone = work()
-      return alone, None if same else tell(alone)
     result: Any = None
     try:
       self.interrupt.check()
       result = work()
-      told = {"told": tell(result)}
+      told = {"told": None if same and self.count == 1 else tell(result)}
     except (*MENDABLE, Interrupted) as error:
+      if self.count == 1:
+        raise
       told = {"problem": str(error), "status": error.exit_status}
-    timeout_s = max(self.settings.start_timeout_s, self.settings.hang_timeout_s)
-    return result, _agreed(everyone(told, timeout_s), same)
+    if self.count == 1:
+      return result, told["told"]
+    told_by = everyone(told, max(self.settings.start_timeout_s, self.settings.hang_timeout_s))
+    for i, told in enumerate(told_by):
+      if "problem" in told:
+        raise Agreed(f"process {i}: {told['problem']}" if i else told["problem"], told["status"])
+    for i, told in enumerate(told_by[1:] if same else [], 1):
+      if (problem := mismatch(told_by[0]["told"], told["told"], i)) is not None:
+        raise Agreed(problem, ConfigError.exit_status)
+    return result, told_by[0]["told"]
 
   def fetch(self, tree: PyTree) -> PyTree:
     """Returns global arrays as complete NumPy arrays in every process."""
@@ -135,23 +155,17 @@ class Processes:
 
     return jax.tree.map(gather, tree)
 
-  def end(self, run: Callable[[], object], outcome: Callable[[BaseException], tuple[int, str] | None]) -> int:
-    """Runs a command in all processes.
+  def end(self, run: Callable[[], object]) -> int:
+    """Runs a command in all processes, and returns its exit status.
 
-    Args:
-      run: the command.
-      outcome: takes an error; returns the exit status and the line for stderr, or `None` if the error is not
-        expected.
-
-    Returns:
-      The exit status. If this process ends while others still run, this does not return.
+    If this process ends while others still run, this does not return.
     """
     status, line = 0, ""
     with self:
       try:
         run()
       except BaseException as error:
-        expected = outcome(error)
+        expected = outcome_of(error)
         if self.count == 1 and expected is None:
           raise
         status, line = expected or self._unexpected(error)
@@ -177,29 +191,19 @@ class Processes:
       traceback.print_exception(error)
       return 1, line
     lost = f"{line}, while this one waited for {self._doing}: another process may be gone"
-    return LOST, f"{lost}; {self._resume()}"
+    return LOST, f"{lost}; {self._go_on()}"
 
   def _watch_over(self) -> None:
     """Ends this process without progress."""
     limit = self.settings.hang_timeout_s
-    tick = min(1.0, limit / 4)
-    before = time.monotonic()
-    while not self._closed.wait(tick):
-      # The time in which this process was stopped (Ctrl-Z, a suspended machine) does not count.
-      asleep = time.monotonic() - before - tick
-      before += asleep + tick
-      if asleep > 2 * tick:
-        self._since += asleep
-      if before - self._since > limit:
+    while not self._closed.wait(min(1.0, limit / 4)):
+      if time.monotonic() - self._since > limit:
         waited = f"waited for {self._doing} for more than distributed.hang_timeout_s={limit:g} seconds"
-        self._exit(LOST, f"error: {waited}: {self._resume()}")
+        self._exit(LOST, f"error: {waited}: {self._go_on()}")
 
-  def _resume(self) -> str:
-    again = "start all processes again, in any number" if self.count > 1 else "the same command again"
-    folders = [] if self.directory is None else (self.directory / "checkpoints").glob("*")
-    if steps := [int(folder.name) for folder in folders if folder.name.isdecimal()]:
-      return f"the checkpoint of step {max(steps)} in {self.directory} is intact; {again}, to resume from it"
-    return f"there is no checkpoint yet; {again}"
+  def _go_on(self) -> str:
+    again = "the same command in any number of processes" if self.count > 1 else "the same command"
+    return how_to_go_on(self.directory, again)
 
   def _exit(self, status: int, line: str) -> NoReturn:
     """Exits at once: Python's usual end would wait for processes that are gone."""
@@ -214,19 +218,6 @@ def _say(line: str) -> None:
   with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads
     print(line, file=sys.stderr, flush=True)
     sys.stdout.flush()
-
-
-def _agreed(told_by: list[dict[str, Any]], same: bool) -> Any:
-  """Returns what process 0 tells; raises `Agreed` if one has a problem or, if `same`, tells other things."""
-  problems = [(i, told) for i, told in enumerate(told_by) if "problem" in told]
-  if problems:
-    number, told = problems[0]
-    who = f"process {number}: " if number else ""
-    raise Agreed(f"{who}{told['problem']}", told["status"])
-  for i, told in enumerate(told_by[1:] if same else [], 1):
-    if (problem := mismatch(told_by[0]["told"], told["told"], i)) is not None:
-      raise Agreed(problem, ConfigError.exit_status)
-  return told_by[0]["told"]
 
 
 def everyone(value: object, timeout_s: float) -> list[Any]:
@@ -260,38 +251,29 @@ def versions() -> dict[str, str]:
   return {"python": platform.python_version(), **found}
 
 
-class SignalOfAny:
-  """The signal that any process of a run received, so that all stop after the same step.
+def signal_of_any(processes: Processes) -> Callable[[], int | None]:
+  """Returns a function to call after each step, for the signal that any process of a run received.
 
-  Each process asks before every step, and after it reads the answer to the question of the step before. That
-  answer is there by then, so nothing waits. One number crosses the devices.
-
-  Args:
-    interrupt: what receives the signals of this process.
-    several: whether there are other processes.
+  All then stop after the same step. Each call asks the others, by one number that crosses the devices, and
+  reads the answer of the call before, which is there by then, so that nothing waits. In a single process the
+  answer is its own signal at once.
   """
+  if processes.count == 1:
+    return lambda: processes.interrupt.signum
+  devices = np.array(jax.devices())
+  mesh = jax.sharding.Mesh(devices, ("everywhere",), axis_types=(AxisType.Auto,))
+  one_each = NamedSharding(mesh, PartitionSpec("everywhere"))
+  largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-  def __init__(self, interrupt: Interrupt, several: bool) -> None:
-    self._interrupt, self._several = interrupt, several
-    self._answers: list[Any] = []
-    if several:
-      devices = np.array(jax.devices())
-      mesh = jax.sharding.Mesh(devices, ("everywhere",), axis_types=(AxisType.Auto,))
-      one_each = NamedSharding(mesh, PartitionSpec("everywhere"))
-      self._latest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
-      self._words = functools.cache(
-        lambda signum: jax.make_array_from_callback(
-          (devices.size,), one_each, lambda _: np.full(1, signum, np.int32)
-        )
-      )
+  @functools.cache
+  def word(signum: int) -> jax.Array:
+    own = lambda _: np.full(1, signum, np.int32)
+    return jax.make_array_from_callback((devices.size,), one_each, own)
 
-  def ask(self) -> None:
-    """Tells the others, before a step, whether this process got a signal."""
-    if self._several:
-      self._answers.append(self._latest(self._words(self._interrupt.signum or 0)))
+  asked: list[jax.Array] = []
 
-  def answer(self) -> int | None:
-    """Returns the signal that any process reported one step ago; in a single process, its own at once."""
-    if not self._several:
-      return self._interrupt.signum
-    return int(self._answers.pop(0)) or None if len(self._answers) > 1 else None
+  def answer() -> int | None:
+    asked.append(largest(word(processes.interrupt.signum or 0)))
+    return int(asked.pop(0)) or None if len(asked) > 1 else None
+
+  return answer

@@ -89,14 +89,6 @@ def test_a_wrong_flag_is_answered_with_what_to_write(capsys):
     assert capsys.readouterr().err == f"error: mpjax {command} has no option {flag}: {advice}\n"
 
 
-def test_a_script_is_the_command_under_its_own_name():
-  line = [sys.executable, str(ROOT / "scripts" / "export.py"), "--help"]
-  shown = subprocess.run(
-    line, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "100"}
-  )
-  assert shown.stdout.startswith("usage: export.py ")
-
-
 def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch, capsys):
   monkeypatch.delitem(sys.modules, "mpjax.cli._export_command", raising=False)
   monkeypatch.setitem(sys.modules, "mpjax.train._export", None)  # what an import that fails leaves
@@ -129,28 +121,6 @@ def test_a_wrong_config_or_run_is_answered_with_those_there_are(tmp_path, monkey
   (run / "config.yaml").touch()
   assert main(["numerics", "runs/gpt-fp16"]) == 2
   assert "there are runs/gpt-bf16; did you mean 'runs/gpt-bf16'?" in capsys.readouterr().err
-
-
-def test_advice_to_install_names_where_mpjax_came_from(tmp_path, monkeypatch):
-  monkeypatch.chdir(ROOT)
-  assert pip_install("plan") == 'pip install -e ".[plan]"'
-  monkeypatch.chdir(tmp_path)
-  assert pip_install("plan") == f'pip install -e "{ROOT}[plan]"'
-
-
-def test_training_from_python_without_its_packages_says_what_to_install(monkeypatch):
-  monkeypatch.delitem(vars(mpjax.train), "Planner", raising=False)
-  monkeypatch.delitem(sys.modules, "mpjax.train.setup._planner", raising=False)
-
-  class Missing:
-    def find_spec(self, name, path=None, target=None):
-      if name == "mpjax.train.setup._planner":
-        raise ModuleNotFoundError("No module named 'grain.python'", name="grain.python")
-
-  monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-  with pytest.raises(ModuleNotFoundError) as error:
-    mpjax.train.Planner  # noqa: B018
-  assert str(error.value) == f"mpjax.train.Planner needs grain: {pip_install('train')}"
 
 
 def test_examples_are_found_by_name_and_are_the_default(tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ def test_a_config_is_inspected_after_some_steps(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_directory_is_a_config_with_its_newest_checkpoint(run, trained, tmp_path):
-  report, out = run("--by", "module", config=trained)
+  report, out = run("--table", "modules", config=trained)
   assert "GPT/blocks/0/qkv" in out
   assert (report["step"], report["policy"]) == (8, "fp16")
   assert report["title"] == "run (gpt of 20,576 parameters)"

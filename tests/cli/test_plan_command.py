@@ -140,14 +140,11 @@ def test_a_batch_lies_over_the_devices(run, target, mesh, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policies", "accumulate", "multiple"), [("bf16", 3, None), ("fp32,bf16", 1, 256)])
-def test_fit_finds_a_batch_that_fits_and_the_next_does_not(run, config, policies, accumulate, multiple):
-  overrides = [f"train.accumulate={accumulate}", f"data.batch_size={8 * accumulate}"]
-  options = ["--multiple", str(multiple)] if multiple else []
-  size = "100MB" if multiple else "0.1 gb"
-  report, printed = run(*analytic(f"policy={policies}", "--fit", "--memory", size, *overrides, *options))
+@pytest.mark.parametrize(("policies", "step", "size"), [("bf16", 3, "0.1 gb"), ("fp32,bf16", 256, "100MB")])
+def test_fit_finds_a_batch_that_fits_and_the_next_does_not(run, config, policies, step, size):
+  overrides = [f"train.accumulate={step}", f"data.batch_size={8 * step}"]
+  report, printed = run(*analytic(f"policy={policies}", "--fit", "--memory", size, *overrides))
   planner = Planner(load_config(config, overrides), get_target("h200"))
-  step = multiple or accumulate
   for fit, plan, policy in zip(report["fit"], report["plans"], policies.split(","), strict=True):
     assert (fit["label"], fit["memory"]) == (policy, 100 * MB)
     assert fit["batch"] % step == 0
@@ -177,28 +174,6 @@ def test_cheapest_is_the_fastest_of_policies_and_recomputations_that_fits(run):
   largest = max(plans.values(), key=lambda plan: plan["peak"])
   report, _ = run(*arguments, "--memory", str(largest["peak"] - 1))
   assert plans[report["cheapest"]]["peak"] < largest["peak"]
-
-
-@pytest.mark.slow
-def test_cheapest_looks_through_what_the_target_can_run(run):
-  report, _ = run("target=v5e", "--analytic", "--cheapest")
-  found = {plan["label"].partition(" ")[0] for plan in report["plans"]}
-  assert {"bf16", "fp32"} <= found
-  assert found.isdisjoint({"fp16", "tf32"})
-  report, _ = run("target=t4", "--analytic", "--cheapest")
-  assert {plan["label"].partition(" ")[0] for plan in report["plans"]} == {"fp16", "fp32"}
-  assert report["cheapest"].startswith("fp16")
-
-
-@pytest.mark.slow
-def test_this_machine_compiles_the_plan(run):
-  report, _ = run("policy=bf16", "model.layers=1", "train.skip_nonfinite=false")
-  [plan] = report["plans"]
-  compiled, parts = plan["compiled"], plan["memory"]["parts"]
-  assert plan["target"] == "here"
-  assert sum(parts.get(name, 0) for name in ARGUMENT_PARTS) == compiled["arguments"]
-  assert plan["peak"] == compiled["peak"]
-  assert compiled["explained"] >= 0.9
 
 
 BAD = {
@@ -232,12 +207,8 @@ BAD = {
     "--picture /no/such/folder/plan.png: cannot be written (No such file or directory)",
   ),
   "nothing fits": ([*analytic("--fit", "--memory", "1kB")], "not even a batch of 1 fits 1"),
-  "no choice fits": (
-    [*analytic("--cheapest", "--memory", "1kB", "policy=bf16")],
-    "none of ",
-  ),
+  "no choice fits": ([*analytic("--cheapest", "--memory", "1kB", "policy=bf16")], "none of "),
   "table": ([*analytic("--table", "memry")], "--table: no table 'memry': expected one of all, summary"),
-  "multiple": ([*analytic("--fit", "--multiple", "-1")], "--multiple -1: expected "),
   **{
     f"memory {text!r}": (
       [*analytic("--fit", f"--memory={text}")],

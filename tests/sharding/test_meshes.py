@@ -43,13 +43,7 @@ def slices():
 
 @pytest.mark.parametrize(
   ("sizes", "over"),
-  [
-    ((-1, 1, 1), "data"),
-    ((2, 4, 1), "data"),
-    ((4, 1, 2), "data"),
-    ((1, 8, 1), "fsdp"),
-    ((1, 2, 4), "fsdp"),
-  ],
+  [((-1, 1, 1), "data"), ((2, 4, 1), "data"), ((4, 1, 2), "data"), ((1, 8, 1), "fsdp"), ((1, 2, 4), "fsdp")],
 )
 def test_slices_divide_the_rows_first_and_no_product(slices, sizes, over):
   mixed = [*slices[::2], *slices[1::2]]

@@ -120,9 +120,3 @@ def test_quantised_state_lies_as_its_parameters_do_and_a_scalar_is_whole():
     "narrow": Quantized(P(None, "fsdp"), P()),  # two groups on four devices
     "scalar": Quantized(P(), P()),
   }
-
-
-def test_parts_of_a_spec():
-  spec = P(None, "fsdp", "tensor")
-  assert (sharding.dimension_over(spec, "fsdp"), sharding.dimension_over(spec, "data")) == (1, None)
-  assert sharding.keep_axes(spec, ("tensor",)) == P(None, None, "tensor")

@@ -5,7 +5,7 @@ import pytest
 import mpjax.zoo.registered  # noqa: F401 - kinds that it registers later would be forgotten, too
 
 # A test's kinds are to be forgotten, for which there is no public function.
-from mpjax.registry._registry import DATASETS, MODELS, TARGETS
+from mpjax.registry._kinds import DATASETS, MODELS, TARGETS
 from tests.train._runs import register_line
 
 

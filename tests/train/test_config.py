@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import mpjax
-from mpjax.train import ConfigError, load_config, make_optimizer, parse_config
+from mpjax.train import ConfigError, load_config, make_optimizer
 
 # A schedule by itself, and which optimisers there are.
 from mpjax.train.config import _config
@@ -180,8 +180,8 @@ def test_keys_that_went_are_passed_over_where_a_run_has_the_value_that_holds_any
 
 def test_the_resolved_config_reads_back_as_the_same_run():
   for policy in ("auto", "fp16", {"base": "fp16", "loss_scaling": 8}):
-    config = parse_config(MINIMAL | {"policy": policy})
-    again = parse_config(yaml.safe_load(config.to_yaml()))
+    config = load_config(MINIMAL | {"policy": policy})
+    again = load_config(yaml.safe_load(config.to_yaml()))
     assert again.resolve_policy() == config.resolve_policy(), policy
     assert again.to_yaml() == config.to_yaml(), policy
 
@@ -198,7 +198,7 @@ def test_a_policy_is_resolved_once_for_each_config(monkeypatch):
 
 def step_of(parameters, gradients, steps=10, **options):
   """Returns the updates of a first step of an optimiser."""
-  tx = make_optimizer(parse_config(MINIMAL | {"optimizer": options}).optimizer, steps)
+  tx = make_optimizer(load_config(MINIMAL | {"optimizer": options}).optimizer, steps)
   updates = lambda p, g: tx.update(g, tx.init(p), p, value=1.0)[0]
   return jax.jit(updates)(parameters, gradients)
 
@@ -230,30 +230,20 @@ def test_unfit_optimizers_are_config_errors():
     ({"name": "sgd", "weight_decay": 0.1}, ["weight_decay", "sgd"]),
     ({"options": {"b3": 1}}, ["optimizer.options.b3", "b2"]),
   ]:
-    config = parse_config(MINIMAL | {"optimizer": options}).optimizer
+    config = load_config(MINIMAL | {"optimizer": options}).optimizer
     raises_one_line(ConfigError, words, make_optimizer, config, 10)
 
 
-SCHEDULES = [  # options, steps of the run, the rate at some of them
-  ({"schedule": "constant"}, 20, {20: 1.0}),
-  ({"schedule": "cosine"}, 20, {20: 0.1}),
-  ({"schedule": "linear"}, 20, {20: 0.1}),
-  ({"schedule": "wsd"}, 20, {20: 0.1}),
-  # Warm-up, stable, decay falls in its last part.
-  ({"schedule": "wsd", "decay_fraction": 0.25}, 40, {3: 1.0, 10: 1.0, 30: 1.0, 35: 0.55, 40: 0.1}),
-  # A schedule may end before the run.
-  (
-    {"schedule": "linear", "schedule_steps": 14, "final_fraction": 0.0},
-    40,
-    {4: 1.0, 9: 0.5, 14: 0.0, 20: 0.0},
-  ),
-]
-
-
 def test_schedules_warm_up_from_above_zero_and_end_where_they_should():
-  for options, steps, rates in SCHEDULES:
+  for options, steps, rates in [
+    ({"schedule": "constant"}, 20, {20: 1.0}),
+    ({"schedule": "cosine"}, 20, {20: 0.1}),
+    ({"schedule": "wsd", "decay_fraction": 0.25}, 40, {10: 1.0, 30: 1.0, 35: 0.55, 40: 0.1}),
+    # A schedule may end before the run.
+    ({"schedule": "linear", "schedule_steps": 14, "final_fraction": 0.0}, 40, {9: 0.5, 14: 0.0, 20: 0.0}),
+  ]:
     settings = {"learning_rate": 1.0, "warmup_steps": 4} | options
-    rate = make_schedule(parse_config(MINIMAL | {"optimizer": settings}).optimizer, steps)
+    rate = make_schedule(OptimizerConfig(**settings), steps)
     rates = {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0} | rates
     found = jax.jit(jax.vmap(rate))(np.array([*rates]))
     np.testing.assert_allclose(found, [*rates.values()], atol=1e-6, err_msg=str(options))
@@ -262,4 +252,3 @@ def test_schedules_warm_up_from_above_zero_and_end_where_they_should():
 def test_a_warm_up_that_a_run_does_not_leave_is_said():
   config = OptimizerConfig(learning_rate=5e-4, warmup_steps=50)
   assert "this run of 30 steps does not leave: it ends at 0.0003" in describe_optimizer(config, 30)
-  assert "cosine to" in describe_optimizer(config, 100)

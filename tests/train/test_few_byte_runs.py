@@ -67,11 +67,3 @@ def test_an_export_in_float32_is_of_the_master_weights(runs, tmp_path):
     for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(expected), strict=True):
       np.testing.assert_array_equal(np.asarray(a), np.asarray(b).astype(jnp.dtype(dtype)))
     assert np.isfinite(np.asarray(model.logits(np.zeros((1, 16), np.int32)))).all()
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh_and_back(runs):
-  _, parts, arguments = runs
-  for steps, mesh in ((6, ON_EIGHT), (7, "mesh={data: 1}")):
-    train(arguments, parts, mesh, f"train.steps={steps}")
-    assert int(state_of(parts).step) == steps

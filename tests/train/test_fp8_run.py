@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.cli import main
 from mpjax.train import load_config, make_setup
 from mpjax.train.checkpoints import Checkpoints
 from tests.train import _runs
 from tests.train._runs import curve, train, train_until_killed
-from tests.train._tiny_gpt import write_tiny_gpt
 
 LENGTH = 4
 POLICIES = {
@@ -79,21 +77,3 @@ def test_a_checkpoint_knows_of_fp8_only_where_there_is_a_state(flat, tmp_path):
     checkpoints.close()
     fields[name] = "fp8_state" in next((tmp_path / name).rglob("state/_METADATA")).read_text()
   assert fields == {"bf16": False, "current": False, "delayed": True}
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-  return [*write_tiny_gpt(tmp_path_factory.mktemp("fp8")), "model.dim=128", "model.layers=1"]
-
-
-@pytest.mark.parametrize("recipe", POLICIES)
-def test_explain_says_which_products_are_fp8(config, capsys, recipe, monkeypatch):
-  monkeypatch.setenv("COLUMNS", "120")
-  assert main(["explain", *config, POLICIES[recipe], "--table", "fp8"]) == 0
-  section = capsys.readouterr().out
-  assert "last layer (fp8.last_layer)" in section
-  assert "GPT/blocks/0 " in section
-  assert "GPT/blocks/0/up" not in section
-  # Four products, 8 x 16 rows, of 128 x (384 + 128 + 512 + 512), of 59.77 MFLOP.
-  assert main(["explain", *config, POLICIES[recipe]]) == 0
-  assert "84.2% in float8_e4m3fn" in capsys.readouterr().out

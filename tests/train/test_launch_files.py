@@ -92,25 +92,3 @@ def test_the_tpu_script_quotes_what_it_hands_on(tmp_path):
     *words[1:],
   ]
   assert not list(tmp_path.rglob("trap"))
-
-
-def test_the_jobset_says_one_thing_everywhere():
-  whole = jobset()
-  job = whole["spec"]["replicatedJobs"][0]
-  spec = job["template"]["spec"]
-  pod = spec["template"]["spec"]
-  (words,) = commands("kubernetes_jobset.yaml")
-  flags = dict(
-    zip(words[words.index("--coordinator") :: 2], words[words.index("--coordinator") + 1 :: 2], strict=True)
-  )
-  host, port = flags["--coordinator"].split(":")
-  name = whole["metadata"]["name"]
-  assert host == f"{name}-{job['name']}-0-0.{name}"
-  assert pod["containers"][0]["ports"] == [{"containerPort": int(port)}]
-  assert spec["parallelism"] == spec["completions"] == int(flags["--num-processes"])
-  assert (flags["--process-id"], pod["restartPolicy"], spec["backoffLimit"]) == (
-    "$JOB_COMPLETION_INDEX",
-    "Never",
-    0,
-  )
-  assert pod["terminationGracePeriodSeconds"] >= 120

@@ -17,15 +17,6 @@ def summary_of(config, out, *options):
   return json.loads((out / "summary.json").read_text())
 
 
-@pytest.mark.parametrize(
-  ("name", "steps", "options"),
-  [("vit_digits", 300, ["model.layers=2"]), ("resnet_digits", 80, [])],
-)
-def test_digits_are_learnt_in_float16(name, steps, options, tmp_path):
-  options = [*options, "policy=fp16", f"train.steps={steps}", f"train.eval_every={steps}"]
-  assert summary_of(f"{name}.yaml", tmp_path / "run", *options)["eval_accuracy"] > 0.9
-
-
 def test_half_precision_ends_where_float32_does(tmp_path):
   overflowing = "{base: fp16, loss_scaling: {init_scale: 16777216, backoff_factor: 0.25}}"
   shape = ["model.dim=64", "model.layers=1", "data.seq_len=64", "data.batch_size=8"]

@@ -113,11 +113,6 @@ def test_a_run_that_grew_is_bit_for_bit_the_longer_run(line, tmp_path):
   assert losses(parts) == losses(whole)
 
 
-def test_the_schedule_can_stay_as_it_was(line, copied):
-  lines = train(line, copied, "train.steps=24", UNTIL_20)
-  np.testing.assert_allclose(rates(lines)[20:], 0.01, rtol=1e-5)
-
-
 def test_a_run_goes_on_with_other_intervals(line, first, tmp_path):
   out = tmp_path / "run"
   train(line, out, "train.steps=10", UNTIL_20)
@@ -130,15 +125,6 @@ def test_a_run_goes_on_with_other_intervals(line, first, tmp_path):
   assert (out / "model.safetensors").exists()
   # Nothing is lost of a finished run: the same command with yet others has nothing to do.
   assert train(line, out, "train.steps=20", UNTIL_20) == lines
-
-
-def test_no_other_change_comes_with_a_longer_run(line, first, capsys):
-  before = (first / "config.yaml").read_bytes()
-  error = refused(
-    ["train", *line, f"out={first}", "train.steps=30", "seed=4"], ["seed: 3 there, 4 here"], capsys
-  )
-  assert "train.steps" not in error
-  assert before == (first / "config.yaml").read_bytes()
 
 
 @pytest.mark.parametrize("policy", ["fp16", "bf16_pure"])
@@ -211,10 +197,7 @@ def test_what_cannot_be_started_from_is_one_line(line, first, tmp_path, capsys):
     ([f"train.init_from={file}", "model.columns=5"], ["train.init_from=", "params", "same model section"]),
     ([f"train.init_from={file}", "train.init_optimizer=true"], ["init_optimizer", "only parameters"]),
     (["train.init_optimizer=true"], ["train.init_optimizer=true", "train.init_from"]),
-    (
-      [f"train.init_from={first}", "train.init_optimizer=true", "optimizer.name=lion"],
-      ["another optimizer"],
-    ),
+    ([f"train.init_from={first}", "train.init_optimizer=true", "optimizer.name=lion"], ["another optimizer"]),
     ([f"train.init_from={empty}"], ["train.init_from=", "no checkpoint"]),
   ]:
     refused(["train", *line, out, *options], words, capsys)

@@ -6,8 +6,6 @@ import re
 
 import jax
 import jax.export
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import mpjax
@@ -61,22 +59,3 @@ def test_full_precision_policies_keep_float32_products(policy):
   assert {(lhs, rhs) for _, lhs, rhs in product_dtypes(text)} == {("f32", "f32")}
   # JAX's name for one pass of the matrix units at reduced precision.
   assert ("precision = [HIGH, HIGH]" in text or "tf32" in text.lower()) == (policy == "tf32")
-
-
-def test_every_product_is_counted():
-  def f(x, w):
-    return jax.lax.conv(x, w, (1, 1), "SAME").sum() + (x[0, 0] @ x[0, 0].T).sum()
-
-  shapes = jax.ShapeDtypeStruct((1, 2, 8, 8), jnp.float16), jax.ShapeDtypeStruct((2, 2, 3, 3), jnp.float16)
-  text = jax.export.export(jax.jit(f), platforms=["cuda"])(*shapes).mlir_module()
-  assert product_dtypes(text) == {("convolution", "f16", "f16"): 1, ("dot_general", "f16", "f16"): 1}
-
-
-@pytest.mark.parametrize("name", ["gpt_stdlib", "resnet_digits"])
-def test_saved_arrays_of_the_state_keep_their_dtypes(name):
-  experiment = experiment_of(name, "fp16")
-  dtypes = lambda state: jax.tree.map(lambda x: x.dtype, (state.params, state.model_state, state.opt_state))
-  state, batch = experiment.shapes()
-  assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.model_state))} == {np.dtype("float32")}
-  after, _ = jax.eval_shape(experiment.step.jitted, state, batch)
-  assert dtypes(after) == dtypes(state)

@@ -6,7 +6,7 @@ import yaml
 from mpjax.cli import main
 
 # What is registered is to be forgotten.
-from mpjax.registry._registry import TARGETS
+from mpjax.registry._kinds import TARGETS
 from mpjax.train import load_safetensors
 from tests.train._runs import curve, refused, train, write_line
 

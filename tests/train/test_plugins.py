@@ -58,25 +58,6 @@ def test_what_is_exported_has_the_logits_of_the_run(finished, tmp_path):
   np.testing.assert_allclose(logits, np.asarray(expected), atol=0.02, rtol=0.02)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("finished", ["nnx"], indirect=True)
-def test_a_run_is_inspected(finished, tmp_path):
-  report = tmp_path / "report.json"
-  options = ["--html", str(tmp_path / "x.html"), "--json", str(report)]
-  assert main(["numerics", str(finished[1]), *OF_FILE, "batches=1", *options]) == 0
-  tensors = json.loads(report.read_text())["tensors"]
-  assert {"activation", "parameter", "weight gradient"} <= {tensor["kind"] for tensor in tensors}
-
-
-def test_a_run_that_overflows_stops_with_status_3_and_says_where(tmp_path, capsys):
-  out = tmp_path / "run"
-  overrides = ["policy={base: fp16, loss_scaling: 1e30}", "train.max_skips=3", f"out={out}"]
-  assert main(["train", write_config(tmp_path, "plain"), *overrides, *OF_FILE]) == 3
-  error = capsys.readouterr().err
-  assert "non-finite: 2 of 2 gradients (head, up)" in error
-  assert "overflowed in float16" in error
-
-
 @pytest.mark.parametrize("kind", ["linen", "nnx", "plain"])
 def test_a_config_is_explained_and_planned_for_a_device_that_is_not_here(kind, tmp_path, capsys):
   config, file = write_config(tmp_path, kind), tmp_path / "plan.json"
@@ -151,9 +132,7 @@ def test_two_plugins_with_one_kind_are_refused(tmp_path):
 
 
 def task(**changes):
-  return mpjax.train.Task(
-    **({"init": lambda key: {"w": jax.numpy.ones(8)}, "loss_fn": loss_fn} | changes),
-  )
+  return mpjax.train.Task(**({"init": lambda key: {"w": jax.numpy.ones(8)}, "loss_fn": loss_fn} | changes))
 
 
 def loss_fn(params, batch):
@@ -252,24 +231,6 @@ def test_what_is_traced_to_be_checked_is_not_traced_again(tmp_path):
   make = lambda info: task(loss_fn=counted, evaluate=loss_fn)
   train(tmp_path, make, train={"steps": 3, "eval_every": 1})
   assert len(traced) == 1
-
-
-@pytest.mark.parametrize(
-  "options", [{"policy": {"base": "fp8", "fp8": {"emulate": True}}}, {"mesh": {"data": 2}}]
-)
-def test_a_start_traces_init_once_for_the_model_once_for_the_state_and_once_to_begin(tmp_path, options):
-  called = []
-
-  def init(key):
-    called.append(key)
-    return {"w": jax.numpy.ones(8)}
-
-  make = lambda info: task(init=init)
-  train(tmp_path, make, **options)
-  assert len(called) == 3
-  called.clear()
-  train(tmp_path, make, **options, train={"steps": 4})  # resumes, and needs no values
-  assert len(called) == 2
 
 
 def test_a_task_says_what_it_takes():

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from mpjax.cli import main
-from mpjax.cli._start_processes import processes_around
+from mpjax.cli._train_command import processes_around
 from mpjax.train import Agreed, ConfigError, processes as several
 from mpjax.train.config._config import DistributedConfig
-from mpjax.train.config._config_file import mismatch
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
 from tests.train._runs import last_step
@@ -119,40 +118,6 @@ def test_two_processes_train_as_one_with_two_devices_through_sigterm_to_one(star
 
 
 @pytest.mark.slow
-def test_one_two_and_four_processes_take_the_same_rows_in_the_same_order(start, tiny_gpt, tmp_path):
-  """Four devices each time: the first losses, of the first state, differ if a row is another one."""
-  losses = []
-  for count in (1, 2, 4):
-    out = tmp_path / str(count)
-    arguments = [*tiny_gpt, "policy=fp32", "mesh={data: 2, fsdp: 2}", "train.steps=4", f"out={out}"]
-    # Later losses depend on the rows far more than on the steps.
-    arguments += ["model.layers=1", "optimizer.learning_rate=1e-4"]
-    statuses, _, errors = start(count, arguments, **quick_environment(devices=4 // count)).end()
-    assert statuses == [0] * count, errors
-    losses.append([record["loss"] for record in records(out)])
-  assert np.ptp(losses[0]) > 1e-3
-  for other in losses[1:]:
-    np.testing.assert_allclose(other, losses[0], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_two_processes_start_from_a_run_and_grow(start, tiny_gpt, tmp_path):
-  plain = [*tiny_gpt, "policy=fp32", "model.dropout=0", "optimizer.schedule_steps=20"]
-  assert main(["train", *plain, "train.steps=4", f"out={tmp_path / 'first'}"]) == 0
-  later = [*plain, "policy=bf16", f"train.init_from={tmp_path / 'first'}", "train.init_optimizer=true"]
-  assert main(["train", *later, "mesh.data=2", "train.steps=8", f"out={tmp_path / 'one'}"]) == 0
-  for steps in (4, 8):
-    run = start(2, [*later, "mesh={data: 1, fsdp: 2}", f"train.steps={steps}", f"out={tmp_path / 'two'}"])
-    statuses, shown, errors = run.end()
-    assert statuses == [0, 0], errors
-    assert shown[1] == ""
-  one, two = records(tmp_path / "one"), records(tmp_path / "two")
-  for key, tolerance in (("learning_rate", 1e-6), ("loss", 1e-2), ("grad_norm", 0.05)):
-    np.testing.assert_allclose([r[key] for r in two], [r[key] for r in one], rtol=tolerance)
-  assert [r["step"] for r in two] == list(range(1, 9))
-
-
-@pytest.mark.slow
 def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, tiny_gpt, tmp_path):
   out = tmp_path / "run"
   # One device a process, and so a mesh of another size each time.
@@ -174,7 +139,9 @@ def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, ti
     for i in survivors:
       if statuses[i] == LOST:
         assert f"process {i}: error: " in errors[i]
-        assert re.search(r"may be gone; the checkpoint of step \d+0 in \S+ is intact; start all", errors[i])
+        assert re.search(
+          r"may be gone; the newest checkpoint is of step \d+0 in \S+: the same command in any", errors[i]
+        )
         # One line of ours; JAX's runtime may log what it meets at the coordinator's port.
         assert len(re.findall(r"^process \d+: ", errors[i], re.MULTILINE)) == 1, errors[i]
   run = start(1, arguments)
@@ -185,6 +152,23 @@ def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, ti
   assert main(["train", *arguments[:-1], f"out={tmp_path / 'undisturbed'}"]) == 0
   losses = [[r["loss"] for r in records(d)] for d in (out, tmp_path / "undisturbed")]
   np.testing.assert_allclose(*losses, rtol=1e-4)  # sums of eight, four, two and one parts
+
+
+@pytest.mark.slow
+def test_two_processes_agree_on_the_newest_good_checkpoint(start, tiny_gpt, tmp_path):
+  out = tmp_path / "run"
+  arguments = [*tiny_gpt, "mesh.data=-1", "train.steps=8", "train.checkpoint_every=4", f"out={out}"]
+  assert main(["train", *arguments]) == 0
+  (out / "summary.json").unlink()
+  largest = max((out / "checkpoints" / "8").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+  content = bytearray(largest.read_bytes())
+  content[len(content) // 2] ^= 1
+  largest.write_bytes(content)
+  statuses, shown, errors = start(2, arguments).end()
+  assert statuses == [0, 0], errors
+  assert "the checkpoint of step 8 is damaged: state/" in shown[0]
+  assert "resumed after step 4" in shown[0]
+  assert shown[1] == ""
 
 
 @pytest.mark.slow
@@ -205,21 +189,6 @@ def test_rows_of_one_process_that_overflow_or_are_missing_stop_all_at_the_same_s
   statuses, _, errors = start(2, arguments).end()
   assert statuses == [0, 0], errors
   assert records(out)[-1]["skipped_steps"] == 1
-
-
-@pytest.mark.slow
-def test_a_state_that_rows_of_one_process_make_nan_is_saved_by_none(start, tmp_path):
-  (tmp_path / "vit.yaml").write_text(VIT)
-  out = tmp_path / "run"
-  options = ["policy=fp32", "mesh={data: 1, fsdp: 2}", "train.skip_nonfinite=false", f"out={out}"]
-  faults = {"FAULTS": json.dumps({"inf": [1, 3]})}
-  run = start(2, [str(tmp_path / "vit.yaml"), *options], "tests/train/_faulty_train.py", **faults)
-  statuses, _, errors = run.end()
-  assert statuses == [3, 3], errors
-  assert errors[0].startswith("error: stopped at step 4: the state is not finite")
-  assert "the last finite checkpoint is of step 2:" in errors[0]
-  assert errors[1] == ""
-  assert [path.name for path in (out / "checkpoints").iterdir()] == ["2"]
 
 
 @pytest.mark.slow
@@ -277,16 +246,6 @@ def test_processes_go_on_only_if_the_work_went_well_in_all_of_them_and_they_agre
     assert raised.value.exit_status == status
 
 
-def test_what_differs_between_processes_is_named():
-  assert mismatch({"versions": {"jax": "1"}}, {"versions": {"jax": "1"}}, 3) is None
-  text = mismatch({"versions": {"jax": "1", "flax": "a"}}, {"versions": {"jax": "2", "flax": "a"}}, 3)
-  assert "(versions.jax: '1' in process 0, '2' in process 3)" in text
-  config = {"seed": 3, "train": {"steps": 2, "checkpoint_wait": False}, "distributed": {"a": 1}}
-  own = {"train": {"steps": 2, "checkpoint_wait": True}, "distributed": {"a": 2}}
-  assert mismatch(config, config | own, 1) is None
-  assert "(seed: 3 in process 0, 4 in process 1)" in mismatch(config, config | {"seed": 4}, 1)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_does_not_move_ends_the_process(tmp_path, monkeypatch, capsys):
   ended, statuses = threading.Event(), []
@@ -301,7 +260,7 @@ def test_what_does_not_move_ends_the_process(tmp_path, monkeypatch, capsys):
   with several.Processes(DistributedConfig(hang_timeout_s=1)) as processes:
     processes.directory = tmp_path
     for step in range(20):  # what moves may take longer in all
-      processes.doing(f"step {step}")
+      processes.phase("step", f"step {step}")
       time.sleep(0.1)
     assert statuses == []
     assert ended.wait(60)
@@ -311,7 +270,7 @@ def test_what_does_not_move_ends_the_process(tmp_path, monkeypatch, capsys):
   assert statuses == [5]
   error = capsys.readouterr().err
   assert "waited for step 19 for more than distributed.hang_timeout_s=1 seconds" in error
-  assert f"the checkpoint of step 40 in {tmp_path} is intact" in error
+  assert f"the newest checkpoint is of step 40 in {tmp_path}" in error
 
 
 @pytest.mark.slow

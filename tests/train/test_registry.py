@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 # What a registered name leads to.
-from mpjax.registry._registry import MODELS
-from mpjax.train import ConfigError, parse_config, register_data, register_model
+from mpjax.registry._kinds import MODELS
+from mpjax.train import ConfigError, load_config, register_data, register_model
 from tests.train._runs import raises_one_line
 
 REST = {"data": {"kind": "digits"}}
@@ -48,7 +48,7 @@ def _with_options(_kinds):
 
 
 def options(**given):
-  return parse_config({"model": {"kind": "with_options", "count": 1, **given}, **REST}).model.options
+  return load_config({"model": {"kind": "with_options", "count": 1, **given}, **REST}).model.options
 
 
 def test_a_value_that_fits_is_taken_and_reads_back():
@@ -72,8 +72,8 @@ def test_a_value_that_fits_is_taken_and_reads_back():
   ]:
     found = options(**{key: value})[key]
     assert (found, type(found)) == (expected, type(expected)), key
-    config = parse_config({"model": {"kind": "with_options", "count": 1, key: value}, **REST})
-    assert parse_config(yaml.safe_load(config.to_yaml())).model == config.model, key
+    config = load_config({"model": {"kind": "with_options", "count": 1, key: value}, **REST})
+    assert load_config(yaml.safe_load(config.to_yaml())).model == config.model, key
 
 
 def test_a_value_that_does_not_is_one_line():
@@ -97,7 +97,7 @@ def test_a_value_that_does_not_is_one_line():
 
 def test_a_key_without_a_default_has_to_be_given():
   with pytest.raises(ConfigError, match=r"^missing key 'model.count': model.kind=with_options needs it$"):
-    parse_config({"model": {"kind": "with_options"}, **REST})
+    load_config({"model": {"kind": "with_options"}, **REST})
 
 
 def test_a_kind_may_be_registered_again():
@@ -111,7 +111,7 @@ def test_a_section_has_no_key_of_another_kind():
   tree = {"model": {"kind": "vit", "patch": 4}, **REST}
   changed = tree | {"model": tree["model"] | {"kind": "resnet"}}
   with pytest.raises(ConfigError, match=r"unknown key 'model.patch' of model.kind=resnet: .* stages, width"):
-    parse_config(changed)
+    load_config(changed)
 
 
 def test_a_kind_is_a_function():

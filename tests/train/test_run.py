@@ -17,7 +17,7 @@ from mpjax.cli import _train_command, main
 from mpjax.train import Interrupted
 
 # The command's own, without a run.
-from mpjax.train._interrupt import Interrupt
+from mpjax.train._errors import Interrupt
 from mpjax.train.loop import _run
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
@@ -204,16 +204,6 @@ def test_processes_that_are_killed_resume_bit_for_bit(tmp_path):
   assert curve(out) == curve(tmp_path / "uninterrupted")
 
 
-@pytest.mark.slow
-def test_eight_devices_train_a_gpt_as_one_does(tmp_path):
-  arguments = [*write_tiny_gpt(tmp_path, layers=1), "policy=fp32", "model.dropout=0", "train.steps=3"]
-  one, eight = (
-    [(r["loss"], r["grad_norm"]) for r in train(arguments, tmp_path / name, f"mesh={mesh}")]
-    for name, mesh in (("one", "{data: 1}"), ("eight", "{data: 2, fsdp: 2, tensor: 2}"))
-  )
-  np.testing.assert_allclose(eight, one, rtol=1e-4)
-
-
 def test_a_run_stuck_at_the_lowest_scale_stops_and_says_why(tmp_path, capsys):
   policy = "policy={base: fp16, loss_scaling: {init_scale: 16777216, min_scale: 8388608}}"
   out = tmp_path / "run"
@@ -269,16 +259,3 @@ def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(tiny_gpt, tmp_pat
   ]:
     refused(["train", *tiny_gpt, f"out={tmp_path / 'run'}", *overrides], words, capsys)
     assert not (tmp_path / "run").exists(), overrides
-
-
-def test_explain_says_what_a_run_would_do(tiny_gpt, capsys, monkeypatch):
-  monkeypatch.setenv("COLUMNS", "120")
-  assert main(["explain", *tiny_gpt, "policy={base: bf16, overrides: {blocks/1: fp32}}", "--all"]) == 0
-  lines = capsys.readouterr().out.splitlines()
-  row = lambda path: next(line.split() for line in lines if line.split()[:1] == [path])
-  assert row("GPT/blocks/0/up")[-1] == "bfloat16"
-  assert row("GPT/blocks/1/up")[-1] == "float32"
-  assert "its module's policy computes in float32" in "\n".join(lines)
-  assert main(["explain", *tiny_gpt, "policy={base: bf16, autocast: false}"]) == 0
-  assert "casts parameters and batch instead" in capsys.readouterr().out
-  assert main(["explain", *tiny_gpt, "policy=fp61"]) == 2

@@ -8,7 +8,6 @@ import time
 import types
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import mpjax
@@ -100,7 +99,7 @@ def test_a_resumed_run_continues_its_run_in_wandb_and_logs_no_step_twice(alone, 
 def test_a_run_goes_on_without_wandb(alone, wandb, tmp_path, capsys, broken):
   wandb.broken = broken
   train(alone[0], tmp_path / "run", BOTH)
-  told = {"init": "wandb: RuntimeError: api_key not configured", "log": "WandB: BrokenPipeError"}
+  told = {"init": "wandb: RuntimeError: api_key not configured", "log": "wandb: BrokenPipeError"}
   assert capsys.readouterr().out.count(f"the run goes on without {told[broken]}") == 1
   assert curve(tmp_path / "run") == curve(alone[1])
 
@@ -141,62 +140,6 @@ def test_a_callers_tracker_is_called_until_it_raises(alone, tmp_path, capsys):
   assert own[1].summary == result.summary
   assert own[0].summary is None
   assert curve(tmp_path / "run") == curve(alone[1])
-
-
-class Figures:
-  """Keeps the shares and the histograms of each step."""
-
-  def __init__(self):
-    self.shares, self.histograms = {}, {}
-
-  def scalars(self, step, values):
-    self.shares |= {(step, name): x for name, x in values.items() if name.startswith("numerics/")}
-
-  def histogram(self, step, name, edges, counts):
-    self.histograms[step, name] = sum(counts)
-
-  def close(self, summary):
-    pass
-
-
-def half_counted(info):
-  """A mean over the rows that count, which are more on some devices than on others."""
-
-  def loss_fn(params, batch):
-    error = (jnp.tanh(batch["x"] @ params["in"]) @ params["out"] - batch["y"]) ** 2
-    return mpjax.Average(error.sum(where=batch["y"] > 0), (batch["y"] > 0).sum())
-
-  def init(key):
-    return {"in": jnp.linspace(-1, 1, 4 * 256).reshape(4, 256), "out": jnp.linspace(0, 0.1, 256)}
-
-  return mpjax.train.Task(init, loss_fn, loss_fn)
-
-
-@pytest.mark.parametrize(
-  ("mesh", "accumulate"),
-  [
-    ("{data: 4}", 1),
-    ("{data: 8}", 2),
-    ("{data: 1, fsdp: 4}", 4),
-    ("{data: 2, fsdp: 4, gather: block}", 2),
-    ("{data: 2, fsdp: 2, tensor: 2}", 2),
-  ],
-)
-def test_figures_on_a_mesh_are_those_of_one_device(alone, tmp_path, mesh, accumulate):
-  mpjax.train.register_model("half_counted")(half_counted)
-  options = ["model={kind: half_counted}", "policy=bf16", "numerics.every=2", "train.steps=4"]
-  options += [
-    "train.trackers=[]",
-    "train.eval_every=4",
-    "optimizer.learning_rate=1e-3",
-    f"train.accumulate={accumulate}",
-  ]
-  one, several = Figures(), Figures()
-  for name, own, of_mesh in (("one", one, "{data: 1}"), ("several", several, mesh)):
-    mpjax.train.run(alone[0][0], [*options, f"mesh={of_mesh}", f"out={tmp_path / name}"], trackers=[own])
-  assert {step for step, _ in one.shares} == {2, 4}
-  assert several.shares == pytest.approx(one.shares, abs=0.02)
-  assert several.histograms == pytest.approx(one.histograms, abs=8)
 
 
 def test_what_is_no_tracker_is_refused_before_the_run(tmp_path):

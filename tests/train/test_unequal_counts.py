@@ -120,15 +120,6 @@ def test_lists_that_are_not_packed_are_rows_of_their_own_padded_and_lose_no_toke
   assert data.info.fingerprint == again.info.fingerprint != other.info.fingerprint
 
 
-def test_texts_that_are_not_packed_are_rows_of_their_own(tmp_path):
-  texts = [chr(97 + i) * (3 * i + 2) for i in range(8)]
-  path = saved(tmp_path / "texts", text=texts)
-  data = load("huggingface", path=path, text_column="text", batch_size=1, packed=False)
-  found = sorted(pairs(data.train_rows) + pairs(data.eval_rows))
-  assert found == sorted(within(text.encode() for text in texts))
-  assert data.info.bytes_per_token == 1
-
-
 def made(vocab_size=120, **options):
   row = {"tokens": ("int32", (9,)), "mask": ("bool", (9,))}
   facts = {"vocab_size": vocab_size, "seq_len": 8, "recompute": "none", "bytes_per_token": 1, "row": row}
@@ -181,27 +172,3 @@ def test_a_mask_that_says_something_else_is_refused():
     )
     with pytest.raises(ValueError, match=r"mask of \w+\[\d\]: expected bool\[9\]"):
       gpt(info, **SIZES)
-
-
-@pytest.mark.slow
-def test_a_run_on_padded_rows_is_the_same_however_its_batches_are_divided(tmp_path):
-  rng = np.random.default_rng(0)
-  lists = [rng.integers(1, 120, length).tolist() for length in rng.integers(1, 30, 64)]
-  data = {"kind": "huggingface", "path": saved(tmp_path / "lists", ids=lists), "token_column": "ids"}
-  losses = []
-  for devices, accumulate in ((1, 1), (8, 1), (4, 2)):
-    out = tmp_path / f"{devices}-{accumulate}"
-    config = {
-      "policy": "fp32",
-      "out": str(out),
-      "model": {"kind": "gpt", **SIZES},
-      "data": data
-      | {"vocab_size": 120, "packed": False, "seq_len": 16, "batch_size": 8, "valid_fraction": 0.25},
-      "optimizer": {"learning_rate": 1e-2},
-      "mesh": {"data": devices},
-      "train": {"steps": 6, "accumulate": accumulate, "log_every": 1, "eval_every": 6},
-    }
-    result = mpjax.train.run(config)
-    losses.append([line["loss"] for line in records(out)] + [result.eval_loss])
-  for other in losses[1:]:
-    np.testing.assert_allclose(other, losses[0], rtol=1e-4)

@@ -17,10 +17,10 @@ import mpjax
 # Which kernel is taken, and a step in float32 beside another, of what no run of this machine shows.
 # What an inspection compiles for another device is not seen from outside.
 from mpjax.numerics._pass import passes, reference_state, reference_step
-from mpjax.registry._info import ModelInfo
+from mpjax.registry._task import ModelInfo
 from mpjax.train import ConfigError, load_config, load_safetensors, make_setup, save_safetensors
 from mpjax.train.checkpoints import Checkpoints
-from mpjax.zoo.models import GPT, ViT, _fused_attention, gpt_sharding
+from mpjax.zoo.models import GPT, _fused_attention, gpt_sharding
 from mpjax.zoo.models._attention import attention
 from mpjax.zoo.models._fused_attention import chosen_attention, on_parts
 from tests.casting._jaxprs import equations
@@ -171,13 +171,6 @@ def test_on_a_mesh_each_device_has_its_rows_and_heads(interpreted, manual):
   assert {e.outvars[-1].aval.shape[-3:] for e in kernels} == {(1, 128, 128)}  # one head of two
 
 
-def test_heads_that_a_mesh_does_not_divide_take_the_xla_path(interpreted):
-  mesh = jax.make_mesh((1, 1, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    names = {e.primitive.name for e in equations(gradients("splash", True, "bf16"), *qkv(heads=3))}
-  assert "pallas_call" not in names
-
-
 @functools.cache
 def model(attention):
   return GPT(vocab_size=16, max_len=128, dim=256, layers=2, heads=2, attention=attention, rngs=nnx.Rngs(0))
@@ -192,33 +185,6 @@ def test_splash_is_in_modules_that_compute_in_bfloat16_alone(policy, override, e
   gradient = jax.grad(mpjax.autocast(loss, policy, overrides={".*/blocks/0": override}))
   found = equations(gradient, model("splash"), jnp.zeros((2, 128), jnp.int32))
   assert sum(e.primitive.name == "pallas_call" for e in found) == expected
-
-
-def test_a_module_in_float32_does_without_cudnn(gpu):
-  gpu("9.0")
-  loss = lambda model, tokens: jax.nn.logsumexp(model(tokens)).mean()
-  args = model("cudnn"), jnp.zeros((2, 128), jnp.int32)
-  for overrides, expected in ({}, 2), ({".*/blocks/0": "fp32"}, 1):
-    found = equations(mpjax.autocast(loss, "bf16", overrides=overrides), *args)
-    assert sum(e.primitive is jax.lax.max_p and e.invars[0].aval.ndim == 4 for e in found) == expected
-
-
-def test_a_model_whose_initialisation_runs_it_needs_no_half_precision(gpu):
-  gpu("9.0")
-  vit = ViT(num_classes=3, patch=2, dim=64, layers=1, heads=4, attention="cudnn")
-  init = functools.partial(vit.init, train=False)
-  variables = jax.eval_shape(init, jax.random.key(0), np.zeros((1, 8, 8, 3), np.float32))
-  assert variables["params"]["head"]["kernel"].shape == (64, 3)
-
-
-def test_a_model_with_splash_takes_rows_of_any_length():
-  """As the model without it does: there is no kernel for a hundred rows."""
-  for length in (1, 100):
-    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    run = mpjax.autocast(lambda model, tokens: model(tokens), "bf16")
-    names = [[e.primitive.name for e in equations(run, model(kind), tokens)] for kind in ("splash", "xla")]
-    assert names[0] == names[1]
-    assert "pallas_call" not in names[0]
 
 
 def step_of_shapes(sizes):
@@ -275,19 +241,3 @@ def test_a_model_that_asks_for_a_kernel_is_read_where_there_is_none(asked, tmp_p
   exported = load_safetensors(file)
   assert exported.config.model.options["attention"] == "splash"
   assert jax.eval_shape(exported.logits, np.zeros((1, 5), np.int32)).shape == (1, 5, 256)
-
-
-@pytest.mark.slow
-def test_a_hunt_on_a_mesh_divides_the_kernel(monkeypatch):
-  seen = set()
-
-  def splash(q, k, v, causal):
-    seen.add(jax.sharding.get_abstract_mesh().axis_types)
-    return jnp.log(q - q)
-
-  monkeypatch.setattr(_fused_attention, "_splash", splash)
-  step, _, batch = step_of_shapes((2, 1, 2))
-  tokens = {"tokens": jnp.zeros(batch["tokens"].shape, jnp.int32)}
-  report = mpjax.find_nonfinite(step, step.init(model("splash")), tokens, reference=False)
-  assert not report.finite
-  assert seen == {(AxisType.Manual,) * 3}

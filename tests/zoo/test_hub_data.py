@@ -45,16 +45,6 @@ def test_text_that_was_saved(tmp_path):
   assert letters(load("huggingface", path=one, text_column="text"), "train") < set(range(65, 77))
 
 
-def test_text_by_name(tmp_path, offline):
-  folder = tmp_path / "texts"
-  folder.mkdir()
-  for split, texts in (("train", TEXTS), ("test", ["a" * 40, "b" * 40])):
-    datasets.Dataset.from_dict({"text": texts}).to_parquet(str(folder / f"{split}.parquet"))
-  data = load("huggingface", name=str(folder), text_column="text", eval_split="test")
-  assert letters(data, "eval") == set(b"ab")
-  assert letters(data, "train") == set(range(65, 77))
-
-
 @pytest.mark.parametrize("vocab_size", [300, 100_000])
 def test_tokens_that_were_saved(tmp_path, vocab_size):
   lists = [[i, i + 1, 299] for i in range(40)]
@@ -89,15 +79,6 @@ def test_images_are_decoded_when_they_are_read(tmp_path):
   np.testing.assert_allclose(arrays.train_rows[3]["images"], data.train_rows[3]["images"], atol=1e-6)
 
 
-def test_a_folder_with_the_name_of_a_hub_dataset_is_not_it(tmp_path, monkeypatch):
-  whole = datasets.DatasetDict({"train": pictures(IMAGES)})
-  monkeypatch.setattr(datasets, "load_dataset", lambda name: {"images": whole}[name])
-  (tmp_path / "images").mkdir()
-  monkeypatch.chdir(tmp_path)
-  data = load("huggingface", name="images", image_column="image", label_column="label")
-  assert data.info.image_shape == (6, 6, 1)
-
-
 TEXT, IDS = {"text_column": "text"}, {"token_column": "ids", "vocab_size": 9}
 PICTURES = {"image_column": "image", "label_column": "label"}
 BAD = [  # columns of the training split, options, words of the error
@@ -111,11 +92,7 @@ BAD = [  # columns of the training split, options, words of the error
   ({"ids": TEXTS}, IDS, ["ids is string", "lists of integers"]),
   ({"ids": [[0.5]] * 9}, IDS, ["ids is list<", "lists of integers"]),
   ({"ids": [[1]] * 9}, IDS, ["data.seq_len=8", "tokens of the training split"]),
-  (
-    {"image": IMAGES.tolist(), "label": [-1, *LABELS[1:].tolist()]},
-    PICTURES,
-    ["[train]", "label[0]=-1"],
-  ),
+  ({"image": IMAGES.tolist(), "label": [-1, *LABELS[1:].tolist()]}, PICTURES, ["[train]", "label[0]=-1"]),
   ({"image": [], "label": []}, PICTURES, ["cannot load dataset"]),
   ({"image": TEXTS, "label": list(range(12))}, PICTURES, ["[train]", "images is"]),
 ]

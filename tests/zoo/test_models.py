@@ -13,8 +13,7 @@ from mpjax.dtypes import cast_floating
 from mpjax.zoo.models import GPT, ResNet, ViT
 
 # Parts whose results can be written down.
-from mpjax.zoo.models._gpt import dropout, rotate
-from mpjax.zoo.models._vit import patches
+from mpjax.zoo.models._gpt import rotate
 from tests.casting._jaxprs import equations
 
 HALF = {"bfloat16": 8e-3, "float16": 1e-3}  # twice the unit roundoff
@@ -143,16 +142,6 @@ def test_gpt_logits_depend_on_earlier_tokens_their_order_and_no_later_ones():
     assert np.abs(before[3] - back[3]).max() > 1e-5, name
 
 
-def test_gpt_parameters_are_its_whole_state():
-  for changes in ({}, OTHER_GPT | {"dropout": 0.1}):
-    graphdef, params, rest = nnx.split(make_gpt(**changes), nnx.Param, ...)
-    assert not jax.tree.leaves(rest)
-    assert {p.dtype.name for p in jax.tree.leaves(params)} == {"float32"}
-    again = nnx.graphdef(nnx.eval_shape(lambda changes=changes: make_gpt(**changes)))
-    assert graphdef == again
-    assert hash(graphdef) == hash(again)
-
-
 def test_gpt_dropout_needs_a_key_and_follows_it():
   (model, params), (plain, _) = gpt(dropout=0.5), gpt()
   one, two = jax.random.key(1), jax.random.key(2)
@@ -165,12 +154,6 @@ def test_gpt_dropout_needs_a_key_and_follows_it():
   for dtype in HALF:
     traced = jax.eval_shape(model, cast_floating(params, dtype), TOKENS, rng=one)
     assert traced.dtype == dtype
-
-
-def test_dropout_keeps_the_mean():
-  y = np.asarray(jax.jit(lambda key: dropout(jnp.ones(4096), 0.25, key))(jax.random.key(0)))
-  assert set(np.unique(y)) == {np.float32(0), np.float32(1 / 0.75)}
-  assert abs(y.mean() - 1) < 0.05
 
 
 def test_rotation_turns_pairs_by_the_position_times_their_frequency():
@@ -220,19 +203,6 @@ def test_the_head_has_a_module_path(tie_head):
 # Image models.
 
 
-def test_image_models_take_any_size():
-  vit = ViT(num_classes=7, patch=2, dim=8, layers=1, heads=2)
-  for module in (vit, ResNet(num_classes=7, width=4)):
-    for shape in ((2, 8, 8, 1), (3, 12, 8, 3), (1, 2, 2, 1)):
-      x = jax.ShapeDtypeStruct(shape, jnp.float32)
-      variables = jax.eval_shape(functools.partial(module.init, train=False), jax.random.key(0), x)
-      assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"float32"}
-      for train in (True, False):
-        apply = functools.partial(module.apply, train=train, mutable=["batch_stats"])
-        logits, _ = jax.eval_shape(apply, variables, x)
-        assert (logits.shape, logits.dtype) == ((shape[0], 7), "float32")
-
-
 def test_image_models_refuse():
   for changes, shape, match in [
     ({"dim": 9}, (1, 4, 4, 1), "dim=9 is not divisible by heads=2"),
@@ -245,21 +215,6 @@ def test_image_models_refuse():
     model = ResNet(num_classes=3) if changes is None else ViT(**(vit | changes))
     with pytest.raises(ValueError, match=match):
       jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), np.ones(shape))
-
-
-def test_vit_cuts_images_into_squares():
-  image = np.arange(4 * 6 * 2).reshape(1, 4, 6, 2)
-  want = [image[0, r : r + 2, c : c + 2].ravel() for r in (0, 2) for c in (0, 2, 4)]
-  np.testing.assert_array_equal(jax.jit(patches, static_argnums=1)(image, 2)[0], want)
-
-
-def test_vit_dropout_only_while_training_and_follows_the_key():
-  variables = initialise(VIT)
-  apply = jax.jit(VIT.clone(dropout=0.5).apply, static_argnums=2)
-  run = lambda train, seed: apply(variables, IMAGES, train, rngs={"dropout": jax.random.key(seed)})
-  np.testing.assert_array_equal(run(False, 1), run(False, 2))
-  np.testing.assert_array_equal(run(True, 1), run(True, 1))
-  assert not np.allclose(run(True, 1), run(True, 2))
 
 
 def test_resnet_statistics_move_by_a_tenth_only_while_training_and_stay_float32():

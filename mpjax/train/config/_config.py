@@ -11,8 +11,18 @@ import yaml
 
 from mpjax.dtypes import DTYPE_NAMES
 from mpjax.policy import Policy, get_policy
-from mpjax.registry._checks import Float, Int, Natural, Positive, Section, Seed, checked
-from mpjax.registry._registry import DATASETS, MODELS, TARGETS, KindSection
+from mpjax.registry._kinds import (
+  DATASETS,
+  MODELS,
+  TARGETS,
+  Float,
+  Int,
+  KindSection,
+  Natural,
+  Positive,
+  Section,
+  Seed,
+)
 from mpjax.sharding import AXES, ShardingRules
 from mpjax.step import require_honoured
 from mpjax.train._errors import ConfigError
@@ -249,10 +259,18 @@ class Config(Section):
 
   def with_any_attention(self) -> Config:
     """Returns the config with `attention: auto` in place of a named kernel, for any device and dtype."""
-    options = self.model.options
-    if options.get("attention", "xla") in ("auto", "xla") or not MODELS.find(self.model.kind).is_own:
-      return self
-    return self.model_copy(update={"model": self.model.model_copy(update={"attention": "auto"})})
+    is_named = self.model.options.get("attention", "xla") not in ("auto", "xla")
+    is_own = is_named and MODELS.find(self.model.kind).is_own
+    return self.changed({"model.attention": "auto"}) if is_own else self
+
+  def changed(self, values: Mapping[str, Any]) -> Config:
+    """Returns the config with other values by dotted key, which are not checked."""
+    update: dict[str, Any] = {}
+    for key, value in values.items():
+      section, _, name = key.partition(".")
+      before = update.get(section, getattr(self, section))
+      update[section] = before.model_copy(update={name: value}) if name else value
+    return self.model_copy(update=update)
 
   def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Config:
     """Returns the config with other values, and nothing that was computed of those before."""
@@ -281,19 +299,3 @@ class Config(Section):
   def to_yaml(self) -> str:
     """Returns the config as YAML, with all defaults and the whole policy."""
     return yaml.safe_dump(self.tree, sort_keys=False)
-
-
-def parse_config(data: object) -> Config:
-  """Makes a `Config` from plain data. `make_setup` makes the checks that need the devices or the data.
-
-  ```python
-  config = mpjax.train.parse_config({"policy": "bf16", "model": {"kind": "vit"}, "data": {"kind": "digits"}})
-  ```
-
-  Args:
-    data: a mapping with the keys of a config file.
-
-  Raises:
-    ConfigError: as for `load_config`.
-  """
-  return checked(Config, data)

@@ -17,10 +17,10 @@ import yaml
 from mpjax._gone import instead, without_old_keys
 from mpjax.dtypes import did_you_mean
 from mpjax.policy import get_policy
-from mpjax.registry._checks import checked
+from mpjax.registry._kinds import checked
 from mpjax.registry._names import examples
 from mpjax.train._errors import ConfigError
-from mpjax.train.config._config import Config, DistributedConfig, parse_config
+from mpjax.train.config._config import Config, DistributedConfig
 
 # A file, the name of an example, a mapping of keys or a config.
 ConfigSource = str | pathlib.Path | Mapping[str, Any] | Config
@@ -76,7 +76,7 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
     title = source.out.removeprefix("runs/").rpartition("-")[0]
     source = source.model_copy(update={"out": None})
   source = _located(source)
-  config = parse_config(read_tree(source, overrides))
+  config = checked(Config, read_tree(source, overrides))
   if config.out is None:
     title = title or (source.stem if isinstance(source, pathlib.Path) else config.model.kind)
     name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"

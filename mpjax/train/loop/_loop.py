@@ -18,9 +18,9 @@ from mpjax._types import PyTree
 from mpjax.numerics._watcher import Watcher
 from mpjax.sharding._checksums import NonFiniteLeaves
 from mpjax.step import TrainState
-from mpjax.train._errors import ConfigError, DataError, Interrupted, Stuck
+from mpjax.train._errors import ConfigError, DataError, Interrupted, Stuck, signal_name
 from mpjax.train._export import WIDE, export_text, save_safetensors
-from mpjax.train._interrupt import signal_name
+from mpjax.train._files import how_to_go_on
 from mpjax.train.checkpoints import Checkpoints, nonfinite_text
 from mpjax.train.data import Batch, describe
 from mpjax.train.loop._output import LOGGER, Output, Progress, show_header, show_summary
@@ -34,11 +34,10 @@ from mpjax.train.loop._records import (
   way_on,
   why_skipped,
 )
-from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._sinks import MetricsFile, Tracker, Trackers
-from mpjax.train.processes import Processes, SignalOfAny
+from mpjax.train.processes import Processes, signal_of_any
 from mpjax.train.setup._experiment import Setup, mean_of_batches, weights_of
-from mpjax.train.setup._saved_run import start_from
+from mpjax.train.setup._saved_run import RunDirectory, start_from
 
 # Number of newest steps whose metrics the host does not wait for.
 LAG = 2
@@ -73,7 +72,6 @@ class TrainingRun:
     processes: Processes,
     output: Output,
     trackers: Sequence[Tracker],
-    began: float,
   ):
     self.setup, self.directory, self.processes, self._output = setup, directory, processes, output
     self.config, self.policy, self.data = setup.config, setup.policy, setup.data
@@ -84,7 +82,7 @@ class TrainingRun:
     self._own_trackers = trackers
     self._watcher, self._looks_every = Watcher(setup.step), self.config.numerics.every if is_tracked else 0
     self._pending: collections.deque[_Pending] = collections.deque()
-    self._records = Records(setup, began)
+    self._records = Records(setup)
     # What takes each record, and whether logging of it is due.
     self._sinks: list[Callable[[dict[str, Any], bool], None]] = []
     self._sync: Callable[[], None] = lambda: None
@@ -92,21 +90,20 @@ class TrainingRun:
   def _open_checkpoints(self) -> Checkpoints:
     timeout_s, keep = round(self.config.distributed.hang_timeout_s) or 1, self.config.train.keep_checkpoints
     folder = self.directory.path / "checkpoints"
-    return Checkpoints(folder, keep, timeout_s=timeout_s, run=self.config.tree)
+    return Checkpoints(folder, keep, timeout_s=timeout_s)
 
   def train(self) -> dict[str, Any]:
     """Trains from the last checkpoint to the end and returns the summary."""
     with contextlib.ExitStack() as opened:
       self._begin(opened)
-      signals = SignalOfAny(self.processes.interrupt, self.processes.count > 1)
+      signal = signal_of_any(self.processes)
       with self._progress:
         for step in range(self.step + 1, self.config.train.steps + 1):
-          signals.ask()
           self._profile.before(step)
           with jax.profiler.StepTraceAnnotation("train", step_num=step):
             self._take(step)
           self._profile.after(step, self.state)
-          self._at_boundary(signals.answer())
+          self._at_boundary(signal())
       self._profile.close()
       return self._finish()
 
@@ -121,7 +118,7 @@ class TrainingRun:
     show_header(
       self.setup, self.state, path, f"resumed after step {start}" if start else source, processes.count
     )
-    self._phase("start", "the trackers")
+    processes.phase("start", "the trackers")
     units, has_scale = self.setup.task.units[0], self.policy.loss_scaling is not None
     self._progress = Progress(self._output.console, settings.steps, start, units, has_scale)
     self._trackers = Trackers(self.config, path, start, self._own_trackers if processes.first else None)
@@ -134,7 +131,7 @@ class TrainingRun:
 
   def _resume(self) -> str:
     """Restores the newest good checkpoint, or makes the first state; says where that one is from."""
-    self._phase("start", "the checkpoint to resume from")
+    self.processes.phase("start", "the checkpoint to resume from")
     resumed = self.checkpoints.restore_latest(self.setup.shapes()[0])
     if resumed is None:
       return self._first_state()
@@ -162,19 +159,15 @@ class TrainingRun:
       )
     return source
 
-  def _phase(self, part: str, what: str) -> None:
-    """Tells the watchdog what the run does now, and the records to which part of its time that belongs."""
-    self.processes.doing(what)
-    self._records.enter(part)
-
   def _take(self, step: int) -> None:
     """Takes a step, and tells the record of an earlier one."""
-    self._phase("data", f"the data of step {step}")
+    phase = self.processes.phase
+    phase("data", f"the data of step {step}")
     is_first = step == self._start + 1
     # The other processes would wait for the rows.
     may_save = self.processes.count == 1 and not is_first
     rows = self._next_rows(self.iterator, f"the data of step {step}", save=may_save)
-    self._phase("compile" if is_first else "step", f"step {step}")
+    phase("compile" if is_first else "step", f"step {step}")
     batch = self.setup.place(rows)
     looks = self._looks_every and step % self._looks_every == 0
     seen = self._watcher.look(self.state, batch) if looks else None
@@ -182,7 +175,7 @@ class TrainingRun:
     self.step = step
     if is_first:  # so that no later step's time includes compilation
       jax.block_until_ready(metrics)
-      self._records.enter("step")
+      phase("step", f"step {step}")
       self._records.restart_clock()
     for value in metrics.values():
       value.copy_to_host_async()
@@ -199,19 +192,13 @@ class TrainingRun:
         self._tell_all()
         self._save()
         self.checkpoints.wait()
-      message = f"{what} cannot be read: {describe(error)}; {self.resumes()} once the data is back"
-      raise DataError(message) from error
-
-  def resumes(self) -> str:
-    """Returns what the same command does, as a part of a sentence: start over, or resume from a step."""
-    if (step := self.checkpoints.latest()) is None:
-      return "no checkpoint was saved yet: the same command starts over"
-    return f"the checkpoint of step {step} is in {self.directory.path}, and the same command resumes from it"
+      then = f"{how_to_go_on(self.directory.path)} once the data is back"
+      raise DataError(f"{what} cannot be read: {describe(error)}; {then}") from error
 
   def _fetch(self) -> dict[str, Any]:
     """Returns the record of the oldest pending step; waits for it, and stops a run that is stuck there."""
     pending = self._pending.popleft()
-    self._phase("step", f"step {pending.step}")
+    self.processes.phase("step", f"step {pending.step}")
     record = self._records.of(pending.step, pending.metrics)
     if pending.seen is not None:
       self._trackers.figures(pending.step, *self._watcher.figures(self.processes.fetch(pending.seen)))
@@ -289,7 +276,7 @@ class TrainingRun:
 
   def _evaluate(self) -> dict[str, float]:
     """Returns the evaluation of the state. Saves nothing: a run resumed from here would skip it."""
-    self._phase("evaluation", f"the evaluation after step {self.step}")
+    self.processes.phase("evaluation", f"the evaluation after step {self.step}")
     setup, totals = self.setup, collections.defaultdict[str, list[Any]](list)
     model, batches = setup.for_evaluation(self.state), iter(setup.data.eval(setup.rows))
     for number in itertools.count(1):
@@ -298,12 +285,12 @@ class TrainingRun:
       for name, value in setup.evaluate(model, setup.place(rows)).items():
         totals[name].append(value)
         jax.block_until_ready(totals[name][-LAG:][0])
-      self.processes.doing(f"batch {number} of the evaluation")
+      self.processes.phase("evaluation", f"batch {number} of the evaluation")
     return {name: mean_of_batches(values) for name, values in totals.items()}
 
   def _save(self, eval_loss: float | None = None) -> NonFiniteLeaves:
     """Saves a checkpoint, or returns the leaves of the state that are not finite."""
-    self._phase("checkpoint", f"the checkpoint of step {self.step}")
+    self.processes.phase("checkpoint", f"the checkpoint of step {self.step}")
     self._sync()
     last = self._records.last
     loop = {"fingerprint": self.data.info.fingerprint, "last": last}
@@ -317,13 +304,13 @@ class TrainingRun:
     """Waits for the last checkpoint, exports the weights if asked to, and writes and returns the summary."""
     settings, path, first = self.config.train, self.directory.path, self.processes.first
     step = settings.steps
-    self._phase("checkpoint", f"the checkpoint of step {step} to be written")
+    self.processes.phase("checkpoint", f"the checkpoint of step {step} to be written")
     self.checkpoints.wait()
     loss = self._records.last["loss"]
     if not math.isfinite(float(loss)):
       said = f"stopped at step {step}, the last: its loss is {loss}, so the run does not count as finished"
       raise Stuck(f"{said}\n{self._way_on()}")
-    self._phase("checkpoint", "what the run leaves to be written")
+    self.processes.phase("checkpoint", "what the run leaves to be written")
     if settings.export is not None:  # gathered by all, written by one
       weights = jax.jit(functools.partial(weights_of, self.setup.step, masters=settings.export_dtype in WIDE))
       params, model_state = self.processes.fetch((weights(self.state), self.state.model_state))
@@ -331,7 +318,8 @@ class TrainingRun:
         file = path / "model.safetensors"
         save_safetensors(file, self.config, self.data.info, params, model_state, settings.export_dtype)
         LOGGER.info(export_text(file))
-    summary = self._records.summary(self.state)
+    self.processes.phase("checkpoint", "the summary")
+    summary = self._records.summary(self.state, self.processes.seconds)
     self._trackers.close(summary)  # before the run counts as finished
     if first:
       self.directory.write_summary(summary)

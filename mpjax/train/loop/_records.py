@@ -27,8 +27,6 @@ from mpjax.train.setup._experiment import Setup
 
 _AVERAGED = 20  # steps over which time and speed are averaged
 _RATES = 2**16  # learning rates computed at once, since each alone would wait for the device
-# The parts of a run's time.
-_PARTS = ("start", "compile", "data", "step", "evaluation", "checkpoint")
 
 
 class Records:
@@ -36,27 +34,16 @@ class Records:
 
   Attributes:
     last: the last recorded value of each name; saved in checkpoints.
-
-  Args:
-    setup: the setup of the run.
-    began: when the run began, as `time.perf_counter` counts.
   """
 
-  def __init__(self, setup: Setup, began: float):
+  def __init__(self, setup: Setup):
     self._setup = setup
     self._has_scale = setup.policy.loss_scaling is not None
     unit, per_row = setup.task.units
     self._speed, self._per_step = f"{unit}_per_s", setup.config.data.batch_size * per_row
     self._times: list[float] = []  # of every step but the first of this process, which compiles
     self._clock = time.perf_counter()
-    self._seconds, self._part, self._since = dict.fromkeys(_PARTS, 0.0), "start", began
     self.last: dict[str, Any] = {}
-
-  def enter(self, part: str) -> None:
-    """Ends a part of the run's time and begins another. The host's time: devices work on meanwhile."""
-    now = time.perf_counter()
-    self._seconds[self._part] += now - self._since
-    self._part, self._since = part, now
 
   def begin(self, state: TrainState, start: int) -> None:
     """Sets the state and step that the next steps start from."""
@@ -101,10 +88,9 @@ class Records:
     self.last["best_eval_loss"] = eval_loss
     return True
 
-  def summary(self, state: TrainState) -> dict[str, Any]:
-    """Returns the summary of a run that has ended with `state`."""
+  def summary(self, state: TrainState, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the summary of a run that has ended with `state`; `seconds` is its time by part."""
     step_time = self._step_time(len(self._times))
-    self.enter(self._part)
     config, policy = self._setup.config, self._setup.policy
     return {
       "policy": config.policy if isinstance(config.policy, str) else str(policy),
@@ -119,7 +105,7 @@ class Records:
       **{name: value for name, value in self.last.items() if name.startswith("eval_")},
       "best_eval_loss": self.last.get("best_eval_loss"),
       "steps_per_s": None if step_time is None else 1 / step_time,
-      "time_s": self._seconds,
+      "time_s": dict(seconds),
       **({"time_s_from_step": self._start} if self._start else {}),
       "peak_memory_bytes": peak_memory(),
       "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.arrays)),

@@ -6,24 +6,23 @@ import contextlib
 import dataclasses
 import hashlib
 import pathlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import rich.console
 
-from mpjax.train._errors import CheckpointError
-from mpjax.train._interrupt import Interrupt
+from mpjax.train._errors import CheckpointError, Interrupt
+from mpjax.train._files import how_to_go_on
 from mpjax.train.checkpoints import STORAGE_ERRORS, quiet
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
 from mpjax.train.config._plugins import load_plugins, plugin_digests
 from mpjax.train.loop._loop import TrainingRun
 from mpjax.train.loop._output import LOGGER, Output, show_summary
-from mpjax.train.loop._run_directory import RunDirectory
 from mpjax.train.loop._sinks import Tracker, check_trackers, require_trackers
 from mpjax.train.processes import Processes, versions
 from mpjax.train.setup._experiment import Setup, make_setup
+from mpjax.train.setup._saved_run import RunDirectory
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -130,7 +129,6 @@ def train_together(
   load: Callable[[], Config], processes: Processes, output: Output, trackers: Sequence[Tracker] = ()
 ) -> dict[str, Any]:
   """Agrees on config, step and directory with the other processes, then trains; returns the summary."""
-  began = time.perf_counter()
   if not processes.first:
     output.console = rich.console.Console(quiet=True)
   config, _ = processes.agree(load, lambda config: _tell_config(config, processes.count), same=True)
@@ -151,7 +149,7 @@ def train_together(
   with contextlib.closing(directory):
     if summary is None:
       with quiet():
-        return _train(TrainingRun(setup, directory, processes, output, trackers, began))
+        return _train(TrainingRun(setup, directory, processes, output, trackers))
     LOGGER.info("this run has finished already; choose another out= for a new one")
     if config.train.export is not None and not (path / "model.safetensors").exists():
       LOGGER.info(f"its weights are not exported: mpjax export {path} does that")
@@ -168,7 +166,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
     if run.processes.are_together(error):  # otherwise a pending write would wait for the others
       run.checkpoints.close()
     if isinstance(error, OSError) and (error.errno in STORAGE_ERRORS or not path.exists()):
-      failed = f"{path} cannot be written: {error.strerror}; {run.resumes()}"
+      failed = f"{path} cannot be written: {error.strerror}; {how_to_go_on(path)}"
       raise CheckpointError(f"{failed} once there is room and permission to write") from error
     raise
   run.checkpoints.close()
@@ -182,5 +180,7 @@ def _tell_config(config: Config, count: int) -> dict[str, Any]:
 
 
 def _tell_setup(setup: Setup) -> dict[str, Any]:
-  program = hashlib.blake2b(setup.program().encode(), digest_size=8).hexdigest()
-  return {"data": setup.info.fingerprint, "program of the step": program}
+  # StableHLO depends only on the code and on versions.
+  program = setup.step.jitted.lower(*setup.shapes()).as_text()
+  digest = hashlib.blake2b(program.encode(), digest_size=8).hexdigest()
+  return {"data": setup.info.fingerprint, "program of the step": digest}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import pathlib
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -36,12 +37,12 @@ class MetricsFile:
 
   def __init__(self, path: pathlib.Path, resume_step: int):
     lines = path.read_bytes().splitlines() if path.exists() else []
-    kept: dict[int, bytes] = {}
+    kept: dict[int | None, bytes] = {}
     for line in lines:
       kept.setdefault(_step(line), line + b"\n")
-    if wrong := kept.pop(_NONE, None):
+    if wrong := kept.pop(None, None):
       LOGGER.info(f"{path.name}: dropped what is not a record: {wrong[:60]!r}")
-    write_atomically(path, b"".join(line for step, line in kept.items() if step <= resume_step))
+    write_atomically(path, b"".join(line for step, line in kept.items() if step and step <= resume_step))
     self._file = path.open("a", buffering=1, encoding="utf-8")
 
   def write(self, record: dict[str, Any], is_logged: bool) -> None:
@@ -58,15 +59,12 @@ class MetricsFile:
     self._file.close()
 
 
-_NONE = -1
-
-
-def _step(line: bytes) -> int:
-  """Returns the step of a record; -1 for a line that is not a record."""
+def _step(line: bytes) -> int | None:
+  """Returns the step of a record; `None` for a line that is not a record."""
   try:
     return int(json.loads(line)["step"])
   except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-    return _NONE
+    return None
 
 
 @runtime_checkable
@@ -183,16 +181,11 @@ class Trackers:
   """
 
   def __init__(self, config: Config, directory: pathlib.Path, start: int, own: Sequence[Tracker] | None):
-    self._trackers = list(own or ())
+    self._trackers = {f"{type(each).__name__} {i}": each for i, each in enumerate(own or ())}
     self._hidden = {"step"} if config.resolve_policy().loss_scaling else {"step", "loss_scale"}
     for name in config.train.trackers if own is not None else ():
-      try:
-        self._trackers.append(_TRACKERS[name](config, directory, start))
-      except Exception as error:  # as in `_each`
-        if name == "tensorboard" and isinstance(error, OSError):
-          self.close(None)
-          raise
-        goes_on_without(name, error)
+      with self._without(name):
+        self._trackers[name] = _TRACKERS[name](config, directory, start)
 
   def write(self, record: Mapping[str, Any], is_logged: bool) -> None:
     """Gives the trackers the numbers of a record that is to be logged."""
@@ -214,18 +207,24 @@ class Trackers:
   def close(self, summary: Mapping[str, Any] | None) -> None:
     """Closes each tracker that is open; `summary` is `None` if the run did not finish."""
     self._each(lambda tracker: tracker.close(summary))
-    self._trackers = []
+    self._trackers = {}
 
   def _each(self, action: Callable[[Tracker], None]) -> None:
-    """Calls a method of each tracker, and leaves out from then on what raises."""
-    for tracker in tuple(self._trackers):
-      try:
+    for name, tracker in [*self._trackers.items()]:
+      with self._without(name):
         action(tracker)
-      except Exception as error:  # others' code can raise anything, and the run must go on
-        self._trackers.remove(tracker)
-        if isinstance(tracker, TensorBoard) and isinstance(error, OSError):
-          raise
-        goes_on_without(type(tracker).__name__, error)
+
+  @contextlib.contextmanager
+  def _without(self, name: str) -> Iterator[None]:
+    """Leaves out a tracker from then on if its block raises."""
+    try:
+      yield
+    except Exception as error:  # others' code can raise anything, and the run must go on
+      self._trackers.pop(name, None)
+      if name == "tensorboard" and isinstance(error, OSError):
+        self.close(None)
+        raise
+      goes_on_without(name.partition(" ")[0], error)
 
 
 def require_trackers(trackers: Sequence[Tracker]) -> None:

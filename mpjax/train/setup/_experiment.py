@@ -8,12 +8,13 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Float32
 
 from mpjax._average import Average
@@ -22,13 +23,13 @@ from mpjax.casting import Explanation, autocast
 from mpjax.dtypes import platform
 from mpjax.optim import average_weights, evaluation_weights, keeps_other_weights
 from mpjax.policy import Policy, matmul_precision
-from mpjax.registry._info import DataInfo, MissingFact, ModelInfo
-from mpjax.registry._registry import MODELS
-from mpjax.registry._task import Task
+from mpjax.registry._kinds import MODELS
+from mpjax.registry._task import DataInfo, MissingFact, ModelInfo, Task
 from mpjax.sharding import (
   AXES,
   Rows,
   ShardingRules,
+  axis_sizes,
   batch_shards,
   lacks_host_memory,
   make_mesh,
@@ -52,6 +53,9 @@ from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config
 from mpjax.train.config._plugins import place
 from mpjax.train.data import Data, load_data
 from mpjax.train.setup._optimizers import make_optimizer, make_schedule
+
+if TYPE_CHECKING:
+  from mpjax.planner import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +96,29 @@ class Place:
   @staticmethod
   def of_tools(config: Config) -> Place:
     """Returns the devices of a run, or one if its mesh does not fit here, with all state on devices."""
-    mesh = config.mesh.model_copy(update={"offload": None})
     try:
-      return Place.of_run(config.model_copy(update={"mesh": mesh}))
+      return Place.of_run(config.changed({"mesh.offload": None}))
     except ConfigError:
       return Place.one()
+
+  @staticmethod
+  def of_target(config: Config, target: Target) -> tuple[Place, dict[str, int]]:
+    """Returns the devices of a plan, and their number along each axis.
+
+    Raises:
+      ConfigError: if the mesh does not fit the target.
+    """
+    try:
+      sizes = axis_sizes(config.mesh.sizes, target.devices)
+    except ValueError as error:
+      larger = "name another number of them, as in target=h200:8 or target=v5e:2x4"
+      raise ConfigError(f"target={target.name}: mesh.{error}; {larger}") from error
+    offload, mesh = config.mesh.offload, None
+    if math.prod(sizes.values()) > 1 or offload is not None:
+      types = (AxisType.Auto,) * len(AXES)
+      described = AbstractMesh(tuple(sizes.values()), AXES, axis_types=types)
+      mesh = make_mesh(sizes, jax.devices()) if target.is_here else described
+    return Place(mesh, target.kind, offload), sizes
 
   @staticmethod
   def one() -> Place:
@@ -125,9 +147,19 @@ class Experiment:
     """The model with its loss.
 
     Raises:
-      ConfigError: as for `make_task`.
+      ConfigError: if the model does not take such data, or its sizes do not fit together.
     """
-    return make_task(self.config, self.info, self.policy, backend=self.at.backend)
+    config = self.config
+    kind = MODELS.find(config.model.kind)
+    facts = {field.name: getattr(self.info, field.name) for field in dataclasses.fields(DataInfo)}
+    backend, recompute = platform(self.at.backend), config.train.recompute
+    told = ModelInfo(**facts, policy=self.policy, backend=backend, recompute=recompute)
+    with self.model_errors():
+      task = kind.fun(told, **config.model.options)
+      if not isinstance(task, Task):
+        raise ValueError(f"{kind.fun.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
+      jax.eval_shape(lambda: (task.init(jax.random.key(0)), None)[1])  # a module cannot be a result
+    return task
 
   @functools.cached_property
   def step(self) -> TrainStep:
@@ -182,14 +214,15 @@ class Experiment:
       return self._init()
     return jax.jit(self._init, out_shardings=self.layout.shardings(self.state_shapes))()
 
-  def shapes(self, rows: int | None = None) -> tuple[TrainState, PyTree]:
-    """Returns shapes and dtypes of a state and of a batch of so many rows, with shardings on a mesh."""
-    shapes = self.state_shapes, self.batch_shapes(rows)
+  def shapes(self) -> tuple[TrainState, PyTree]:
+    """Returns shapes and dtypes of a state and of a batch, with shardings on a mesh."""
+    shapes = self.state_shapes, self.batch_shapes
     return shapes if self.step.layout is None else self.step.layout.shapes(*shapes)
 
-  def batch_shapes(self, rows: int | None = None) -> PyTree[jax.ShapeDtypeStruct]:
+  @property
+  def batch_shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of a global batch."""
-    return self.info.batch_shapes(rows or self.config.data.batch_size)
+    return self.info.batch_shapes(self.config.data.batch_size)
 
   @functools.cached_property
   def state_shapes(self) -> TrainState:
@@ -202,12 +235,28 @@ class Experiment:
     return self.step.init(
       **self.task.init_arguments(key),
       rng=step_key if {"rng", "row_rngs"} & set(self.step.loss.keywords) else None,
-      batch=self.batch_shapes() if self.step.needs_batch else None,
+      batch=self.batch_shapes if self.step.needs_batch else None,
     )
+
+  @contextlib.contextmanager
+  def model_errors(self) -> Iterator[None]:
+    """Turns a ValueError of the model or its step into a `ConfigError`; a TypeError needs its traceback."""
+    try:
+      yield
+    except ConfigError:
+      raise
+    except MissingFact as error:
+      raise ConfigError(
+        f"model.kind={self.config.model.kind} does not take the data of data.kind={self.config.data.kind}, "
+        f"rows of {', '.join(self.info.row) or 'nothing'}: {error}"
+      ) from error
+    except (ValueError, MemoryError, OverflowError) as error:  # the last two: sizes do not fit into memory
+      text = " ".join(str(error).split()) or type(error).__name__
+      raise ConfigError(f"model: {text}{place(error)}") from error
 
   def check(self) -> None:
     """Raises `ConfigError` if the model has no first state, or rules or overrides do not fit it."""
-    with model_errors(self.config, self.info):
+    with self.model_errors():
       shapes = self.state_shapes
     try:
       self.layout.shardings(shapes)
@@ -223,20 +272,14 @@ class Experiment:
       ConfigError: if the loss function or the evaluation is wrong.
     """
     state, batch = self.shapes()
-    with model_errors(self.config, self.info):
+    with self.model_errors():
       jax.eval_shape(self.step.jitted, state, batch)
       jax.eval_shape(self.evaluate, jax.eval_shape(self.for_evaluation, state), batch)
-
-  def program(self) -> str:
-    """Returns the StableHLO of a step. It depends only on the code and on versions."""
-    text: str = self.step.jitted.lower(*self.shapes()).as_text()
-    return text
 
   @functools.cached_property
   def for_evaluation(self) -> Callable[[TrainState], TrainState]:
     """Jitted: a state -> what `evaluate` reads of it, with the average of the weights if there is one."""
-    read = lambda state: state.replace(arrays=weights_of(self.step, state), opt_state={}, rng=None)
-    return jax.jit(read)
+    return jax.jit(lambda state: state.replace(arrays=weights_of(self.step, state), opt_state={}, rng=None))
 
   @functools.cached_property
   def evaluate(self) -> Callable[[TrainState, PyTree], dict[str, Array | Average]]:
@@ -255,7 +298,7 @@ class Experiment:
       ConfigError: if an override of the policy matches no module.
     """
     try:
-      return self.step.explain(self.state_shapes, self.batch_shapes())
+      return self.step.explain(self.state_shapes, self.batch_shapes)
     except ValueError as error:
       raise ConfigError(str(error)) from error
 
@@ -294,59 +337,6 @@ def make_setup(config: Config, at: Place | None = None) -> Setup:
   setup = Setup(config, data.info, config.resolve_policy(), at, data)
   setup.check()
   return setup
-
-
-def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | None = None) -> Task:
-  """Makes the task of a config.
-
-  ```python
-  config = mpjax.train.load_config("vit_digits")
-  setup = mpjax.train.make_setup(config)
-  task = mpjax.train.make_task(config, setup.info, setup.policy)
-  params, model_state = task.init(jax.random.key(0))
-  ```
-
-  Args:
-    config: the config; `model` is the section that is used.
-    info: facts about the data.
-    policy: the policy, which the model's function is told.
-    backend: the platform, `"cpu"`, `"gpu"` or `"tpu"`; by default this machine's.
-
-  Raises:
-    ConfigError: if the model does not take such data, or its sizes do not fit together.
-  """
-  kind = MODELS.find(config.model.kind)
-  facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(DataInfo)}
-  told = ModelInfo(**facts, policy=policy, backend=platform(backend), recompute=config.train.recompute)
-  with model_errors(config, info):
-    task = kind.fun(told, **config.model.options)
-    if not isinstance(task, Task):
-      raise ValueError(f"{kind.fun.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
-    jax.eval_shape(lambda: (task.init(jax.random.key(0)), None)[1])  # a module cannot be a result
-  return task
-
-
-@contextlib.contextmanager
-def model_errors(config: Config, info: DataInfo) -> Iterator[None]:
-  """Turns a ValueError of a model, or of its training step, into a `ConfigError` that names the line.
-
-  Also turns a fact that the model asks for and the data does not give into a `ConfigError`.
-
-  Other errors, such as the TypeError of a product of unequal shapes, are faults of the model's code: their
-  traceback is needed to fix them.
-  """
-  try:
-    yield
-  except ConfigError:
-    raise
-  except MissingFact as error:
-    raise ConfigError(
-      f"model.kind={config.model.kind} does not take the data of data.kind={config.data.kind}, rows of "
-      f"{', '.join(info.row) or 'nothing'}: {error}"
-    ) from error
-  except (ValueError, MemoryError, OverflowError) as error:  # the last two: sizes do not fit into memory
-    text = " ".join(str(error).split()) or type(error).__name__
-    raise ConfigError(f"model: {text}{place(error)}") from error
 
 
 def weights_of(

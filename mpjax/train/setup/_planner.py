@@ -6,14 +6,11 @@ import dataclasses
 import functools
 import math
 
-import jax
-from jax.sharding import AbstractMesh, AxisType
-
-from mpjax._types import Mesh, PolicyLike
+from mpjax._types import PolicyLike
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
-from mpjax.registry._info import DataInfo
-from mpjax.sharding import AXES, BATCH_AXES, axis_sizes, make_mesh
+from mpjax.registry._task import DataInfo
+from mpjax.sharding import BATCH_AXES
 from mpjax.step import GATHERS, Layout
 from mpjax.train._errors import ConfigError
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config
@@ -43,22 +40,10 @@ class Planner:
   """
 
   def __init__(self, config: Config, target: Target, info: DataInfo | None = None):
-    self.config = config
-    self.target = target
-    try:
-      self.sizes = axis_sizes(config.mesh.sizes, target.devices)
-    except ValueError as error:
-      larger = "name another number of them, as in target=h200:8 or target=v5e:2x4"
-      raise ConfigError(f"target={target.name}: mesh.{error}; {larger}") from error
+    self.config, self.target = config, target
+    self._place, self.sizes = Place.of_target(config, target)
     self.multiple = math.prod(self.sizes[axis] for axis in BATCH_AXES) * config.train.accumulate
     self._info = info or facts_of(config)
-    mesh: Mesh | None = None  # for one device, unless it offloads
-    if math.prod(self.sizes.values()) > 1 or config.mesh.offload is not None:
-      types = (AxisType.Auto,) * len(AXES)
-      mesh = AbstractMesh(tuple(self.sizes.values()), AXES, axis_types=types)
-      if target.is_here:
-        mesh = make_mesh(self.sizes, jax.devices())
-    self._place = Place(mesh, target.kind, config.mesh.offload)
 
   def plan(
     self,
@@ -83,28 +68,22 @@ class Planner:
     Raises:
       ConfigError: if the values do not fit together.
     """
-    batch = self.config.data.batch_size if batch is None else batch
-    spec = self.config.policy if policy is None else policy
-    recompute = recompute or self.config.train.recompute
-    gather = gather or self.config.mesh.gather
+    given = {"data.batch_size": batch, "train.recompute": recompute, "mesh.gather": gather}
+    config = self.config.changed({key: value for key, value in given.items() if value is not None})
     try:
-      asked = get_policy(spec, backend=self.target.kind)
+      asked = get_policy(config.policy if policy is None else policy, backend=self.target.kind)
       resolved, fp8 = policy_on_target(asked, self.target)
-      experiment = self._experiment(resolved, batch, recompute, gather)
-      made = plan(
-        experiment.step,
-        *experiment.shapes(),
-        target=self.target,
-        compile=compile,
-        label=label or _label(asked, recompute, gather),
-      )
+      experiment = self._experiment(config, resolved)
+      shapes = experiment.shapes()
+      label = label or _label(asked, config)
+      made = plan(experiment.step, *shapes, target=self.target, compile=compile, label=label)
     except ConfigError:
       raise
     except ValueError as error:
       raise ConfigError(str(error)) from error
-    subject = f"{self.config.model.kind} of {made.parameters:,} parameters, batch of {batch}"
-    item, per_row = experiment.task.units
-    return dataclasses.replace(made, fp8=fp8, subject=subject, items=batch * per_row, item=item)
+    rows, (item, per_row) = config.data.batch_size, experiment.task.units
+    subject = f"{config.model.kind} of {made.parameters:,} parameters, batch of {rows}"
+    return dataclasses.replace(made, fp8=fp8, subject=subject, items=rows * per_row, item=item)
 
   @property
   def gathers(self) -> tuple[str, ...]:
@@ -118,25 +97,20 @@ class Planner:
     Raises:
       ConfigError: if the batch cannot be divided over the devices.
     """
-    config = self.config
-    batch, recompute, gather = config.data.batch_size, config.train.recompute, config.mesh.gather
-    return self._experiment(get_policy("fp32"), batch, recompute, gather).step.layout
+    return self._experiment(self.config, get_policy("fp32")).step.layout
 
-  def _experiment(self, policy: Policy, batch: int, recompute: str, gather: str) -> Experiment:
-    """Returns the config with these values on the target."""
-    if batch % self.multiple:
+  def _experiment(self, config: Config, policy: Policy) -> Experiment:
+    rows, parts = config.data.batch_size, config.train.accumulate
+    if rows % self.multiple:
       raise ConfigError(
-        f"data.batch_size={batch}: expected a multiple of {self.multiple}, which is train.accumulate="
-        f"{self.config.train.accumulate} times {self.multiple // self.config.train.accumulate} devices"
+        f"data.batch_size={rows}: expected a multiple of {self.multiple}, which is train.accumulate={parts} "
+        f"times {self.multiple // parts} devices"
       )
-    changes = {"data": ("batch_size", batch), "train": ("recompute", recompute), "mesh": ("gather", gather)}
-    sections = {
-      name: getattr(self.config, name).model_copy(update={key: value})
-      for name, (key, value) in changes.items()
-    }
-    return Experiment(self.config.model_copy(update=sections), self._info, policy, self._place)
+    return Experiment(config, self._info, policy, self._place)
 
 
-def _label(policy: Policy, recompute: str, gather: str) -> str:
-  chosen = {"recompute": (recompute, DEFAULT_RECOMPUTE), "gather": (gather, GATHERS[0])}
-  return " ".join([policy.full_label, *(f"{k}={v}" for k, (v, default) in chosen.items() if v != default)])
+def _label(policy: Policy, config: Config) -> str:
+  chosen = [("recompute", config.train.recompute), ("gather", config.mesh.gather)]
+  return " ".join(
+    [policy.full_label, *(f"{k}={v}" for k, v in chosen if v not in (DEFAULT_RECOMPUTE, GATHERS[0]))]
+  )

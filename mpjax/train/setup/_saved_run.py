@@ -1,13 +1,15 @@
-"""A run directory as a value: its config, facts and states, for tools, exports and new runs."""
+"""A run's directory: held by a run that writes in it, and as a value for tools, exports and new runs."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
+import logging
 import pathlib
-from typing import Any
+from typing import IO, Any
 
 import jax
 import pydantic
@@ -16,17 +18,153 @@ from mpjax._types import Array, PyTree
 from mpjax.loss_scale import LossScaleState
 from mpjax.optim import keeps_other_weights
 from mpjax.patterns import named_leaves
-from mpjax.registry._info import DataInfo
-from mpjax.step import TrainState, TrainStep, can_adopt, merged, state_of, with_masters
+from mpjax.registry._task import DataInfo
+from mpjax.step import TrainState, can_adopt, merged, state_of, with_masters
 from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import WIDE, load_safetensors, save_safetensors
+from mpjax.train._files import unfinished, write_atomically
 from mpjax.train.checkpoints import Checkpoints, Restored, quiet
 from mpjax.train.config._config import Config, export_dtype
-from mpjax.train.config._config_file import load_config
+from mpjax.train.config._config_file import load_config, read_tree, run_mismatch
 from mpjax.train.data import load_data
 from mpjax.train.setup._experiment import Experiment, Place, weights_of
 
 FACTS = "facts.json"
+
+
+class RunDirectory:
+  """Opens or makes the directory of a run, and holds its lock.
+
+  Attributes:
+    path: its path.
+    has_grown: whether the run had fewer steps before.
+
+  Args:
+    config: the config of the run.
+    owner: whether this process writes in it; other processes of the run only use the path.
+
+  Raises:
+    ConfigError: if the directory holds a run of another config or is not a run's, or another process is
+      running in it. Nothing in it was changed.
+  """
+
+  def __init__(self, config: Config, owner: bool = True):
+    self._lock: IO[str] | None = None
+    self._config = config
+    if "\0" in str(config.out):
+      raise ConfigError(f"out={config.out!r}: expected the name of a directory")
+    self.path = pathlib.Path(str(config.out))
+    self.has_grown = False
+    if not owner:
+      return
+    try:
+      if self.path.exists():
+        self.has_grown = _require_same(self.path, config)
+      self.path.mkdir(parents=True, exist_ok=True)
+      self._lock = _lock(self.path / ".lock")
+      if _never_began(self.path):
+        self._write_config()
+    except OSError as error:
+      raise ConfigError(f"out={self.path}: cannot be written ({error.strerror})") from error
+
+  def summary(self) -> dict[str, Any] | None:
+    """Returns the `summary.json` of a finished run.
+
+    `None` if the run has not finished, if its steps have grown since, and in a process that does not write.
+    """
+    file = self.path / "summary.json"
+    if self._lock is None or self.has_grown or not file.exists():
+      return None
+    try:
+      summary: dict[str, Any] = json.loads(file.read_bytes())
+    except ValueError:
+      logging.getLogger("mpjax.train").info(f"{file.name} is not the summary of a run: the run goes on")
+      return None
+    return summary
+
+  def begin(self, info: DataInfo) -> None:
+    """Writes the config as it is now, and facts about its data; the run no longer counts as finished."""
+    if self._lock is None:
+      return
+    (self.path / "summary.json").unlink(missing_ok=True)
+    self._write_config()
+    write_atomically(self.path / FACTS, facts_text(self._config, info).encode())
+
+  def _write_config(self) -> None:
+    write_atomically(self.path / "config.yaml", self._config.to_yaml().encode())
+
+  def write_summary(self, summary: dict[str, Any]) -> None:
+    """Writes `summary.json`, which marks the run as finished."""
+    write_atomically(self.path / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+
+  def close(self) -> None:
+    """Releases the lock of the directory."""
+    if self._lock is not None:
+      self._lock.close()
+
+
+def _require_same(path: pathlib.Path, config: Config) -> bool:
+  """Returns whether the config of a run directory has fewer steps; all else has to be the same.
+
+  Raises:
+    ConfigError: for another config, or a directory that is not a run's.
+  """
+  file = path / "config.yaml"
+  begun = {path / ".lock", unfinished(file)}  # what a start leaves that ended before it wrote the config
+  if not path.is_dir() or (not file.exists() and set(path.iterdir()) - begun):
+    raise ConfigError(
+      f"out={path}: exists and is not a run directory; nothing was changed, choose another out="
+    )
+  for entry in itertools.chain(path.iterdir(), path.glob("checkpoints/*"), path.glob("tensorboard/*")):
+    if entry.is_symlink():  # a run could be made to overwrite any file of the user
+      raise ConfigError(
+        f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes only in its own directory: "
+        "nothing was changed; choose another out="
+      )
+  if not file.exists():
+    return False
+  try:
+    theirs = read_tree(file)
+  except ConfigError as error:
+    raise ConfigError(f"{error}; choose another out=") from error
+  steps = _steps(theirs)
+  grows = config.train.steps > steps > 0
+  differ = run_mismatch(theirs, config.tree, may_grow=grows)
+  if differ and _never_began(path):
+    return False
+  if differ:
+    raise ConfigError(
+      f"out={path} holds a run of another config ({differ}): nothing was changed; choose another out=, "
+      f"with train.init_from={path} to start from its parameters, or delete the directory to start over"
+    )
+  return grows
+
+
+def _never_began(path: pathlib.Path) -> bool:
+  """Returns whether a run directory has only a config, as after a start that failed."""
+  metrics = path / "metrics.jsonl"
+  kept = next(path.glob("checkpoints/*"), None) or (path / "summary.json").exists()
+  return not (kept or (metrics.exists() and metrics.stat().st_size))
+
+
+def _steps(config: dict[str, Any]) -> int:
+  train = config.get("train")
+  steps = train.get("steps") if isinstance(train, dict) else None
+  return steps if isinstance(steps, int) else 0
+
+
+def _lock(path: pathlib.Path) -> IO[str]:
+  file = path.open("w")
+  try:
+    import fcntl
+  except ImportError:  # Windows has no flock: the user must not start two runs in one directory
+    return file
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    file.close()
+    raise ConfigError(f"out={path.parent}: another process is running in this directory") from None
+  return file
 
 
 class SavedRun:
@@ -70,7 +208,7 @@ class SavedRun:
     with quiet(), contextlib.closing(Checkpoints(folder, read_only=True)) as checkpoints:
       steps = checkpoints.steps()
       step = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(which)
-      if step is None and which.isdecimal() and int(which) in steps:
+      if which.isdecimal() and int(which) in steps:
         step = int(which)
       if step is None:
         there = f"{', '.join(map(str, steps))}, best, latest" if steps else "none"
@@ -98,7 +236,7 @@ def facts_of(config: Config, source: Any = None) -> DataInfo:
     if saved["data"] == _which(config):
       return pydantic.TypeAdapter(DataInfo).validate_python(saved["info"])
   # One row is enough to see the shapes.
-  return load_data(config.data.model_copy(update={"batch_size": 1, "workers": 0}), seed=config.seed).info
+  return load_data(config.changed({"data.batch_size": 1, "data.workers": 0}).data, seed=config.seed).info
 
 
 def facts_text(config: Config, info: DataInfo) -> str:
@@ -164,14 +302,12 @@ def start_from(setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
   Raises:
     ConfigError: if there is no such run or export, or its parameters or optimiser do not fit.
   """
-  given = setup.config.train.init_from
-  path = pathlib.Path(str(given))
+  path = pathlib.Path(str(setup.config.train.init_from))
   try:
-    if (path / "config.yaml").is_file():
-      return _from_run(path, setup, state)
-    return _from_export(path, setup, state)
+    start = _from_run if (path / "config.yaml").is_file() else _from_export
+    return start(path, setup, state)
   except (CheckpointError, ConfigError) as error:
-    raise ConfigError(f"train.init_from={given}: {error}") from error
+    raise ConfigError(f"train.init_from={path}: {error}") from error
 
 
 def _from_run(path: pathlib.Path, setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
@@ -184,7 +320,21 @@ def _from_run(path: pathlib.Path, setup: Experiment, state: TrainState) -> tuple
     masters = jax.jit(functools.partial(weights_of, before.step, masters=True))(old)
     average = "the average of the " if keeps_other_weights(old.opt_state) else ""
     return _with_masters(setup, state, masters, old.model_state), f"{average}{source}"
-  return _with_optimizer(setup.step, state, old, before.step), f"{source}, and its optimizer"
+  step = setup.step
+  if not can_adopt(step.layers(state), before.step.layers(old)):
+    raise ConfigError(
+      "its state is of another optimizer: use that run's optimizer section and train.average, or "
+      "train.init_optimizer=false"
+    )
+
+  def adopt(old: TrainState) -> tuple[PyTree, PyTree]:
+    adopted = step.adopt(old, before.step, warn=False)
+    return adopted.arrays, _without_skips(adopted.opt_state)
+
+  places = setup.layout.shardings(state)
+  params, opt_state = jax.jit(adopt, out_shardings=(places.arrays, places.opt_state))(old)
+  state = state.replace(arrays=params, model_state=old.model_state, opt_state=opt_state)
+  return state, f"{source}, and its optimizer"
 
 
 def _with_masters(setup: Experiment, state: TrainState, masters: PyTree, model_state: PyTree) -> TrainState:
@@ -205,31 +355,9 @@ def _with_masters(setup: Experiment, state: TrainState, masters: PyTree, model_s
 
 def _like(theirs: Config, ours: Config) -> Config:
   """Returns our config with what decides the shape of another run's state: its policy and optimiser."""
-  kept = {name: getattr(theirs.train, name) for name in ("skip_nonfinite", "average")}
-  return ours.with_any_attention().model_copy(
-    update={
-      "policy": theirs.policy,
-      "optimizer": theirs.optimizer,
-      "train": ours.train.model_copy(update=kept),
-    }
-  )
-
-
-def _with_optimizer(step: TrainStep, state: TrainState, old: TrainState, before: TrainStep) -> TrainState:
-  assert step.layout is not None
-  if not can_adopt(step.layers(state), before.layers(old)):
-    raise ConfigError(
-      "its state is of another optimizer: use that run's optimizer section and train.average, or "
-      "train.init_optimizer=false"
-    )
-
-  def adopt(old: TrainState) -> tuple[PyTree, PyTree]:
-    adopted = step.adopt(old, before, warn=False)
-    return adopted.arrays, _without_skips(adopted.opt_state)
-
-  places = step.layout.shardings(state)
-  params, opt_state = jax.jit(adopt, out_shardings=(places.arrays, places.opt_state))(old)
-  return state.replace(arrays=params, model_state=old.model_state, opt_state=opt_state)
+  kept = {f"train.{name}": getattr(theirs.train, name) for name in ("skip_nonfinite", "average")}
+  kept |= {"policy": theirs.policy, "optimizer": theirs.optimizer}
+  return ours.with_any_attention().changed(kept)
 
 
 def _without_skips(opt_state: PyTree) -> PyTree:

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.registry._checks import Positive
-from mpjax.registry._errors import DataError
-from mpjax.registry._registry import register_data
+from mpjax.registry._kinds import Positive, register_data
+from mpjax.registry._names import DataError
 from mpjax.zoo.data._images import Classes, Labelled, images_to_rows
 from mpjax.zoo.data._text import Loaded, Share, documents_to_rows, streams_to_rows
 

@@ -11,9 +11,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import pydantic
 
-from mpjax.registry._checks import Positive
-from mpjax.registry._errors import DataError
-from mpjax.registry._registry import register_data
+from mpjax.registry._kinds import Positive, register_data
+from mpjax.registry._names import DataError
 from mpjax.zoo.data._text import Loaded, Share
 
 # With more classes, no classifier's last layer would fit on a device.

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import numpy as np
 import pydantic
 
-from mpjax.registry._checks import Positive
-from mpjax.registry._errors import DataError
-from mpjax.registry._registry import register_data
+from mpjax.registry._kinds import Positive, register_data
+from mpjax.registry._names import DataError
 
 # The share of rows that is held out.
 Share = Annotated[float, pydantic.Field(gt=0, lt=1)]
@@ -93,34 +92,26 @@ def find_files(
   return sorted((file.relative_to(base).as_posix(), file) for file in files if file.is_file())
 
 
-class TextWindows:
-  """Rows of `seq_len + 1` tokens; the last token of a row is the first of the next row."""
+class Windows:
+  """Rows of `seq_len + 1` tokens; the last token of a row is the first of the next row.
 
-  def __init__(self, tokens: np.ndarray, seq_len: int):
-    self._tokens, self._seq_len = tokens, seq_len
-
-  def __len__(self) -> int:
-    return (len(self._tokens) - 1) // self._seq_len
-
-  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    start = index * self._seq_len
-    return {"tokens": self._tokens[start : start + self._seq_len + 1].astype(np.int32)}
-
-
-class PaddedWindows:
-  """Rows of `seq_len + 1` tokens from one sequence each, padded with 0; `mask` is true for the sequence.
-
-  A longer sequence makes several rows, which overlap by one token as in `TextWindows`. A sequence of fewer
+  With `lengths`, a row is of one sequence, padded with 0, and `mask` is true for the sequence. One of fewer
   than two tokens makes no row, since it has no token to predict.
 
   Args:
-    tokens: the concatenated sequences: [sum of lengths].
-    lengths: the length of each sequence: [sequences].
+    tokens: a stream, or the concatenated sequences.
     seq_len: number of tokens to predict in a row.
+    lengths: the length of each sequence.
   """
 
-  def __init__(self, tokens: np.ndarray, lengths: np.ndarray, seq_len: int):
-    self._tokens, self._seq_len = tokens, seq_len
+  def __init__(self, tokens: np.ndarray, seq_len: int, lengths: np.ndarray | None = None):
+    self._tokens, self._seq_len, self._is_padded = tokens, seq_len, lengths is not None
+    self._starts: Any
+    self._stops: Any
+    if lengths is None:  # without an array of all rows
+      last = (len(tokens) - 1) // seq_len * seq_len
+      self._starts, self._stops = (range(at, at + last, seq_len) for at in (0, seq_len + 1))
+      return
     counts = -(-np.maximum(lengths - 1, 0) // seq_len)
     ends = np.cumsum(lengths)
     first = ends - lengths - seq_len * (np.cumsum(counts) - counts)
@@ -134,7 +125,7 @@ class PaddedWindows:
     inside = self._tokens[self._starts[index] : self._stops[index]]
     row = np.zeros(self._seq_len + 1, np.int32)
     row[: len(inside)] = inside
-    return {"tokens": row, "mask": np.arange(len(row)) < len(inside)}
+    return {"tokens": row} | ({"mask": np.arange(len(row)) < len(inside)} if self._is_padded else {})
 
 
 def documents_to_rows(
@@ -208,12 +199,9 @@ def streams_to_rows(
     "fingerprint": digest.hexdigest(),
     "description": f"{title}: {len(streams[0]):,} {units} to train on, {len(streams[1]):,} held out",
   }
-  if lengths is not None:
-    train, held_out = (
-      PaddedWindows(tokens, of, seq_len) for tokens, of in zip(streams, lengths, strict=True)
-    )
-    return train, held_out, facts
-  return TextWindows(streams[0], seq_len), TextWindows(streams[1], seq_len), facts
+  splits = zip(streams, lengths or (None, None), strict=True)
+  train, held_out = (Windows(tokens, seq_len, of) for tokens, of in splits)
+  return train, held_out, facts
 
 
 def split_by_name(

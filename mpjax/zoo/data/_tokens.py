@@ -10,9 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from mpjax.registry._checks import Natural, Positive
-from mpjax.registry._errors import DataError
-from mpjax.registry._registry import register_data
+from mpjax.registry._kinds import Natural, Positive, register_data
+from mpjax.registry._names import DataError
 from mpjax.zoo.data._text import Loaded, Share, find_files
 
 # Rows that are read before a run, for the fingerprint and to find numbers outside the vocabulary.

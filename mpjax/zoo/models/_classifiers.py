@@ -9,10 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Float, Key, PRNGKeyArray
 
 from mpjax._types import Array, Metrics, PyTree
-from mpjax.registry._checks import Positive
-from mpjax.registry._info import ModelInfo
-from mpjax.registry._registry import register_model
-from mpjax.registry._task import Task
+from mpjax.registry._kinds import Positive, register_model
+from mpjax.registry._task import ModelInfo, Task
 from mpjax.sharding import ShardingRule
 from mpjax.zoo.models._fused_attention import chosen_attention
 from mpjax.zoo.models._language_model import Fraction

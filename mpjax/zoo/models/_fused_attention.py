@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from mpjax._types import Array
-from mpjax.registry._errors import ConfigError
+from mpjax.registry._names import ConfigError
 
 if TYPE_CHECKING:  # models do not need the packages that read data
-  from mpjax.registry._info import ModelInfo
+  from mpjax.registry._task import ModelInfo
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 _SHORTEST = 1024  # below this, splash needs more memory than the scores (TPU v5e)

@@ -68,19 +68,9 @@ class GPT(nnx.Module):
     self.positions = nnx.Param(table(rngs.params(), (max_len, dim))) if positions == "learned" else None
     # Each block adds to the residual stream twice; the scale keeps the variance independent of depth.
     residual_scale = (2 * layers) ** -0.5
+    sizes, rope = (dim, heads, mlp_ratio * dim), positions == "rope"
     self.blocks = nnx.List(
-      GPTBlock(
-        dim,
-        heads,
-        mlp_ratio * dim,
-        norm=norm,
-        rope=positions == "rope",
-        dropout=dropout,
-        attention=attention,
-        residual_scale=residual_scale,
-        rngs=rngs,
-      )
-      for _ in range(layers)
+      GPTBlock(sizes, norm, rope, dropout, attention, residual_scale, rngs) for _ in range(layers)
     )
     self.norm = Norm(dim, norm)
     self.head = None if tie_head else _linear(dim, vocab_size, rngs)
@@ -139,10 +129,7 @@ class GPTBlock(nnx.Module):
 
   def __init__(
     self,
-    dim: int,
-    heads: int,
-    hidden: int,
-    *,
+    sizes: tuple[int, int, int],
     norm: str,
     rope: bool,
     dropout: float,
@@ -150,6 +137,7 @@ class GPTBlock(nnx.Module):
     residual_scale: float,
     rngs: nnx.Rngs,
   ):
+    dim, heads, hidden = sizes
     self.attention_norm = Norm(dim, norm)
     self.qkv = _linear(dim, 3 * dim, rngs)
     self.out = _linear(dim, dim, rngs, residual_scale)

@@ -13,10 +13,8 @@ from jaxtyping import Float, Key, PRNGKeyArray
 from mpjax._average import Average
 from mpjax._types import Array
 from mpjax.ops import linear_cross_entropy
-from mpjax.registry._checks import Natural, Positive
-from mpjax.registry._info import ModelInfo
-from mpjax.registry._registry import register_model
-from mpjax.registry._task import Task
+from mpjax.registry._kinds import Natural, Positive, register_model
+from mpjax.registry._task import ModelInfo, Task
 from mpjax.zoo.models._fused_attention import chosen_attention
 from mpjax.zoo.models._losses import cross_entropy, masked_cross_entropy
 from mpjax.zoo.models._model_sharding import gpt_sharding
