@@ -1,22 +1,21 @@
-"""Memory, matrix products and the shortest possible time of a program, from its jaxpr alone."""
+"""A traced program as buffers and operations, and what follows from it without a compiler."""
 
 from mpjax.planner.analytic._divided_weights import DividedWeights
-from mpjax.planner.analytic._graph import Graph, make_graph
+from mpjax.planner.analytic._from_jaxpr import from_jaxpr
 from mpjax.planner.analytic._memory import analytic_memory, host_memory
-from mpjax.planner.analytic._products import list_products, model_flops, serving_dtype, stated_collectives
-from mpjax.planner.analytic._stored import stored_program
+from mpjax.planner.analytic._products import list_products, model_flops, serving_dtype
+from mpjax.planner.analytic._stored import is_heavy, stored_program
 from mpjax.planner.analytic._time_floor import time_floor
 
 __all__ = [
   "DividedWeights",
-  "Graph",
   "analytic_memory",
+  "from_jaxpr",
   "host_memory",
+  "is_heavy",
   "list_products",
-  "make_graph",
   "model_flops",
   "serving_dtype",
-  "stated_collectives",
   "stored_program",
   "time_floor",
 ]

@@ -12,8 +12,8 @@ import numpy as np
 from mpjax.jaxpr import BACKWARD, Trait, has
 from mpjax.planner._arguments import Argument
 from mpjax.planner._array_bytes import itemsize
-from mpjax.planner._program import Buffer
-from mpjax.planner.analytic._graph import GraphOperation, Sizes, like_weight
+from mpjax.planner._program import Buffer, Operation
+from mpjax.planner.analytic._from_jaxpr import Sizes, like_weight
 
 
 class DividedWeights:
@@ -42,7 +42,7 @@ class DividedWeights:
           self._of_shape[shape] = max(share, self._of_shape.get(shape, 0.0))
     self._copies: dict[tuple[Buffer, int, np.dtype], Buffer] = {}
 
-  def copies(self, operation: GraphOperation, root: Callable[[Buffer], Buffer]) -> list[Buffer]:
+  def copies(self, operation: Operation, root: Callable[[Buffer], Buffer]) -> list[Buffer]:
     """Returns the gathered weights that an operation reads.
 
     Args:
@@ -60,25 +60,25 @@ class DividedWeights:
         found.append(self._copies[key])
     return found
 
-  def gradients(self, operation: GraphOperation) -> int:
+  def gradients(self, operation: Operation) -> int:
     """Returns the bytes of the whole gradients of weights that an operation computes."""
     if operation.phase != BACKWARD or not _is_divided(operation):
       return 0
     if any(value.weight in self._shares for value in operation.operands):
       return 0  # it is the gradient of the other operand
     # In float32: compilers widen the product instead of casting its result.
-    sizes = (4 * math.prod(value.shape) * self._of_shape.get(value.shape, 0.0) for value in operation.results)
+    sizes = (4 * math.prod(value.shape) * self._of_shape.get(value.shape, 0.0) for value in operation.writes)
     return int(sum(sizes))
 
-  def _crosses_in(self, operation: GraphOperation, value: Buffer) -> np.dtype:
+  def _crosses_in(self, operation: Operation, value: Buffer) -> np.dtype:
     """Returns the dtype in which a weight crosses: a TPU casts to half precision first, for products."""
-    is_product = has(operation.equation, Trait.PRODUCT) and operation.equation.params.get("precision") is None
+    is_product = has(operation.made, Trait.PRODUCT) and operation.made.params.get("precision") is None
     halved = self._kind == "tpu" and is_product and itemsize(value.dtype) == 4
     return np.dtype(jnp.bfloat16) if halved else np.dtype(value.dtype)
 
 
-def _is_divided(operation: GraphOperation) -> bool:
-  return not operation.local and not operation.bodies and has(operation.equation, Trait.READS_STORED)
+def _is_divided(operation: Operation) -> bool:
+  return not operation.local and not operation.bodies and has(operation.made, Trait.READS_STORED)
 
 
 def _axes(argument: Argument) -> dict[str, int]:

@@ -8,6 +8,7 @@ is there.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Iterable
 
@@ -15,87 +16,82 @@ import jax
 import numpy as np
 
 from mpjax.formats import narrow_bits
-from mpjax.jaxpr import BACKWARD, OTHER, CallKind, Trait, call_kind, has, layer_pattern
+from mpjax.jaxpr import BACKWARD, OTHER, Trait, has
 from mpjax.planner._program import Buffer, Operation, Program
 from mpjax.planner.analytic._divided_weights import DividedWeights
-from mpjax.planner.analytic._graph import Graph, GraphOperation
 from mpjax.products import is_fp8
 
 _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
 
 
 def stored_program(
-  graph: Graph, divided: DividedWeights, kind: str, reusable: Iterable[Buffer] = ()
+  program: Program, divided: DividedWeights, kind: str, reusable: Iterable[Buffer] = ()
 ) -> Program:
   """Returns the operations of a graph that store a result, with all that they read from memory.
 
   Args:
-    graph: graph of the program.
+    program: the traced program.
     divided: the weights that the compiler gathers.
     kind: kind of the platform. A TPU's compiler fuses casts into products, and stores in half precision what
       only products of default precision read.
     reusable: arguments whose memory results may take (donated ones).
   """
-  storage = _Storage(graph, kind)
-  results = [storage.root(value) for value in graph.results]
-  arguments = [storage.root(value) for value in graph.arguments]
+  storage = _Storage(program, kind)
+  results = [storage.root(value) for value in program.results]
+  arguments = [storage.root(value) for value in program.arguments]
   operations = [
     _operation(made, writes, storage, divided, kind)
-    for made in graph.operations
+    for made in program.operations
     if not is_view(made)
-    and ((writes := [v for v in made.results if storage.is_stored(v)]) or made.equation.effects)
+    and ((writes := [v for v in made.writes if storage.is_stored(v)]) or made.made.effects)
   ]
   written: set[Buffer] = set()
   for operation in operations:
-    for copy in divided.copies(operation.made, storage.root):
+    for copy in divided.copies(operation, storage.root):
       operation.reads[copy] = copy.nbytes
       if copy not in written:
         operation.writes = [*operation.writes, copy]
         written.add(copy)
   donated = list(reusable)
-  operations += _copies(graph, storage, donated)
+  operations += _copies(program, storage, donated)
   given = {*arguments, *_in_place(results, arguments, donated)}
   return Program(_updates_early(operations), results, given)
 
 
 def _operation(
-  made: GraphOperation, writes: list[Buffer], storage: _Storage, divided: DividedWeights, kind: str
+  made: Operation, writes: list[Buffer], storage: _Storage, divided: DividedWeights, kind: str
 ) -> Operation:
   reads: dict[Buffer, float] = {}
   for value in made.operands:
     for source, nbytes in storage.sources(storage.root(value)).items():
       reads[source] = min(source.nbytes, reads.get(source, 0) + nbytes)
   extra = divided.gradients(made)
-  if is_fp8(made.equation):  # the quantised operands
-    spec = made.equation.params["spec"]
+  if is_fp8(made.made):  # the quantised operands
+    spec = made.made.params["spec"]
     for value, dtype in zip(made.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), strict=True):
       extra += math.prod(value.shape) * narrow_bits(dtype) // 8
-  return Operation(
+  return dataclasses.replace(
     made,
-    phase=made.phase,
     reads=reads,
     writes=writes,
-    spare=() if is_heavy(made) and not has(made.equation, Trait.IN_PLACE) else reads,
+    spare=() if is_heavy(made) and not has(made.made, Trait.IN_PLACE) else reads,
     extra=extra,
     bodies=[stored_program(body, divided, kind, body.arguments) for body in made.bodies],
-    times=made.times,
-    chooses=call_kind(made.equation) is CallKind.COND,
-    path=layer_pattern(made.path),
   )
 
 
-def _copies(graph: Graph, storage: _Storage, donated: list[Buffer]) -> list[Operation]:
+def _copies(program: Program, storage: _Storage, donated: list[Buffer]) -> list[Operation]:
   """Returns copies that a compiler adds: results that are views of arguments, and what is updated."""
-  copied = [(value, value.maker) for value in dict.fromkeys(graph.results) if value.maker is not None]
+  copied = [(value, value.maker) for value in dict.fromkeys(program.results) if value.maker is not None]
   copied = [(value, maker) for value, maker in copied if storage.root(value).argument is not None]
-  for made in graph.operations:
-    if has(made.equation, Trait.IN_PLACE) and made.operands and not made.bodies:
+  for made in program.operations:
+    if has(made.made, Trait.IN_PLACE) and made.operands and not made.bodies:
       whole = storage.root(made.operands[0])
       if whole.argument is not None and whole not in donated:
         copied.append((whole, made))
   return [
-    Operation(made, reads={value: 2.0 * value.nbytes}, part="copies", path=layer_pattern(made.path))
-    for value, made in copied
+    Operation(maker.made, path=maker.path, reads={value: 2.0 * value.nbytes}, part="copies")
+    for value, maker in copied
   ]
 
 
@@ -116,24 +112,24 @@ def _updates_early(operations: list[Operation]) -> list[Operation]:
 class _Storage:
   """Which values of a graph are stored, and where those are computed from that are not."""
 
-  def __init__(self, graph: Graph, kind: str):
-    self._graph = graph
+  def __init__(self, program: Program, kind: str):
+    self._program = program
     self._on_tpu = kind == "tpu"
     self._view: dict[Buffer, Buffer] = {}
     self._reach: dict[Buffer, dict[Buffer, float]] = {}
-    for operation in graph.operations:
+    for operation in program.operations:
       if is_view(operation):
-        for result, operand in zip(operation.results, operation.operands, strict=False):
+        for result, operand in zip(operation.writes, operation.operands, strict=False):
           self._view[result] = self.root(operand)
-    self._stored = {self.root(v) for v in (*graph.arguments, *graph.results)}
-    self._readers: dict[Buffer, list[GraphOperation]] = collections.defaultdict(list)
-    for operation in graph.operations:
+    self._stored = {self.root(v) for v in (*program.arguments, *program.results)}
+    self._readers: dict[Buffer, list[Operation]] = collections.defaultdict(list)
+    for operation in program.operations:
       if is_view(operation):
         continue
       for value in operation.operands:
         self._readers[self.root(value)].append(operation)
-      if is_heavy(operation) or has(operation.equation, Trait.STORES_RESULT):
-        self._stored.update(operation.results)
+      if is_heavy(operation) or has(operation.made, Trait.STORES_RESULT):
+        self._stored.update(operation.writes)
       if is_heavy(operation):
         self._stored.update(
           v for v in map(self.root, operation.operands) if not self._fused_cast(operation, v)
@@ -160,7 +156,7 @@ class _Storage:
     if value not in self._reach:
       found: dict[Buffer, float] = {}
       most = math.inf
-      if value.maker is not None and value.maker.equation.primitive in _SLICES:
+      if value.maker is not None and value.maker.made.primitive in _SLICES:
         most = value.nbytes
       for operand in value.maker.operands if value.maker else ():
         for source, nbytes in self.sources(self.root(operand)).items():
@@ -168,16 +164,16 @@ class _Storage:
       self._reach[value] = found
     return self._reach[value]
 
-  def _fused_cast(self, operation: GraphOperation, value: Buffer) -> bool:
+  def _fused_cast(self, operation: Operation, value: Buffer) -> bool:
     """Returns whether a TPU's product computes an operand itself."""
     maker = value.maker
-    if not self._on_tpu or maker is None or not has(operation.equation, Trait.PRODUCT):
+    if not self._on_tpu or maker is None or not has(operation.made, Trait.PRODUCT):
       return False
-    return not (is_heavy(maker) or has(maker.equation, Trait.STORES_RESULT))
+    return not (is_heavy(maker) or has(maker.made, Trait.STORES_RESULT))
 
   def _only_multiplied(self, value: Buffer) -> bool:
     """Returns whether only products read a value, and round it to half precision anyway."""
-    rounds = lambda r: has(r.equation, Trait.PRODUCT) and r.equation.params.get("precision") is None
+    rounds = lambda r: has(r.made, Trait.PRODUCT) and r.made.params.get("precision") is None
     readers = self._readers[value]
     return (
       value.argument is None and value.dtype == np.float32 and bool(readers) and all(map(rounds, readers))
@@ -185,8 +181,8 @@ class _Storage:
 
   def _store_read_often(self) -> None:
     """Stores what takes more bytes to compute again for each of its readers."""
-    for operation in self._graph.operations:
-      for value in () if is_view(operation) else operation.results:
+    for operation in self._program.operations:
+      for value in () if is_view(operation) else operation.writes:
         times = len(self._readers[value])
         if times > 1 and not self.is_stored(value):
           again = sum(self.sources(value).values())
@@ -196,13 +192,13 @@ class _Storage:
 
   def _keep_shared(self) -> None:
     """Stores what is dearer to recompute: costly operations, and small values computed from large ones."""
-    needed_later = {self.root(v) for o in self._graph.operations if o.phase == BACKWARD for v in o.operands}
-    for operation in self._graph.operations:
-      for value in operation.results:
+    needed_later = {self.root(v) for o in self._program.operations if o.phase == BACKWARD for v in o.operands}
+    for operation in self._program.operations:
+      for value in operation.writes:
         if self.is_stored(value) or value in self._view:
           continue
         readers = self._readers[value]
-        if has(operation.equation, Trait.COSTLY) and len(readers) > 1:
+        if has(operation.made, Trait.COSTLY) and len(readers) > 1:
           self._stored.add(value)
         elif operation.phase != BACKWARD and any(r.phase == BACKWARD for r in readers):
           sources = self.sources(value)
@@ -214,21 +210,21 @@ class _Storage:
             needed_later.update(sources)
 
 
-def is_heavy(operation: GraphOperation) -> bool:
+def is_heavy(operation: Operation) -> bool:
   """Returns whether an operation reads its operands from memory, and writes its results to it."""
-  return has(operation.equation, Trait.READS_STORED) or bool(operation.bodies) or operation.crosses
+  return has(operation.made, Trait.READS_STORED) or bool(operation.bodies) or operation.crosses
 
 
-def is_view(operation: GraphOperation) -> bool:
+def is_view(operation: Operation) -> bool:
   """Returns whether the result of an operation is the memory of its operand."""
-  if has(operation.equation, Trait.ALIAS):
+  if has(operation.made, Trait.ALIAS):
     return True
-  if len(operation.operands) != 1 or len(operation.results) != 1:
+  if len(operation.operands) != 1 or len(operation.writes) != 1:
     return False
-  operand, result = operation.operands[0], operation.results[0]
-  if operation.equation.primitive is jax.lax.broadcast_in_dim_p:
+  operand, result = operation.operands[0], operation.writes[0]
+  if operation.made.primitive is jax.lax.broadcast_in_dim_p:
     return math.prod(operand.shape) == math.prod(result.shape)
-  is_cast = operation.equation.primitive is jax.lax.convert_element_type_p
+  is_cast = operation.made.primitive is jax.lax.convert_element_type_p
   return is_cast and operand.dtype == result.dtype
 
 

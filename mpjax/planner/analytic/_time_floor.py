@@ -9,17 +9,16 @@ import jax
 
 from mpjax.jaxpr import Trait, has
 from mpjax.planner._arguments import Argument, argument_bytes
-from mpjax.planner._program import total_bytes
+from mpjax.planner._program import Operation, Program, total_bytes
 from mpjax.planner._results import ARGUMENT_PARTS, Collective, Floor, Memory
 from mpjax.planner._targets import Target
-from mpjax.planner.analytic._graph import Graph, GraphOperation
 from mpjax.planner.analytic._products import list_products
 
 _PARTS = (jax.lax.dynamic_slice_p, jax.lax.gather_p, jax.lax.slice_p)
 
 
 def time_floor(
-  graph: Graph,
+  program: Program,
   arguments: Sequence[Argument],
   memory: Memory,
   collectives: Sequence[Collective],
@@ -33,7 +32,7 @@ def time_floor(
   the backward pass may stay in a cache instead.
 
   Args:
-    graph: graph of the step.
+    program: the traced step.
     arguments: the leaves of its arguments.
     memory: memory of the step, the compiler's if there is one.
     collectives: the collectives of the step.
@@ -43,11 +42,11 @@ def time_floor(
   if not target.flops or not target.bandwidth:
     return None
   state = sum(memory.parts.get(name, 0) for name in ARGUMENT_PARTS)
-  state += _written_bytes(graph) - _unread_bytes(graph, arguments, target.kind)
+  state += _written_bytes(program) - _unread_bytes(program, arguments, target.kind)
   touched = state + 2 * memory.saved_bytes
   moved = state + 2 * max(0, memory.saved_bytes - target.cache)
   # A kernel may state more FLOPs than it runs: the masked half of causal attention.
-  products = list_products(graph, target, devices, least=True)
+  products = list_products(program, target, least=True)
   parts = {
     "matrix units": sum(p.flops * p.passes / target.unit_rate(p.dtype)[1] for p in products if not p.kernel),
     "memory": moved / target.bandwidth,
@@ -58,26 +57,26 @@ def time_floor(
   return Floor(parts[bound], parts, bound, moved, touched, target.cache)
 
 
-def _unread_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
+def _unread_bytes(program: Program, arguments: Sequence[Argument], kind: str) -> int:
   """Returns the bytes of arguments, on one device, that a step need not read."""
-  used = {value for operation in graph.operations for value in operation.operands}
+  used = {value for operation in program.operations for value in operation.operands}
   whole = [0 if a.on_host else argument_bytes(a, kind) for a in arguments]
   read: collections.Counter[int] = collections.Counter()
-  for operation in graph.operations:
+  for operation in program.operations:
     for i, value in enumerate(operation.operands):
       if value.argument is None:
         continue
-      updated = i == 0 and _in_place(operation) and operation.results[0] not in used
-      part = i == 0 and operation.equation.primitive in _PARTS
+      updated = i == 0 and _in_place(operation) and operation.writes[0] not in used
+      part = i == 0 and operation.made.primitive in _PARTS
       if not updated:
-        read[value.argument] += total_bytes(operation.results) if part else whole[value.argument]
+        read[value.argument] += total_bytes(operation.writes) if part else whole[value.argument]
   return sum(max(0, nbytes - read[i]) for i, nbytes in enumerate(whole))
 
 
-def _written_bytes(graph: Graph) -> int:
+def _written_bytes(program: Program) -> int:
   """Returns the bytes, on one device, of the results that are not unchanged arguments."""
   total = 0
-  for value in set(graph.results):
+  for value in set(program.results):
     if value.maker is not None and _in_place(value.maker):
       total += min(value.nbytes, max((v.nbytes for v in value.maker.operands[1:]), default=0))
     elif value.argument is None:
@@ -85,6 +84,6 @@ def _written_bytes(graph: Graph) -> int:
   return total
 
 
-def _in_place(operation: GraphOperation) -> bool:
+def _in_place(operation: Operation) -> bool:
   """Returns whether an operation writes a part of its first operand."""
-  return has(operation.equation, Trait.IN_PLACE) and not operation.bodies
+  return has(operation.made, Trait.IN_PLACE) and not operation.bodies

@@ -4,13 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.jaxpr import BACKWARD, FORWARD, parse_scopes, split_scopes
-from mpjax.planner.compiled import (  # a plan shows few of the names
-  _hlo_parts,
-  collectives,
-  module_proto,
-  parse,
-)
-from mpjax.planner.compiled._hlo import trips
+from mpjax.planner._program import collectives_of
+from mpjax.planner.compiled import from_hlo, module_proto, parse
+from mpjax.planner.compiled._hlo import path_of_name, trips
 from tests.planner.compiled._hlo_text import computation, program, serialised
 
 
@@ -18,9 +14,8 @@ def test_an_instruction_has_the_line_of_the_users_program():
   """By the tables of frames of the program of a function in this file."""
   compiled = jax.jit(lambda x: jnp.tanh(x) + 1).lower(jnp.ones(8)).compile()
   module = parse(module_proto(compiled))
-  every = [i for c in module.computations.values() for i in c.instructions if i.op == "tanh"]
-  assert {_hlo_parts.source_of(module, i).partition(":")[0] for i in every} == {"test_hlo.py"}
-  assert _hlo_parts.source_of(module, module.entry.parameters()[0]) == ""
+  sources = {o.source.partition(":")[0] for o in from_hlo(module, "cpu").operations}
+  assert sources == {"test_hlo.py", ""}  # a parameter has none
 
 
 def shapes(text):
@@ -98,7 +93,7 @@ NAMES = [
 def test_what_a_name_says():
   for name, *want in NAMES:
     found = (
-      _hlo_parts.path_of_name(name),
+      path_of_name(name),
       parse_scopes(name).phase,
       split_scopes(name)[-1],
     )
@@ -143,7 +138,7 @@ def test_a_counter_says_how_often_its_loop_runs_and_what_cannot_be_told_counts_o
     module = program(texts[2], computation("%body", texts[0]) + computation("%test", texts[1]))
     (loop,) = (i for i in module.entry.instructions if i.op == "while")
     assert trips(loop) == runs, changes
-    (found,) = collectives(module)
+    (found,) = collectives_of(from_hlo(module))
     assert (found.nbytes, found.count) == ((runs or 1) * 128 * 4, runs or 1), changes  # a tile for V
 
 
@@ -152,5 +147,5 @@ def test_what_moves_while_fusions_compute_counts_once():
   chained = ("begin", "between", "end")
   parts = "".join(computation(f"%{name}", f"%p = V parameter(0); ROOT {gather}") for name in chained)
   calls = [f"%f.{name} = f32[64]{{0}} fusion(%x), kind=kCustom, calls=%{name}" for name in chained]
-  (found,) = collectives(program("; ".join(["%x = V parameter(0)", *calls]), parts))
+  (found,) = collectives_of(from_hlo(program("; ".join(["%x = V parameter(0)", *calls]), parts)))
   assert (found.operation, found.nbytes, found.count) == ("all-gather", 64 * 4, 1)

@@ -3,7 +3,7 @@
 import pytest
 
 from mpjax.planner._program import live_at_peak  # a plan shows its sum alone
-from mpjax.planner.compiled._hlo_program import hlo_program
+from mpjax.planner.compiled import from_hlo
 from tests.planner.compiled._hlo_text import computation, program
 from tests.planner.compiled.programs import KEPT, kept, parsed
 
@@ -17,7 +17,7 @@ def live(lines, computations="", head=""):
 
 
 def at_peak(module):
-  return live_at_peak(hlo_program(module.entry))
+  return live_at_peak(from_hlo(module))
 
 
 def most(*given):
@@ -60,7 +60,7 @@ def test_a_part_of_a_part_is_found_after_those_before_it():
     "%last = f32[] custom-call(%x, %b); ROOT %r = f32[] custom-call(%last)"
   )
   module = program(f"%p = X parameter(0); {lines}")
-  last = next(o for o in hlo_program(module.entry).operations if o.made.name == "last")
+  last = next(o for o in from_hlo(module).operations if o.made.name == "last")
   assert [buffer.shape for buffer in last.reads] == [(32, 32), (64, 1024)]
 
 

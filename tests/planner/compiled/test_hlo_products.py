@@ -12,14 +12,25 @@ import pytest
 from jax import lax
 
 from mpjax.planner import get_target
-from mpjax.planner.compiled import collectives, kernel_products, module_proto, parse
-from mpjax.planner.compiled._hlo_products import group_of
-from mpjax.planner.timing import compiled_time
+from mpjax.planner._program import collectives_of
+from mpjax.planner._time import compiled_time
+from mpjax.planner.compiled import from_hlo, module_proto, parse
+from mpjax.planner.compiled._hlo_work import group_of
 from tests.planner.compiled._hlo_text import computation, program
 from tests.planner.compiled.programs import CROSSINGS, KEPT, STEPS, VERSIONS, parsed
 
 pytestmark = pytest.mark.optimised
 f32, bf16 = jnp.float32, jnp.bfloat16
+
+
+def collectives(module):
+  """The collectives of a module."""
+  return collectives_of(from_hlo(module))
+
+
+def products_in(module, kind="gpu"):
+  """Each product of a module, with its operation and how often it runs."""
+  return [(p, o, times) for o, times in from_hlo(module, kind).each() for p in o.products if p.flops]
 
 
 def a_shape(*shape, dtype=f32):
@@ -157,11 +168,11 @@ def test_a_step_crosses_as_much_on_each_release():
 def products_of(function, *args):
   compiled = jax.jit(function).lower(*args).compile()
   module = parse(module_proto(compiled))
-  return kernel_products(module, "cpu")
+  return products_in(module, "cpu")
 
 
 def total(products):
-  return sum(product.flops for product in products)
+  return sum(product.flops * times for product, _, times in products)
 
 
 def multiplications(size, taps, stride, low, high, dilation):
@@ -227,10 +238,12 @@ def test_flops_of_products_and_convolutions_which_leave_out_the_padding():
 
   found = collections.defaultdict(list)
   for product in products_of(every, *(args for _, _, args, _ in rows)):
-    found[int(re.search(r"row(\d+)", product.op)[1])].append(product)
+    found[int(re.search(r"row(\d+)", product[1].path)[1])].append(product)
   for i, (name, _, _, flops) in enumerate(rows):
     assert total(found[i]) == flops, name
-    assert {(p.kernel, p.times) for p in found[i]} == {("dot", 7 if name == "seven times" else 1)}, name
+    assert {(p.kernel, times) for p, _, times in found[i]} == {("dot", 7 if name == "seven times" else 1)}, (
+      name
+    )
 
 
 # What multiplies on a GPU: lines that read `a` of [8, 16] and `b` of [16, 4].
@@ -255,8 +268,8 @@ def test_a_gpus_products_are_of_the_kernel_that_multiplies():
       read += "; %s = f8e4m3fn[8,1] parameter(2); %t = f8e4m3fn[1,4] parameter(3)"
       inside = "ROOT %d = bf16[8,4] scaled-dot(%a, %b, %s, %t), DOT"
     module = program(f"{read}; {line}", computation("%gemm", f"{read}; {inside}"))
-    (found,) = kernel_products(module)
-    assert (found.kernel, found.dtypes, found.flops) == (kernel, dtypes, 2 * 8 * 16 * 4), line
+    ((found, *_),) = products_in(module)
+    assert (found.kernel, found.operands, found.flops) == (kernel, dtypes, 2 * 8 * 16 * 4), line
 
 
 @pytest.mark.parametrize("config", ["", ', backend_config={"triangular_solve_options":{"lower":true}}'])
@@ -265,9 +278,9 @@ def test_a_call_of_cublas_that_is_no_product_leaves_the_others_readable(config):
   product = f"%d = f32[8,4] custom-call(%a, %b), {CUBLAS}"
   solve = f'ROOT %s = f32[8,4] custom-call(%u, %d), custom_call_target="__cublas$triangularSolve"{config}'
   module = program(f"{read}; {product}; {solve}")
-  (found,) = kernel_products(module)
+  ((found, *_),) = products_in(module)
   assert found.flops == 2 * 8 * 16 * 4
-  assert compiled_time(module, get_target("h100")).parts.keys() == {"products", "element-wise"}
+  assert compiled_time(from_hlo(module), get_target("h100")).parts.keys() == {"products", "element-wise"}
 
 
 def test_cudnns_calls_with_a_stride_multiply_as_often_in_each_pass():
@@ -280,11 +293,8 @@ def test_cudnns_calls_with_a_stride_multiply_as_often_in_each_pass():
     ("convBackwardFilter", images, made, weights),
   ):
     read = f"%a = {left} parameter(0); %b = {right} parameter(1)"
-    (found,) = kernel_products(
-      program(
-        f'{read}; ROOT %c = ({out}, u8[0]) custom-call(%a, %b), custom_call_target="__cudnn${call}", {rest}'
-      )
-    )
+    line = f'ROOT %c = ({out}, u8[0]) custom-call(%a, %b), custom_call_target="__cudnn${call}", {rest}'
+    ((found, *_),) = products_in(program(f"{read}; {line}"))
     assert (found.kernel, found.flops) == ("cudnn", flops), call
 
 
@@ -321,15 +331,16 @@ def test_flops_and_kernels_of_programs_that_compilers_for_devices_made():
   kernels = {"cpu": {"dot"}, "tpu": {"dot"}, "gpu": {"cublas", "cudnn"}}
   for version, name, target in KEPT:
     kind = get_target(target).kind
-    products = kernel_products(parsed(version, name, target), kind)
+    products = products_in(parsed(version, name, target), kind)
     made = total(products)
+    kinds = {product.kernel for product, *_ in products}
     if name == "computing again":  # which an older compiler for CPUs does not
       once = training_of(6, 256, 2048)
       assert made in (once, once + 6 * 2 * 2048 * 256 * 256), (version, target)
     else:
       assert made == known[name], (version, name, target)
-    assert {product.kernel for product in products} <= kernels[kind], (version, name, target)
+    assert kinds <= kernels[kind], (version, name, target)
     if kind == "gpu":
       dtype = "bf16" if "half" in name or name in ("data", "fsdp") else "f32"
-      assert {product.dtypes for product in products} <= {(dtype, dtype)}, (version, name)
-      assert ("cudnn" in {product.kernel for product in products}) == (name == "convolutions")
+      assert {product.operands for product, *_ in products} <= {(dtype, dtype)}, (version, name)
+      assert ("cudnn" in kinds) == (name == "convolutions")

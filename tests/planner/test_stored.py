@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from mpjax.jaxpr import FORWARD
 from mpjax.planner._program import live_at_peak, total_bytes  # a plan shows the peak of a whole step alone
-from mpjax.planner.analytic import DividedWeights, make_graph, stored_program
+from mpjax.planner.analytic import DividedWeights, from_jaxpr, stored_program
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 S = jax.ShapeDtypeStruct
@@ -19,7 +19,7 @@ MATRIX = [S((N, N), F32)] * 2
 
 
 def graph_of(function, *args):
-  return make_graph(jax.make_jaxpr(function)(*args))
+  return from_jaxpr(jax.make_jaxpr(function)(*args))
 
 
 def program_of(function, *args, donated=(), kind="gpu"):
@@ -170,5 +170,5 @@ def test_nothing_unread_is_in_the_graph_and_calls_are_entered_but_loops_are_not(
   names = [operation.name for operation in graph.operations]
   assert names.count("dot_general") == 1
   assert names.count("scan") == 1
-  times = {(o.name, times) for o, times in graph.every_operation() if o.flops}
+  times = {(o.name, times) for o, times in graph.each() if o.flops}
   assert times == {("dot_general", 1), ("dot_general", 5)}
