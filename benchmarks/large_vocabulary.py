@@ -18,7 +18,7 @@ import optax
 
 import mpjax
 from benchmarks._runner import Row, compile_for, markdown, memory, one
-from mpjax.planner.analytic import from_jaxpr
+from mpjax.planner._from_jaxpr import from_jaxpr
 
 PACKAGES = ("optax", "libtpu", "jax-cuda13-plugin")
 TARGETS = ("h200", "v5e")

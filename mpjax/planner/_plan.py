@@ -13,22 +13,16 @@ from mpjax._render.plain_text import bytes_text
 from mpjax._types import PolicyLike, PyTree
 from mpjax.formats import narrow_bits, runs_on
 from mpjax.jaxpr import constants_of
+from mpjax.planner._from_jaxpr import from_jaxpr
+from mpjax.planner._memory import analytic_memory, host_memory, time_floor
+from mpjax.planner._products import list_products, model_flops, serving_dtype
 from mpjax.planner._program import Program, collectives_of
-from mpjax.planner._results import Note, Plan, ProductGroup
+from mpjax.planner._report import Plan
+from mpjax.planner._results import Note, ProductGroup
+from mpjax.planner._stored import stored_program
 from mpjax.planner._targets import Target, get_target, missing
 from mpjax.planner._time import compiled_time, traced_time
 from mpjax.planner._traced_step import TracedStep, trace_step
-from mpjax.planner.analytic import (
-  DividedWeights,
-  analytic_memory,
-  from_jaxpr,
-  host_memory,
-  list_products,
-  model_flops,
-  serving_dtype,
-  stored_program,
-  time_floor,
-)
 from mpjax.planner.compiled import CompileError, Reading, compile_step, read_program, traced_kernels
 
 _WORTH_A_NOTE = 10**6
@@ -95,7 +89,7 @@ def plan(
   traced = trace_step(fun_or_step, args, device, policy=policy, parts=parts, donate_argnums=donate_argnums)
   step = from_jaxpr(traced.jaxpr, traced.arguments, device, traced.devices)
   donated = [value for value, given in zip(step.arguments, traced.donated, strict=True) if given]
-  program = stored_program(step, DividedWeights(traced.arguments, device.kind), device.kind, donated)
+  program = stored_program(step, traced.arguments, device.kind, donated)
   memory = analytic_memory(step, program, traced.arguments, device)
   products = list_products(step, device)
   reading, notes = _by_the_compiler(traced, step, device, compile)
@@ -116,9 +110,7 @@ def plan(
     checkpoint=sum(a.whole for a in traced.arguments if a.part != "batch"),
     products=products,
     collectives=reading.collectives if reading else collectives_of(step),
-    floor=time_floor(
-      step, traced.arguments, compiled.memory if compiled else memory, sent, device, traced.devices
-    ),
+    floor=time_floor(step, traced.arguments, compiled.memory if compiled else memory, sent, device),
     notes=(*_notes(traced, step, products, device), *(() if reading else _loops(step)), *notes),
     fp8=traced.fp8,
     model_flops=model_flops(step),

@@ -29,8 +29,8 @@ from mpjax.planner._rates import (
   product_seconds,
 )
 from mpjax.planner._results import TIME_PARTS, Time
+from mpjax.planner._stored import is_heavy
 from mpjax.planner._targets import Target
-from mpjax.planner.analytic import is_heavy
 from mpjax.products import is_fp8
 
 _SOURCES = {"tpu": "compiler's cycles", "gpu": "roofline of the compiled program"}

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpjax._render import picture_style as style
-from mpjax.planner.render import save_picture
+from mpjax.planner._picture import save_picture
 from tests.planner._plans import a_plan
 
 ROOT = pathlib.Path(__file__).parents[2]

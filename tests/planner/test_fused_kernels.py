@@ -8,8 +8,8 @@ from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
 import mpjax
 from mpjax.planner import get_target
+from mpjax.planner._from_jaxpr import from_jaxpr
 from mpjax.planner._time import compiled_time
-from mpjax.planner.analytic import from_jaxpr
 from mpjax.planner.compiled import from_hlo, traced_kernels
 from tests.planner._programs import Program
 from tests.planner._steps import F32, S

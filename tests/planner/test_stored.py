@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from hypothesis import given, settings, strategies as st
 
 from mpjax.jaxpr import FORWARD
+from mpjax.planner._from_jaxpr import from_jaxpr
 from mpjax.planner._program import live_at_peak, total_bytes  # a plan shows the peak of a whole step alone
-from mpjax.planner.analytic import DividedWeights, from_jaxpr, stored_program
+from mpjax.planner._stored import stored_program
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 S = jax.ShapeDtypeStruct
@@ -25,7 +26,7 @@ def graph_of(function, *args):
 def program_of(function, *args, donated=(), kind="gpu"):
   """What a function stores; `donated` are positions of arguments."""
   graph = graph_of(function, *args)
-  return stored_program(graph, DividedWeights(), kind, [graph.arguments[i] for i in donated])
+  return stored_program(graph, (), kind, [graph.arguments[i] for i in donated])
 
 
 def peak_of(function, *args, **options):

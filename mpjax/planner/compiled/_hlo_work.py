@@ -67,7 +67,7 @@ def set_work(
   """Sets what an operation computes, moves and exchanges, and returns the instruction that says its module.
 
   Args:
-    operation: an operation; whether it starts what others run beside is set.
+    operation: an operation, with `starts` set.
     scope: the computation that it is in.
     kind: kind of the platform.
     kernels: FLOPs of fused kernels.

@@ -45,10 +45,10 @@ from mpjax.jaxpr import (
 )
 from mpjax.planner._arguments import Argument, argument_bytes
 from mpjax.planner._array_bytes import itemsize, tiled_bytes
+from mpjax.planner._products import kernel_flops, product_of
 from mpjax.planner._program import Buffer, Exchange, Operation, Program, total_bytes
 from mpjax.planner._results import Collective
 from mpjax.planner._targets import Target, get_target
-from mpjax.planner.analytic._products import kernel_flops, product_of
 
 _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS
-from mpjax.planner.render import COLORS, save_picture
+from mpjax.planner._picture import COLORS, save_picture
 from tests.planner._plans import a_plan, in_words
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -10,32 +10,39 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax.formats import narrow_bits
 from mpjax.jaxpr import BACKWARD, OTHER, Trait, has
+from mpjax.planner._arguments import Argument
+from mpjax.planner._array_bytes import itemsize
+from mpjax.planner._from_jaxpr import Sizes, like_weight
 from mpjax.planner._program import Buffer, Operation, Program
-from mpjax.planner.analytic._divided_weights import DividedWeights
 from mpjax.products import is_fp8
 
 _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
 
 
 def stored_program(
-  program: Program, divided: DividedWeights, kind: str, reusable: Iterable[Buffer] = ()
+  program: Program, arguments: Sequence[Argument] = (), kind: str = "gpu", donated: Sequence[Buffer] = ()
 ) -> Program:
-  """Returns the operations of a graph that store a result, with all that they read from memory.
+  """Returns the operations of a program that store a result, with all that they read from memory.
 
   Args:
     program: the traced program.
-    divided: the weights that the compiler gathers.
+    arguments: its arguments, which say what weights the compiler gathers.
     kind: kind of the platform. A TPU's compiler fuses casts into products, and stores in half precision what
       only products of default precision read.
-    reusable: arguments whose memory results may take (donated ones).
+    donated: arguments whose memory results may take.
   """
+  return _stored(program, _DividedWeights(arguments, kind), kind, donated)
+
+
+def _stored(program: Program, divided: _DividedWeights, kind: str, donated: Sequence[Buffer]) -> Program:
   storage = _Storage(program, kind)
   results = [storage.root(value) for value in program.results]
   arguments = [storage.root(value) for value in program.arguments]
@@ -52,14 +59,13 @@ def stored_program(
       if copy not in written:
         operation.writes = [*operation.writes, copy]
         written.add(copy)
-  donated = list(reusable)
   operations += _copies(program, storage, donated)
   given = {*arguments, *_in_place(results, arguments, donated)}
   return Program(_updates_early(operations), results, given)
 
 
 def _operation(
-  made: Operation, writes: list[Buffer], storage: _Storage, divided: DividedWeights, kind: str
+  made: Operation, writes: list[Buffer], storage: _Storage, divided: _DividedWeights, kind: str
 ) -> Operation:
   reads: dict[Buffer, float] = {}
   for value in made.operands:
@@ -76,11 +82,11 @@ def _operation(
     writes=writes,
     spare=() if is_heavy(made) and not has(made.made, Trait.IN_PLACE) else reads,
     extra=extra,
-    bodies=[stored_program(body, divided, kind, body.arguments) for body in made.bodies],
+    bodies=[_stored(body, divided, kind, body.arguments) for body in made.bodies],
   )
 
 
-def _copies(program: Program, storage: _Storage, donated: list[Buffer]) -> list[Operation]:
+def _copies(program: Program, storage: _Storage, donated: Sequence[Buffer]) -> list[Operation]:
   """Returns copies that a compiler adds: results that are views of arguments, and what is updated."""
   copied = [(value, value.maker) for value in dict.fromkeys(program.results) if value.maker is not None]
   copied = [(value, maker) for value, maker in copied if storage.root(value).argument is not None]
@@ -107,6 +113,71 @@ def _updates_early(operations: list[Operation]) -> list[Operation]:
     if operation.phase == BACKWARD or place != i:
       ready.update(dict.fromkeys(operation.writes, place))
   return [operations[i] for i in sorted(range(len(operations)), key=places.__getitem__)]
+
+
+class _DividedWeights:
+  """Weights that the compiler gathers (GSPMD): whole copies for their readers, and whole gradients.
+
+  An operation that reads a weight needs the whole weight; only mesh axes that do not divide the batch still
+  divide it. The copy stays for all readers in the same loop body and rematerialised region. A gradient is
+  whole before it is reduced.
+  """
+
+  def __init__(self, arguments: Sequence[Argument], kind: str):
+    self._kind = kind
+    self._sizes = Sizes((), kind)
+    of_batch = {axis for a in arguments if a.part == "batch" for axis in _axes(a)}
+    self._shares: dict[int, float] = {}  # a device's share of the copy, by position
+    self._of_shape: dict[tuple[int, ...], float] = {}  # a device's share of a whole gradient
+    for i, a in enumerate(arguments):
+      axes = _axes(a)
+      if a.part == "master weights" and len(a.shape) > 1 and not of_batch.isdisjoint(axes):
+        self._shares[i] = share = 1 / math.prod(size for axis, size in axes.items() if axis not in of_batch)
+        for shape in like_weight(a.shape):
+          self._of_shape[shape] = max(share, self._of_shape.get(shape, 0.0))
+    self._copies: dict[tuple[Buffer, int, np.dtype], Buffer] = {}
+
+  def copies(self, operation: Operation, root: Callable[[Buffer], Buffer]) -> list[Buffer]:
+    """Returns the gathered weights that an operation reads; `root` finds what a value is a view of."""
+    found = []
+    for value in operation.operands if _is_divided(operation) else ():
+      if value.weight in self._shares:
+        share, dtype = self._shares[value.weight], self._crosses_in(operation, value)
+        key = root(value), operation.region, dtype
+        if key not in self._copies:
+          shape = (int(math.prod(value.shape) * share),)
+          self._copies[key] = Buffer(shape, dtype, self._sizes.of(shape, dtype, local=True), local=True)
+        found.append(self._copies[key])
+    return found
+
+  def gradients(self, operation: Operation) -> int:
+    """Returns the bytes of the whole gradients of weights that an operation computes."""
+    if operation.phase != BACKWARD or not _is_divided(operation):
+      return 0
+    if any(value.weight in self._shares for value in operation.operands):
+      return 0  # it is the gradient of the other operand
+    # In float32: compilers widen the product instead of casting its result.
+    sizes = (4 * math.prod(value.shape) * self._of_shape.get(value.shape, 0.0) for value in operation.writes)
+    return int(sum(sizes))
+
+  def _crosses_in(self, operation: Operation, value: Buffer) -> np.dtype:
+    """Returns the dtype in which a weight crosses: a TPU casts to half precision first, for products."""
+    is_product = has(operation.made, Trait.PRODUCT) and operation.made.params.get("precision") is None
+    halved = self._kind == "tpu" and is_product and itemsize(value.dtype) == 4
+    return np.dtype(jnp.bfloat16) if halved else np.dtype(value.dtype)
+
+
+def _is_divided(operation: Operation) -> bool:
+  return not operation.local and not operation.bodies and has(operation.made, Trait.READS_STORED)
+
+
+def _axes(argument: Argument) -> dict[str, int]:
+  """Returns the axes of a mesh that divide an argument, and their sizes."""
+  sharding = argument.sharding
+  if not isinstance(sharding, jax.sharding.NamedSharding):
+    return {}
+  parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
+  return {name: sharding.mesh.shape[name] for names in parts for name in names if isinstance(name, str)}
 
 
 class _Storage:
@@ -228,9 +299,9 @@ def is_view(operation: Operation) -> bool:
   return is_cast and operand.dtype == result.dtype
 
 
-def _in_place(results: list[Buffer], arguments: list[Buffer], reusable: Iterable[Buffer]) -> set[Buffer]:
+def _in_place(results: list[Buffer], arguments: list[Buffer], donated: Sequence[Buffer]) -> set[Buffer]:
   """Returns the results that take the memory of a donated argument of the same shape and dtype."""
-  free = collections.Counter((v.shape, v.dtype, v.on_host) for v in reusable)
+  free = collections.Counter((v.shape, v.dtype, v.on_host) for v in donated)
   fixed, found = set(arguments), set[Buffer]()
   for v in results:
     if v not in fixed and v not in found and free[v.shape, v.dtype, v.on_host]:
