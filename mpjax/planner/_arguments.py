@@ -161,9 +161,7 @@ def _by_name(name: str, path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeS
   is_layer = jax.dtypes.issubdtype(leaf.dtype, np.inexact) and leaf.shape
   for word in (*keys[:1], name) if name in _CONTAINERS else (name, *keys[:1]):
     part = _PARTS_OF_NAMES.get(word, "")
-    if (
-      word in _CONTAINERS and not is_layer and any(_PARTS_OF_NAMES.get(key) == "other state" for key in keys)
-    ):
+    if word in _CONTAINERS and not is_layer and not _OF_KEYS.isdisjoint(keys):
       return "other state"
     if part and not (part == "other state" and is_layer):
       return part

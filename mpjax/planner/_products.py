@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,11 @@ def _precision_of(equation: JaxprEqn) -> str:
 
 def _row(operation: Operation, target: Target) -> ProductGroup:
   """Returns an operation's products or kernel as a row without its FLOPs."""
-  place = {"path": layer_pattern(operation.path), "source": operation.source, "phase": operation.phase}
+  place: dict[str, Any] = {
+    "path": layer_pattern(operation.path),
+    "source": operation.source,
+    "phase": operation.phase,
+  }
   if operation.kernel:
     dtypes = [dtype_of(atom) for atom in operation.made.invars]
     floats = [dtype.name for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
@@ -189,11 +193,11 @@ def _why(dtype: str, sizes: tuple[int, int, int], wanted: tuple[int, int, int], 
 
 def serving_dtype(program: Program) -> np.dtype:
   """Returns the dtype of the operands of most of the FLOPs, in which the weights would be served."""
-  total = Counter({np.dtype(np.float32): 0.0})
+  total = Counter({np.dtype(np.float32): 0})
   for operation, times in program.each():
     if operation.products:
       dtype = jnp.dtype(jnp.bfloat16) if is_fp8(operation.made) else _operand_dtype(operation.made)
-      total[dtype] += operation.flops * times
+      total[dtype] += int(operation.flops * times)
   return jax.dtypes.canonicalize_dtype(total.most_common(1)[0][0])
 
 

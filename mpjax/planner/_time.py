@@ -139,8 +139,9 @@ def _seconds(operation: Operation, target: Target) -> float:
     return memory_seconds(target, operation.moved)
   if operation.cycles is not None and (clock := target.speeds.get("clock")):
     # No product is faster than the units; float32 operands take at least one pass of bfloat16.
-    rate = lambda dtype: target.unit_rate("bfloat16" if "float32" in dtype else dtype)[1]
-    return max(CYCLES * operation.cycles / clock, sum(p.flops / rate(p.dtype) for p in operation.products))
+    rate_of = lambda dtype: target.unit_rate("bfloat16" if "float32" in dtype else dtype)[1]
+    least = sum(p.flops / rate_of(p.dtype) for p in operation.products)
+    return max(CYCLES * operation.cycles / clock, least)
   work = sum(
     p.passes * product_seconds(target, p.dtype, p.shape, p.batch, convolution=p.convolution)
     for p in operation.products

@@ -85,8 +85,8 @@ class _Reader:
       speaker = instruction
       if instruction.proto.fusion_kind == "kLoop":  # writes over what it is the last to read
         made = {(b.shape, b.dtype) for b in operation.writes if b not in results}
-        alike = [b for b in operation.reads if (b.shape, b.dtype) in made and b.maker is not None]
-        operation.spare = [b for b in alike if len(b.maker.made.shapes) == 1]  # no tuple's part
+        alone = [b for b in operation.reads if b.maker is not None and len(b.maker.made.shapes) == 1]
+        operation.spare = [b for b in alone if (b.shape, b.dtype) in made]
       if instruction.op in _CONTROL:
         operation.bodies = [self.program(called) for called in instruction.called]
         operation.times = trips(instruction) or 1 if instruction.op == "while" else 1
