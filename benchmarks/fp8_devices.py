@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import mpjax
 from benchmarks._runner import Row, chosen, compile_for, markdown, memory
 from mpjax.planner import get_target
-from mpjax.planner.compiled import HloModule, KernelProduct, kernel_products, parse
+from mpjax.planner._program import Product
+from mpjax.planner.compiled import HloModule, from_hlo, parse
 from mpjax.planner.compiled._hlo import numpy_name
 
 PACKAGES = ("libtpu", "jax-cuda13-plugin")
@@ -67,12 +68,13 @@ def figures(target: str, name: str) -> dict[str, Any]:
   of = lambda params, x, state=None: mpjax.autocast(loss, policy, fp8_state=state)(params, x)
   program = compile_for(target, jax.grad(of, (0, 2) if args[2:] else 0), *args)
   module = parse(program.proto)
-  products = kernel_products(module, get_target(target).kind)
-  narrow = sum(product.flops for product in products if is_narrow(product))
+  every = from_hlo(module, get_target(target).kind).each()
+  products = [(product, times) for operation, times in every for product in operation.products]
+  flops = lambda kept: sum(product.flops * times for product, times in kept)
   return memory(program) | {
     "cycles": cycles(module),
-    "kernels": sorted({product.kernel for product in products}),
-    "narrow": narrow / sum(product.flops for product in products),
+    "kernels": sorted({product.kernel for product, _ in products if product.flops}),
+    "narrow": flops(row for row in products if is_narrow(row[0])) / flops(products),
   }
 
 
@@ -83,9 +85,9 @@ def cycles(module: HloModule) -> int:
   return sum(estimate for estimate in found if estimate < NO_ESTIMATE)
 
 
-def is_narrow(product: KernelProduct) -> bool:
+def is_narrow(product: Product) -> bool:
   """Whether it is a GEMM with both operands below 16 bits."""
-  bits = [mpjax.formats.narrow_bits(numpy_name(dtype)) for dtype in product.dtypes]
+  bits = [mpjax.formats.narrow_bits(numpy_name(dtype)) for dtype in product.operands]
   return product.kernel != "loop" and all(bits)
 
 

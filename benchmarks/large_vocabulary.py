@@ -18,7 +18,7 @@ import optax
 
 import mpjax
 from benchmarks._runner import Row, compile_for, markdown, memory, one
-from mpjax.planner.analytic import make_graph
+from mpjax.planner._from_jaxpr import from_jaxpr
 
 PACKAGES = ("optax", "libtpu", "jax-cuda13-plugin")
 TARGETS = ("h200", "v5e")
@@ -52,8 +52,8 @@ def figures(target: str, policy: str, loss: str) -> dict[str, Any]:
   shapes = ((ROWS, WIDTH), DTYPES[policy]), ((WIDTH, CLASSES), jnp.float32), ((ROWS,), jnp.int32)
   args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
   program = jax.jit(jax.value_and_grad(under, (0, 1)))
-  graph = make_graph(program.trace(*args).jaxpr)
-  flops = sum(operation.flops * times for operation, times in graph.every_operation())
+  traced = from_jaxpr(program.trace(*args).jaxpr)
+  flops = sum(operation.flops * times for operation, times in traced.each())
   return memory(compile_for(target, program, *args)) | {"flops": flops}
 
 

@@ -27,7 +27,8 @@ from mpjax.cli._shared import (
   write,
 )
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, presets_of
-from mpjax.planner.render import NO_FIT, answer, answer_beside, save_picture, sections_of
+from mpjax.planner._picture import save_picture
+from mpjax.planner._report import NO_FIT, answer, answer_beside, sections_of
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config import DEFAULT_RECOMPUTE
 from mpjax.train.setup._saved_run import facts_of

@@ -8,6 +8,7 @@ from mpjax._gone import missing as _missing
 from mpjax.planner._array_bytes import tiled_bytes
 from mpjax.planner._fits import Fit, cheapest, largest_batch
 from mpjax.planner._plan import plan
+from mpjax.planner._report import Plan
 from mpjax.planner._results import (
   ARGUMENT_PARTS,
   TIME_PARTS,
@@ -17,7 +18,6 @@ from mpjax.planner._results import (
   Floor,
   Memory,
   Note,
-  Plan,
   ProductGroup,
   Saved,
   Time,

@@ -26,7 +26,7 @@ _PARTS_OF_NAMES = {
   **dict.fromkeys(("rng", "key", "step"), "other state"),
 }
 _OF_KEYS = frozenset({"rng", "key", "step"})
-_CONTAINERS = frozenset({"state", "variables", "model"})  # of which keys at the root may tell more
+_CONTAINERS = ("state", "variables", "model")  # of which keys at the root may tell more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def name_arguments(
     ValueError: for an unknown part, or a parameter that the step does not have.
   """
   given = {str(name): part for name, part in (parts or {}).items()}
-  known = {*names, *(str(i) for i in range(len(args)))}
+  known = {*names, *map(str, range(len(args)))}
   for name, part in given.items():
     if part not in ARGUMENT_PARTS:
       raise ValueError(f"parts[{name!r}]={part!r}: expected one of {', '.join(ARGUMENT_PARTS)}")
@@ -106,16 +106,13 @@ def name_arguments(
     for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
       in_optax, slot = _optimizer_slot(argument, path)
       part = chosen or ("optimizer state" if in_optax else _by_name(name, path, leaf))
-      sharding, slot = getattr(leaf, "sharding", None), slot if part == "optimizer state" else ""
       where = f"{i}/{path_text(path)}".rstrip("/")
+      slot = slot if part == "optimizer state" else ""
+      sharding = getattr(leaf, "sharding", None)
       found.append(Argument(part, where, slot, tuple(leaf.shape), leaf.dtype, sharding))
-  lacks_weights = not any(argument.part == "master weights" for argument in found)
-
-  def part_of(argument: Argument) -> str:
-    is_first = argument.path.partition("/")[0] == "0" and jax.dtypes.issubdtype(argument.dtype, np.inexact)
-    return argument.part or ("master weights" if lacks_weights and is_first else "batch")
-
-  return [dataclasses.replace(argument, part=part_of(argument)) for argument in found]
+  first = "batch" if any(a.part == "master weights" for a in found) else "master weights"
+  is_first = lambda a: a.path.partition("/")[0] == "0" and jax.dtypes.issubdtype(a.dtype, np.inexact)
+  return [a if a.part else dataclasses.replace(a, part=first if is_first(a) else "batch") for a in found]
 
 
 def argument_bytes(argument: Argument, kind: str) -> int:
@@ -161,11 +158,13 @@ def _by_name(name: str, path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeS
   Keys and counts have no floating elements: a layer with such a name is not one.
   """
   keys = [str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path]
-  floating = jax.dtypes.issubdtype(leaf.dtype, np.inexact) and leaf.shape
-  for word in (name,) if name in _PARTS_OF_NAMES and name not in _CONTAINERS else (*keys[:1], name):
-    if word in _PARTS_OF_NAMES and not (floating and word in _OF_KEYS):
-      is_key = word in _CONTAINERS and not floating and not _OF_KEYS.isdisjoint(keys)
-      return "other state" if is_key else _PARTS_OF_NAMES[word]
+  is_layer = jax.dtypes.issubdtype(leaf.dtype, np.inexact) and leaf.shape
+  for word in (*keys[:1], name) if name in _CONTAINERS else (name, *keys[:1]):
+    part = _PARTS_OF_NAMES.get(word, "")
+    if word in _CONTAINERS and not is_layer and not _OF_KEYS.isdisjoint(keys):
+      return "other state"
+    if part and not (part == "other state" and is_layer):
+      return part
   return ""
 
 

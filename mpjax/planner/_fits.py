@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax._render.plain_text import bytes_text
-from mpjax.planner._results import Plan
+from mpjax.planner._report import Plan
 from mpjax.planner.compiled import CompileError
 
 # Plans a batch size: `plan_of(batch, compile)`, with `compile` as in `mpjax.plan`.

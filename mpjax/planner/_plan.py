@@ -13,24 +13,17 @@ from mpjax._render.plain_text import bytes_text
 from mpjax._types import PolicyLike, PyTree
 from mpjax.formats import narrow_bits, runs_on
 from mpjax.jaxpr import constants_of
-from mpjax.planner._results import Note, Plan, ProductGroup
+from mpjax.planner._from_jaxpr import from_jaxpr
+from mpjax.planner._memory import analytic_memory, host_memory, time_floor
+from mpjax.planner._products import list_products, model_flops, serving_dtype
+from mpjax.planner._program import Program, collectives_of
+from mpjax.planner._report import Plan
+from mpjax.planner._results import Note, ProductGroup
+from mpjax.planner._stored import stored_program
 from mpjax.planner._targets import Target, get_target, missing
+from mpjax.planner._time import compiled_time, traced_time
 from mpjax.planner._traced_step import TracedStep, trace_step
-from mpjax.planner.analytic import (
-  DividedWeights,
-  Graph,
-  analytic_memory,
-  host_memory,
-  list_products,
-  make_graph,
-  model_flops,
-  serving_dtype,
-  stated_collectives,
-  stored_program,
-  time_floor,
-)
-from mpjax.planner.compiled import CompileError, Reading, compile_step, read_program
-from mpjax.planner.timing import program_time, traced_time
+from mpjax.planner.compiled import CompileError, Reading, compile_step, read_program, traced_kernels
 
 _WORTH_A_NOTE = 10**6
 _OTHER_HALF = {"bfloat16": "float16", "float16": "bfloat16"}
@@ -94,18 +87,15 @@ def plan(
     raise ValueError(f"compile={compile!r}: expected 'auto', True or False")
   device = get_target(target)
   traced = trace_step(fun_or_step, args, device, policy=policy, parts=parts, donate_argnums=donate_argnums)
-  graph = make_graph(traced.jaxpr, traced.arguments, device.kind)
-  donated = [value for value, given in zip(graph.arguments, traced.donated, strict=True) if given]
-  program = stored_program(graph, DividedWeights(traced.arguments, device.kind), device.kind, donated)
-  memory = analytic_memory(graph, program, traced.arguments, device)
-  products = list_products(graph, device, traced.devices)
-  reading, notes = _by_the_compiler(traced, device, compile)
+  step = from_jaxpr(traced.jaxpr, traced.arguments, device, traced.devices)
+  donated = [value for value, given in zip(step.arguments, traced.donated, strict=True) if given]
+  program = stored_program(step, traced.arguments, device.kind, donated)
+  memory = analytic_memory(step, program, traced.arguments, device)
+  products = list_products(step, device)
+  reading, notes = _by_the_compiler(traced, step, device, compile)
   compiled = reading.compiled if reading else None
-  time = None
-  if reading and reading.module:
-    time, time_notes = program_time(reading.module, device, graph)
-    notes += time_notes
-  sent = reading.collectives if reading else stated_collectives(graph, least=True)
+  sent = reading.collectives if reading else collectives_of(step, least=True)
+  time = compiled_time(reading.program, device) if reading and reading.program else None
   return Plan(
     label=label or traced.label,
     target=device.name,
@@ -116,25 +106,23 @@ def plan(
     parameters=traced.parameters,
     memory=memory,
     compiled=compiled,
-    inference=_inference(traced, graph),
+    inference=_inference(traced, step),
     checkpoint=sum(a.whole for a in traced.arguments if a.part != "batch"),
     products=products,
-    collectives=reading.collectives if reading else stated_collectives(graph),
-    floor=time_floor(
-      graph, traced.arguments, compiled.memory if compiled else memory, sent, device, traced.devices
-    ),
-    notes=(*_notes(traced, graph, products, device), *(() if reading else _loops(graph)), *notes),
+    collectives=reading.collectives if reading else collectives_of(step),
+    floor=time_floor(step, traced.arguments, compiled.memory if compiled else memory, sent, device),
+    notes=(*_notes(traced, step, products, device), *(() if reading else _loops(step)), *notes),
     fp8=traced.fp8,
-    model_flops=model_flops(graph, traced.devices),
+    model_flops=model_flops(step),
     peak_flops=device.flops.get("bfloat16") or max(device.flops.values(), default=0.0),
-    time=time or traced_time(program, device, traced.devices),
-    host=host_memory(graph, traced.arguments, device.kind),
+    time=time or traced_time(program, device),
+    host=host_memory(step, traced.arguments, device.kind),
   )
 
 
-def _loops(graph: Graph) -> Iterator[Note]:
+def _loops(step: Program) -> Iterator[Note]:
   """Yields a sentence on the loops of unknown length in a traced program."""
-  loops = [o for o, _ in graph.every_operation() if o.equation.primitive is jax.lax.while_p]
+  loops = [o for o, _ in step.each() if o.made.primitive is jax.lax.while_p]
   if loops:
     where = f", the first at {loops[0].source}" if loops[0].source else ""
     text = f"the step does not say how often {len(loops)} of its loops run{where}: what they do counts once"
@@ -142,7 +130,7 @@ def _loops(graph: Graph) -> Iterator[Note]:
 
 
 def _by_the_compiler(
-  traced: TracedStep, device: Target, compile: bool | str
+  traced: TracedStep, step: Program, device: Target, compile: bool | str
 ) -> tuple[Reading | None, tuple[Note, ...]]:
   """Returns what is read from the compiler's program, `None` without one, and notes.
 
@@ -158,19 +146,19 @@ def _by_the_compiler(
     return None, (Note(lacks, "install"),)
   donated = [i for i, given in enumerate(traced.donated) if given]
   try:
-    program = compile_step(traced.jitted, traced.args, donated, device)
+    made = compile_step(traced.jitted, traced.args, donated, device)
   except CompileError as error:
     if compile is True:
       raise
     text = f"the compiler failed{', out of memory' if error.out_of_memory else ''}: {error}"
     return None, (Note(text, "out of memory" if error.out_of_memory else "failed"),)
-  reading = read_program(program, traced.arguments, device)
+  reading = read_program(made, traced.arguments, device, traced_kernels(step))
   return reading, reading.notes
 
 
-def _inference(traced: TracedStep, graph: Graph) -> int:
+def _inference(traced: TracedStep, step: Program) -> int:
   """Returns the bytes of the weights in the dtype for serving."""
-  dtype = traced.policy.compute_dtype if traced.policy is not None else serving_dtype(graph)
+  dtype = traced.policy.compute_dtype if traced.policy is not None else serving_dtype(step)
   return sum(
     a.elements * np.dtype(dtype).itemsize if jax.dtypes.issubdtype(a.dtype, np.floating) else a.whole
     for a in traced.weights
@@ -178,7 +166,7 @@ def _inference(traced: TracedStep, graph: Graph) -> int:
 
 
 def _notes(
-  traced: TracedStep, graph: Graph, products: Sequence[ProductGroup], device: Target
+  traced: TracedStep, step: Program, products: Sequence[ProductGroup], device: Target
 ) -> Iterator[Note]:
   """Yields sentences for the reader of the plan, on devices, weights, units, FP8 and constants."""
   if device.devices > traced.devices and not device.is_here:
@@ -189,7 +177,7 @@ def _notes(
   if not traced.weights:
     text = "no argument was recognised as the weights: name it, as in parts={'params': 'master weights'}"
     yield Note(text, "weights")
-  half = serving_dtype(graph).name
+  half = serving_dtype(step).name
   other = _OTHER_HALF.get(half, half)
   if not runs_on(device.matrix_units, half) and runs_on(device.matrix_units, other):
     text = f"{device.name} has no matrix units for {half}, which runs at the rate of float32; it has matrix "

@@ -1,18 +1,15 @@
-"""A program as stored buffers and the operations on them, and the folds over it: live bytes and the clock.
-
-`analytic` makes one of a traced step, `compiled` of a compiler's program; everything else reads it.
-"""
+"""A program as buffers and operations on them: what `from_jaxpr` and `from_hlo` make, and folds."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mpjax.jaxpr import BACKWARD, FORWARD
-from mpjax.planner._results import TIME_PARTS, Time
+from mpjax.jaxpr import BACKWARD, FORWARD, layer_pattern
+from mpjax.planner._results import Collective, Saved, add_up, add_up_saved
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -22,9 +19,10 @@ class Buffer:
   Attributes:
     shape, dtype: as traced, for all devices together; a compiled program has those on one device.
     nbytes: bytes in one device's main memory, padding included; 0 for one that is elsewhere.
-    maker: the operation, in the form of its program, that computes it; `None` for an argument or constant.
+    maker: the operation that computes it; `None` for an argument or constant.
     argument: its position among the flat arguments, or `None`.
     weight: the position of the weight that it is a cast, a view, a slice or a layer of; or `None`.
+    part: the part of memory that it belongs to whoever reads it; empty if that decides.
     local: whether the shape is already one device's share (inside a `shard_map`).
     on_host: whether it is in the host's memory.
     whole: `nbytes`, wherever it is.
@@ -33,12 +31,46 @@ class Buffer:
   shape: tuple[int, ...]
   dtype: Any
   nbytes: int = 0
-  maker: Any = None
+  maker: Operation | None = None
   argument: int | None = None
   weight: int | None = None
+  part: str = ""
   local: bool = False
   on_host: bool = False
   whole: int = 0
+
+
+class Product(NamedTuple):
+  """Matrix products of one operation, or a convolution as a product.
+
+  Attributes:
+    dtype: NumPy's name of the dtype in which the units multiply, or `tensorfloat32`.
+    shape: M, N, K as the units multiply, for a compiled convolution with its padding.
+    batch: number of products.
+    flops: FLOPs of all of them on one device, without padding.
+    convolution: whether the traced program has it as a convolution.
+    passes: number of products in `dtype` that make up one of float32 operands.
+    kernel: in a compiled program, what computes it: `cublas`, `triton` or `cudnn`; `loop` for a product that
+      is not a GEMM; `dot` on a TPU or CPU.
+    operands: HLO's names of its operands' dtypes.
+  """
+
+  dtype: str
+  shape: tuple[int, int, int]
+  batch: int
+  flops: float
+  convolution: bool = False
+  passes: int = 1
+  kernel: str = ""
+  operands: tuple[str, ...] = ()
+
+
+class Exchange(NamedTuple):
+  """A collective, by HLO's name, with the bytes of its results and the numbers of the devices in a group."""
+
+  operation: str
+  nbytes: float
+  group: Sequence[int]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -46,23 +78,40 @@ class Operation:
   """An operation that reads and writes memory.
 
   Attributes:
-    made: the operation in the form of its program.
+    made: the equation or the instruction.
+    name: the primitive, or what is said of it in the traced program.
     phase: FORWARD or BACKWARD in a derivative, else OTHER.
-    reads: the buffers that it reads, with the bytes of each that it reads.
+    path, source: modules, such as `GPT/blocks/0/up`, and line, such as `model.py:31`.
+    operands: what it reads, in order; literals are left out.
+    reads: the stored buffers that it reads, with the bytes of each that it reads.
     writes: the buffers that it writes.
     spare: operands whose memory a result of as many bytes may take, if nothing reads them later.
     extra: bytes that it needs while it runs, its bodies apart.
     bodies: what it runs `times` times: a loop's body, or one of a conditional's (`chooses`).
+    region: number of its rematerialised region, 0 without one.
+    local: whether it is inside a `shard_map`, with the shapes of one device.
+    crosses: whether it copies an array between a device and the host's memory.
+    flops: FLOPs of one run on one device, as products and kernels state them.
+    devices: number of devices that divide the work of its shapes.
     part: kind of work, by the names of TIME_PARTS; empty for none.
-    path: module path.
-    seconds: seconds of one run, its bodies apart.
+    products: its matrix products.
+    kernel: FLOPs of a fused kernel on one device, and whether in FP8.
+    collectives: what crosses devices, for one run.
+    exchange: the same, as what takes time.
+    host: bytes that cross to the host or back.
+    moved: bytes of the device's memory that it reads and writes.
+    cycles: cycles that a TPU's compiler expects.
     starts: whether others run meanwhile, until the operation that `awaits` it.
     queue: name of what it occupies until then; those of one queue run one after another.
     awaits: the start that it waits for.
   """
 
   made: Any
+  name: str = ""
   phase: str = ""
+  path: str = ""
+  source: str = ""
+  operands: Sequence[Buffer] = ()
   reads: dict[Buffer, float] = dataclasses.field(default_factory=dict)
   writes: Sequence[Buffer] = ()
   spare: Collection[Buffer] = ()
@@ -70,12 +119,26 @@ class Operation:
   bodies: Sequence[Program] = ()
   times: int = 1
   chooses: bool = False
+  region: int = 0
+  local: bool = False
+  crosses: bool = False
+  flops: float = 0.0
+  devices: int = 1
   part: str = ""
-  path: str = ""
-  seconds: float = 0.0
+  products: Sequence[Product] = ()
+  kernel: tuple[float, bool] | None = None
+  collectives: Sequence[Collective] = ()
+  exchange: Exchange | None = None
+  host: float = 0.0
+  moved: float = 0.0
+  cycles: int | None = None
   starts: bool = False
   queue: str = ""
   awaits: Operation | None = None
+
+
+def _flops(operation: Operation) -> float:
+  return operation.flops
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -86,11 +149,33 @@ class Program:
     operations: the operations.
     results: buffers that are live at the end.
     given: buffers that count for the caller: arguments, and results in their memory.
+    arguments: the arguments, in order.
   """
 
   operations: list[Operation]
   results: list[Buffer]
-  given: set[Buffer]
+  given: set[Buffer] = dataclasses.field(default_factory=set)
+  arguments: list[Buffer] = dataclasses.field(default_factory=list)
+
+  def each(
+    self,
+    times: int = 1,
+    *,
+    worth: Callable[[Operation], float] = _flops,
+    choose: Callable[..., Program] = max,
+  ) -> Iterator[tuple[Operation, int]]:
+    """Yields all operations, also those in loops, with the number of times that each runs.
+
+    Args:
+      times: how often the program runs.
+      worth: the measure of an operation by which a branch of a conditional is chosen.
+      choose: `max` for the branch with the most of it, `min` for the least.
+    """
+    measure = lambda body: sum(worth(o) * n for o, n in body.each(worth=worth, choose=choose))
+    for operation in self.operations:
+      yield operation, times
+      for body in [choose(operation.bodies, key=measure)] if operation.chooses else operation.bodies:
+        yield from body.each(times * operation.times, worth=worth, choose=choose)
 
 
 class Peak(NamedTuple):
@@ -110,6 +195,22 @@ class Peak(NamedTuple):
 def total_bytes(buffers: Collection[Buffer]) -> int:
   """Returns the bytes of some buffers."""
   return sum(buffer.nbytes for buffer in buffers)
+
+
+def by_part(buffers: Collection[Buffer], kept: Collection[Buffer]) -> collections.Counter[str]:
+  """Returns the bytes of buffers by part of memory; `kept` waits for the backward pass."""
+  parts: collections.Counter[str] = collections.Counter()
+  for b in buffers:
+    parts[b.part or ("activations" if b in kept else "temporaries")] += b.nbytes
+  return parts
+
+
+def saved_of(buffers: Collection[Buffer]) -> tuple[tuple[Saved, ...], int]:
+  """Returns saved activations as rows, and the bytes of all."""
+  makers = ((b, b.maker) for b in buffers if b.maker is not None)
+  return add_up_saved(
+    Saved(layer_pattern(o.path), o.source, o.name, str(b.dtype), b.shape, 1, b.nbytes) for b, o in makers
+  )
 
 
 def read_backward(program: Program) -> set[Buffer]:
@@ -159,62 +260,17 @@ def live_at_peak(program: Program) -> Peak:
   return Peak(most, worst, saved)
 
 
-class Spent:
-  """Seconds by (part, module), and those that other work hides."""
-
-  def __init__(self) -> None:
-    self.by_place: collections.defaultdict[tuple[str, str], float] = collections.defaultdict(float)
-    self.hidden = 0.0
-
-  @property
-  def seconds(self) -> float:
-    """Returns the seconds that pass."""
-    return sum(self.by_place.values())
-
-  def add(self, other: Spent, times: float = 1) -> None:
-    """Adds what something takes that runs `times` times."""
-    for place, seconds in other.by_place.items():
-      self.by_place[place] += seconds * times
-    self.hidden += other.hidden * times
-
-  def time(self, source: str, error: float) -> Time:
-    """Returns it as a plan has it."""
-    parts: dict[str, float] = dict.fromkeys(TIME_PARTS, 0.0)
-    modules: collections.defaultdict[str, float] = collections.defaultdict(float)
-    for (part, module), seconds in self.by_place.items():
-      parts[part] += seconds
-      modules[module] += seconds
-    parts = {name: seconds for name, seconds in parts.items() if seconds}
-    longest = dict(sorted(modules.items(), key=lambda item: -item[1]))
-    return Time(sum(parts.values()), parts, self.hidden, longest, source, error)
-
-
-def time_of(program: Program, slowed: float = 0.0) -> Spent:
-  """Returns what one run of a program takes: its operations one after another, and what runs meanwhile.
+def collectives_of(program: Program, *, least: bool = False) -> tuple[Collective, ...]:
+  """Returns the program's collectives in one step: the bytes of the results on each device.
 
   Args:
-    program: the program.
-    slowed: the share of its hidden seconds by which what runs meanwhile slows the others.
+    program: the program of the step.
+    least: count the branch of a conditional that sends least, not the one that sends most.
   """
-  spent = Spent()
-  now = 0.0
-  free: collections.defaultdict[str, float] = collections.defaultdict(float)  # when a queue is free again
-  ends: dict[Operation, float] = {}
-  for operation in program.operations:
-    if operation.starts:
-      ends[operation] = free[operation.queue] = max(now, free[operation.queue]) + operation.seconds
-      continue
-    took = Spent()
-    if (start := operation.awaits) is not None:
-      wait = max(0.0, ends.pop(start) - now)
-      took.hidden = max(0.0, start.seconds - wait)
-      took.by_place[start.part, start.path] = wait + slowed * took.hidden
-    elif operation.seconds:
-      took.by_place[operation.part, operation.path] = operation.seconds
-    bodies = [time_of(body, slowed) for body in operation.bodies]
-    for body in [max(bodies, key=lambda body: body.seconds)] if operation.chooses else bodies:
-      took.add(body, operation.times)
-    spent.add(took)
-    now += took.seconds
-  spent.hidden += sum(start.seconds for start in ends)  # what ends in another computation
-  return spent
+  sent = lambda operation: sum(collective.sent for collective in operation.collectives)
+  every = program.each(worth=sent, choose=min if least else max)
+  return add_up(
+    dataclasses.replace(one, nbytes=one.nbytes * times, count=times)
+    for operation, times in every
+    for one in operation.collectives
+  )

@@ -1,14 +1,13 @@
-"""A plan as data: memory by part, matrix products, collectives, the time, and a floor for it."""
+"""The figures of a plan: memory by part, matrix products, collectives, the time, and a floor for it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from mpjax._gone import instead
-from mpjax._render.tables import Shown, Table
 
 # Parts of memory, in the order of tables and pictures. The first six are the arguments of a step, which stay
 # in memory all the time. The others come and go: their bytes are those at the peak.
@@ -284,130 +283,3 @@ class Time:
   modules: dict[str, float]
   source: str
   error: float
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Plan(Shown):
-  """The cost of one step on one target, as `mpjax.plan` returns it; `str()` gives the short answer.
-
-  ```python
-  plan = mpjax.plan(step, state, batch, target="h200", compile=False)
-  print(plan.peak, plan.room)  # bytes that the step needs, and bytes that it has
-  print(plan.table("memory"))  # one table; plan.tables has the names
-  ```
-
-  Attributes:
-    label: its name in a comparison; by default the policy's.
-    target: name of the target.
-    device: what the target is, in words.
-    devices: number of devices that the step runs on; all bytes and FLOPs are those of one device.
-    device_memory: bytes of one device's memory; 0 if not known.
-    parameters: number of trained parameters.
-    memory: memory by the analytic plan.
-    compiled: figures of the compiler, or `None`.
-    inference: bytes of the weights in the compute dtype.
-    checkpoint: bytes of a checkpoint of the state, without padding, once for all devices.
-    products: the matrix products, the most FLOPs first, then the fused kernels.
-    collectives: what crosses devices, from the compiled program. Without a compiled program: what the step
-      itself states. A step of `mpjax.make_train_step` with a mesh states all but those of a `tensor` axis.
-    floor: the shortest possible time, or `None` if the target has no published peak rates.
-    notes: sentences for the reader of the plan.
-    subject: what the step trains, in words; empty if not known.
-    usable_memory: bytes of a device that JAX takes; 0 for all of them.
-    fp8: the FP8 recipe and the formats in force on the target, in words; empty without a recipe.
-    time: an estimate of the time, or `None` if the target has no published peak rates.
-    model_flops: FLOPs of the matrix products and kernels on one device, without what is computed again.
-    peak_flops: the published rate, in FLOP/s, of the target's 16-bit products, for `utilisation`.
-    items: number of tokens, images or rows of a step on all devices; 0 if not known.
-    item: what is counted: `tokens`, `images` or `rows`.
-    host: what is in the host's memory between steps, which no other figure of memory counts; `None` if
-      nothing is.
-  """
-
-  label: str
-  target: str
-  device: str
-  devices: int
-  device_memory: int
-  parameters: int
-  memory: Memory
-  compiled: Compiled | None
-  inference: int
-  checkpoint: int
-  products: tuple[ProductGroup, ...]
-  collectives: tuple[Collective, ...]
-  floor: Floor | None
-  notes: tuple[Note, ...]
-  subject: str = ""
-  usable_memory: int = 0
-  fp8: str = ""
-  time: Time | None = None
-  model_flops: int = 0
-  peak_flops: float = 0.0
-  items: int = 0
-  item: str = ""
-  host: HostMemory | None = None
-
-  def _answer(self) -> list[str]:
-    from mpjax.planner.render import answer  # which imports this module
-
-    return answer(self)
-
-  def _sections(self) -> Iterator[Table]:
-    from mpjax.planner.render import sections_of
-
-    return sections_of([self])
-
-  @property
-  def out_of_memory(self) -> bool:
-    """Whether the compiler gave up because the step does not fit the device."""
-    return any(note.kind == "out of memory" for note in self.notes)
-
-  @property
-  def throughput(self) -> float:
-    """Items (tokens, images or rows) a second on all devices, by `time`; 0 if not known."""
-    return self.items / self.time.seconds if self.time and self.time.seconds else 0.0
-
-  @property
-  def utilisation(self) -> float:
-    """Model FLOPs, without recomputation, over those of the 16-bit peak in `time` (arXiv 2204.02311)."""
-    busy = self.time.seconds * self.peak_flops if self.time else 0.0
-    return self.model_flops / busy if busy else 0.0
-
-  @property
-  def room(self) -> int:
-    """Bytes that the step must fit in: what JAX takes of a device's memory; 0 if not known."""
-    return self.usable_memory or self.device_memory
-
-  @property
-  def peak(self) -> int:
-    """Bytes that the step needs: the compiler's figure if there is one, else the analytic figure."""
-    return self.compiled.peak if self.compiled else self.memory.peak
-
-  def bytes_per_parameter(self, *parts: str) -> float:
-    """Returns analytic bytes per parameter of the named parts, or of all parts without names."""
-    chosen = parts or tuple(self.memory.parts)
-    return sum(self.memory.parts.get(part, 0) for part in chosen) / max(1, self.parameters)
-
-  def matrix_flops(self) -> dict[str, int]:
-    """Returns the FLOPs of matrix products by dtype (with its passes: `bfloat16 x3`), the most first.
-
-    A product in several passes counts the FLOPs of one.
-    """
-    total: dict[str, int] = {}
-    for product in self.products:
-      if not product.kernel:
-        total[product.units] = total.get(product.units, 0) + product.flops
-    return dict(sorted(total.items(), key=lambda item: -item[1]))
-
-  @property
-  def eligible(self) -> float:
-    """Share of the matrix FLOPs that run on matrix units at full rate."""
-    whole = sum(self.matrix_flops().values())
-    return sum(product.flops for product in self.products if product.eligible) / whole if whole else 1.0
-
-  def to_dict(self) -> dict[str, Any]:
-    """Returns plain data for JSON."""
-    derived = {"peak": self.peak, "matrix_flops": self.matrix_flops(), "eligible": self.eligible}
-    derived |= {"throughput": self.throughput, "utilisation": self.utilisation}
-    return dataclasses.asdict(self) | derived

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import Array, PyTree
+from mpjax.dtypes import at_least_float32
+from mpjax.jaxpr import layer_pattern
 from mpjax.loss_scale import LossScaleState, find_scaler
 from mpjax.numerics._batches import rows
 from mpjax.numerics._pass import reference_state, reference_step
+from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.tuning import _norms
 
 # The number of updates over which an optimiser's stored state is compared with a float32 state.
 _UPDATES = 8
@@ -91,13 +93,13 @@ class Gradients:
     found = [self._wide.gradients(self._wide_state, batch) for batch in batches]
     self._grads = [grads for _, grads in found]
     self.loss = float(np.mean([float(loss) for loss, _ in found]))
-    self._squares = _norms.added(map(_norms.squares, self._grads))
-    if not math.isfinite(self.loss) or not math.isfinite(_norms.total(self._squares)):
+    self._squares = _added(map(_squares, self._grads))
+    if not math.isfinite(self.loss) or not math.isfinite(_total(self._squares)):
       raise ValueError(
         f"in float32 the loss is {self.loss:g} and its gradient is not finite, so a policy has nothing to "
         "match: mpjax.find_nonfinite names the first operation with NaN or infinity"
       )
-    if not _norms.total(self._squares):
+    if not _total(self._squares):
       raise ValueError("the gradient in float32 is zero on these batches: expected batches to learn from")
     self.noise = self._noise(needs_noise)
 
@@ -111,11 +113,11 @@ class Gradients:
       losses.append(float(loss))
       scaler = find_scaler(state.opt_state)
       scales.append(1.0 if scaler is None else float(scaler.scale))
-      differences.append(_norms.squares(_norms.minus(grads, reference)))
-    apart = _norms.added(differences)
+      differences.append(_squares(_minus(grads, reference)))
+    apart = _added(differences)
     return GradientError(
-      gradient=_norms.ratio(_norms.total(apart), _norms.total(self._squares)),
-      modules=_norms.ratios(apart, self._squares),
+      gradient=_ratio(_total(apart), _total(self._squares)),
+      modules=_ratios(apart, self._squares),
       loss=float(np.mean(losses)),
       loss_scale=min(scales),
       update=self._update_error(policy),
@@ -130,7 +132,7 @@ class Gradients:
     if stored["param_dtype"] == np.dtype("float32") and stored["optimizer_dtype"] is None:
       return 0.0
     wide, way = (self._way({"base": "fp32", **keys}) for keys in ({}, stored))
-    return _norms.ratio(_square([_norms.minus(way, wide)]), _square([wide]))
+    return _ratio(_square([_minus(way, wide)]), _square([wide]))
 
   def _way(self, policy: dict[str, object]) -> PyTree:
     """Returns the change of the master weights over several updates with float32's gradients."""
@@ -144,7 +146,7 @@ class Gradients:
     state = first
     for i in range(_UPDATES):
       state, _ = step(state, self._grads[i % len(self._grads)])
-    return _norms.minus(*map(step.masters, (state, first)))
+    return _minus(*map(step.masters, (state, first)))
 
   def _noise(self, needed: bool) -> Noise | None:
     pairs, problem = [], "one batch of one row says nothing of the gradient's noise"
@@ -159,14 +161,14 @@ class Gradients:
         said = str(error).partition("\n")[0]
         problem = f"the gradient's noise is not known, since half of a batch cannot be run ({said})"
     if pairs:
-      apart = _square(_norms.minus(*pair) for pair in pairs)
-      together = _square(_norms.plus(*pair) for pair in pairs)
+      apart = _square(_minus(*pair) for pair in pairs)
+      together = 2 * _square(half for pair in pairs for half in pair) - apart  # of the halves' sum
       how = "halves of the batches"
     elif len(self._batches) >= 2:
       # For neighbours a and b of one batch each, |a - b|^2 is twice the noise of one, squared.
       pairs = list(zip(self._grads, self._grads[1:], strict=False))
-      apart = _square(_norms.minus(*pair) for pair in pairs) / 2
-      together = _norms.total(self._squares) * len(pairs) / len(self._grads)
+      apart = _square(_minus(*pair) for pair in pairs) / 2
+      together = _total(self._squares) * len(pairs) / len(self._grads)
       how = "the batches"
     elif not needed:
       return None
@@ -175,7 +177,7 @@ class Gradients:
         f"{problem}: give a batch of two rows or more, several batches, or a tolerance such as 0.01"
       )
     # At most 1e6, for opposite gradients.
-    return Noise(_norms.ratio(apart, max(together, 1e-12 * apart)), how)
+    return Noise(_ratio(apart, max(together, 1e-12 * apart)), how)
 
   def _halves(self, step: TrainStep, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the gradients of two halves of a batch; an odd row is left out."""
@@ -190,7 +192,7 @@ class Gradients:
 
 def _square(trees: Iterable[PyTree]) -> float:
   """Returns the sum of the squares of all entries."""
-  return _norms.total(_norms.added(map(_norms.squares, trees)))
+  return _total(_added(map(_squares, trees)))
 
 
 def _emulated(policy: Policy) -> Policy:
@@ -218,3 +220,65 @@ def _with_scale(opt_state: PyTree, scale: float) -> PyTree:
   is_scale = lambda node: isinstance(node, LossScaleState)
   change = lambda node: node._replace(scale=jnp.float32(scale)) if is_scale(node) else node
   return jax.tree.map(change, opt_state, is_leaf=is_scale)
+
+
+@jax.jit
+def _minus(a: PyTree, b: PyTree) -> PyTree:
+  """Returns the difference of two trees in float32 or wider."""
+  return jax.tree.map(lambda x, y: _wide(x) - _wide(y), a, b)
+
+
+def _squares(tree: PyTree) -> dict[str, float]:
+  """Returns the sum of squares by module; equal layers share a name such as `blocks/*/up`.
+
+  A parameter at the root of the tree is its own module.
+  """
+  found: dict[str, float] = {}
+  for (name, _), sums in zip(named_leaves(tree), jax.device_get(_leaf_squares(tree)), strict=True):
+    largest, square = map(float, sums)
+    path = name.removeprefix("params/")
+    module = layer_pattern(path.rpartition("/")[0] or path)
+    found[module] = found.get(module, 0.0) + largest**2 * square
+  return found
+
+
+def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+  """Returns the sums of squares of several trees together."""
+  found: dict[str, float] = {}
+  for part in parts:
+    for module, square in part.items():
+      found[module] = found.get(module, 0.0) + square
+  return found
+
+
+def _total(of: Mapping[str, float]) -> float:
+  """Returns the sum over modules; infinity if one is not finite."""
+  return math.fsum(of.values()) if all(map(math.isfinite, of.values())) else math.inf
+
+
+def _ratios(of: Mapping[str, float], to: Mapping[str, float]) -> dict[str, float]:
+  """Returns the ratio of two norms by module."""
+  return {module: _ratio(square, to[module]) for module, square in of.items()}
+
+
+def _ratio(of: float, to: float) -> float:
+  """Returns the ratio of two norms from their squares; 0 if both are 0."""
+  if not math.isfinite(of) or (of and not to):
+    return math.inf
+  return math.sqrt(of / to) if to else 0.0
+
+
+@jax.jit
+def _leaf_squares(tree: PyTree) -> list[tuple[Array, Array]]:
+  """Returns the largest magnitude of each leaf, and the sum of squares in that unit, to stay in range."""
+
+  def of(x: Array) -> tuple[Array, Array]:
+    size = jnp.abs(_wide(x))
+    largest = jnp.max(size, initial=0.0)
+    return largest, jnp.sum(jnp.square(size / jnp.where(largest == 0, 1, largest)))
+
+  return [of(x) for x in jax.tree.leaves(tree)]
+
+
+def _wide(x: Array) -> Array:
+  return x.astype(at_least_float32(x.dtype))

@@ -13,7 +13,7 @@ from mpjax.fp8._hardware import on_units
 from mpjax.policy import Policy, get_policy
 from mpjax.tuning._gradient_error import Gradients
 from mpjax.tuning._modules import LEVELS, Module, mixed_policy
-from mpjax.tuning._trials import Cost, Trial
+from mpjax.tuning._result import Cost, Trial
 
 # If costs are equal, the first one is chosen.
 PRESETS = ("bf16", "fp16", "fp8", "tf32", "fp32")

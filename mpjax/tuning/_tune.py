@@ -26,9 +26,8 @@ from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep
 from mpjax.tuning._gradient_error import Gradients
 from mpjax.tuning._modules import Module, list_modules
-from mpjax.tuning._result import TuneResult
+from mpjax.tuning._result import OBJECTIVES, Cost, Trial, TuneResult
 from mpjax.tuning._search import PRESETS, Search
-from mpjax.tuning._trials import OBJECTIVES, Cost, Trial
 
 
 def tune(

@@ -1,16 +1,12 @@
 """One look for all pictures, whatever a user's own settings of matplotlib are."""
 
-import pathlib
-import re
 import sys
 
 import pytest
 
 from mpjax._render import picture_style as style
-from mpjax.planner.render import save_picture
+from mpjax.planner._picture import save_picture
 from tests.planner._plans import a_plan
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_picture_neither_follows_nor_changes_the_settings_of_its_user(tmp_path, monkeypatch):
@@ -34,12 +30,3 @@ def test_a_file_of_another_kind_is_refused(tmp_path, name):
   with pytest.raises(ValueError, match=r"\.png or \.svg"):
     style.save_figure(figure, tmp_path / name)
   assert not list(tmp_path.iterdir())
-
-
-def test_nothing_else_chooses_colours():
-  drawers = [path for top in ("mpjax", "benchmarks") for path in (ROOT / top).rglob("*.py")]
-  found = [path for path in drawers if "new_figure" in path.read_text()]
-  assert len(found) >= 3
-  for path in found:
-    if path.name != "picture_style.py":
-      assert not re.findall(r"\"#[0-9a-fA-F]{6}\"|pyplot|savefig", path.read_text()), path

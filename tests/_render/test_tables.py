@@ -6,7 +6,6 @@ import io
 import pytest
 import rich.console
 
-import mpjax
 from mpjax._render.tables import Report, Table, print_shown
 
 NASTY = "<script>alert('x')</script> & \"quoted\""
@@ -97,21 +96,3 @@ def test_a_command_prints_the_answer_a_table_or_everything():
   assert max(map(len, printed(None).splitlines())) <= 60
   assert printed("loops") == "Loops\ncarry_0 is float32\n"
   assert printed("all").startswith(printed(None).partition("more:")[0])
-
-
-def test_a_notebook_shows_the_answer_and_every_table():
-  assert REPORT._repr_html_() == f"<pre>{html.escape(REPORT.table('all'))}</pre>"
-
-
-def test_a_terminal_has_colours_for_headings_rules_and_alarms():
-  console = rich.console.Console(width=60, force_terminal=True, color_system="standard", file=io.StringIO())
-  print_shown(REPORT, console, "islands", alarm="^h1")
-  first, _, rule, *_, last = console.file.getvalue().splitlines()
-  assert first == "\x1b[1;36mIslands of h0\x1b[0m"
-  assert rule == "\x1b[2m-------------\x1b[0m"
-  assert last.startswith("\x1b[1;31mh1\x1b[0m/attn")
-
-
-def test_a_report_without_tensors_shows_itself():
-  report = mpjax.NumericsReport("<b>", mpjax.get_policy("bf16"), 1.0, 0, 1, 4, 1.0, None, ())
-  assert "&lt;b&gt;" in report._repr_html_()

@@ -4,8 +4,6 @@ import itertools
 import json
 import pathlib
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import yaml
 from hypothesis import given, strategies as st
@@ -15,7 +13,6 @@ from mpjax.formats import (
   FORMATS,
   LOW_PRECISION,
   MATRIX_UNITS,
-  MatrixUnit,
   describe,
   eligible,
   fp8_time,
@@ -73,13 +70,6 @@ def test_smallest_product_of_a_unit():
         assert not eligible(*row, *sizes), (row, sizes)
 
 
-def test_bits_of_what_is_below_16():
-  for dtype in (*FORMATS, "float8", *BLOCKS, "int8", "bool", jnp.float8_e5m2, jnp.bfloat16):
-    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    bits = FORMATS[name].bits if name in FORMATS else {"8": 8, "4": 4}.get(name[-1], 0) * (name != "int8")
-    assert narrow_bits(dtype) == (bits if bits < 16 else 0), dtype
-
-
 def test_the_recipe_of_each_kind_of_units_is_one_that_they_multiply():
   for unit, (recipe, *dtypes) in LOW_PRECISION.items():
     assert runs_on(unit, "mxfp8") if recipe == "mx" else all(runs_on(unit, dtype) for dtype in dtypes), unit
@@ -99,15 +89,6 @@ def test_padding_is_the_least_that_makes_a_product_eligible(unit_and_dtype, m, n
   for axis, (before, after) in enumerate(zip(shape, wide, strict=True)):
     steps = padded(unit, dtype, 1, 1, 1)
     assert not any(smaller % steps[axis] == 0 for smaller in range(before, after))
-
-
-def test_a_dtype_may_be_given_in_any_form_and_a_unit_may_be_ones_own():
-  for dtype in (jnp.bfloat16, np.dtype(jnp.bfloat16), "bfloat16"):
-    assert runs_on(MATRIX_UNITS["hopper"], dtype)
-    assert padded("hopper", dtype, 3, 3, 3) == (8, 8, 8)
-  mine = MatrixUnit("mine", {"bfloat16": (2, 3, 5)})
-  assert padded(mine, "bfloat16", 3, 4, 6) == (4, 6, 10)
-  assert not runs_on(mine, "float16")
 
 
 def test_errors_list_the_units_and_refuse_negative_sizes_and_changes():

@@ -132,16 +132,6 @@ def test_a_compiler_that_gives_up_is_taken_for_too_large():
     assert len(planned.calls) <= 16, (how, gives_up, multiple)
 
 
-def test_another_failure_of_the_compiler_is_not_taken_for_too_large():
-  def plan_of(batch, compile):
-    if compile is False:
-      return with_peak(100 + batch)
-    raise CompileError("INTERNAL: a bug")
-
-  with pytest.raises(CompileError, match="a bug"):
-    largest_batch(plan_of, 1000, compile=True)
-
-
 def test_the_search_ends_at_its_bound():
   for most, multiple, want in ((100, 1, 100), (100, 24, 96), (24, 24, 24)):
     planned = Planned(line(100, 7))
@@ -151,16 +141,6 @@ def test_the_search_ends_at_its_bound():
     assert max(planned.calls) <= most
   fit = largest_batch(Planned(lambda b: 10), 1000, most=4096)  # bytes that do not depend on the batch
   assert (fit.batch, fit.next_batch) == (4096, None)
-
-
-@pytest.mark.parametrize("name", BENT)
-def test_without_a_compiler_each_size_is_planned_once(name):
-  peak, _, memory, _ = BENT[name]
-  planned = Planned(peak)
-  fit = largest_batch(planned, memory, compile=False)
-  assert fit.batch == largest_by_hand(peak, memory)
-  assert fit.tried == tuple((batch, peak(batch)) for batch in planned.guesses)
-  assert len(set(planned.guesses)) == len(planned.guesses)
 
 
 @pytest.mark.parametrize("compile", ["auto", False])

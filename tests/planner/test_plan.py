@@ -120,23 +120,6 @@ def test_sizes_of_a_train_step_are_the_compilers_under_each_policy(policy, accum
   assert (plan.label, plan.parameters, plan.checkpoint) == (policy, SIZE, nbytes(state))
 
 
-def test_emulated_fp8_is_planned_as_it_is_traced():
-  layers = {f"w{i}": S((128, 128), F32) for i in range(3)}
-
-  def loss(params, batch):
-    for weight in params.values():
-      batch = jnp.tanh(batch @ weight)
-    return batch.sum()
-
-  policy = {"base": "fp8", "fp8": {"recipe": "current", "emulate": True}}
-  step, state = a_train_step(policy, loss=loss, params=layers)
-  flops = mpjax.plan(step, state, S((128, 128), F32), target="h200", compile=False).matrix_flops()
-  # The layer in the middle, forward and twice backward; the first layer has one product less backward.
-  product = 2 * 128**3
-  eight_bit = sum(count for dtype, count in flops.items() if dtype.startswith("float8"))
-  assert (eight_bit, flops["bfloat16"]) == (3 * product, 5 * product)
-
-
 def test_weights_and_state_take_what_rules_of_thumb_say_and_nothing_is_allocated():
   wide = 1 << 16
   params = {"w1": S((wide, wide), F32), "w2": S((wide, 40_000), F32)}  # 6.9e9 parameters

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax.training import train_state
-from jax.sharding import AxisType, PartitionSpec
 
 import mpjax
 from mpjax.planner import ARGUMENT_PARTS, tiled_bytes
@@ -189,15 +188,6 @@ def test_collectives_of_data_parallel_training_are_its_gradients():
   assert 4 * SIZE <= moved <= 4 * SIZE + 64  # a few scalars: the loss, the norm of the gradients
 
 
-def test_products_inside_shard_map_are_one_devices():
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-  local = lambda params, batch: jax.lax.psum(jnp.sum(batch @ params), "data")
-  specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
-  args = on(mesh, S((D, H), F32)), on(mesh, S((8 * B, D), F32), "data")
-  [product] = analytic(jax.shard_map(local, mesh=mesh, **specs), args, parts={"0": WEIGHTS}).products
-  assert (product.shape, product.flops) == ((B, H, D), 2 * B * H * D)
-
-
 def test_arguments_on_a_tpu_are_padded_to_tiles():
   plan = analytic(VALUE_AND_GRAD, (PARAMS, BATCH), target="v5e")
   assert plan.memory.parts[WEIGHTS] == sum(tiled_bytes(x.shape, x.dtype) for x in PARAMS.values()) >= 4 * SIZE
@@ -226,13 +216,6 @@ def test_any_argument_takes_what_jax_gives_it():
     assert sum(arguments(plan).values()) == 4 * D * D + size, argument
   plan = mpjax.plan(step, S((D, D), F32), [argument for argument, _ in sizes], compile=True)
   assert sum(arguments(plan).values()) == plan.compiled.arguments
-
-
-def test_weights_are_served_in_the_compute_dtype():
-  weights = {"w": S((D, H), F32), "complex": S((D,), jnp.complex64), "index": S((D,), jnp.int32)}
-  step = lambda params, batch: (jax.tree.map(lambda x: x + 1, params), batch @ params["w"])
-  plan = analytic(step, (weights, S((B, D), F32)), target="h200", policy="bf16")
-  assert (plan.label, plan.inference) == ("bf16", 2 * D * H + 8 * D + 4 * D)
 
 
 RESULTS = {

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 import mpjax
 from mpjax.planner import get_target, missing
 from mpjax.planner.compiled import compile_step, module_proto, parse
-from mpjax.planner.compiled._hlo import start_of
+from mpjax.planner.compiled._hlo import start_of, trips
 
 # Parts are whole tiles of a TPU, whose compiler pads others.
 WORDS, DIM, HIDDEN, ROWS = 512, 128, 512, 32
@@ -54,10 +54,22 @@ def a_step(
   return step, (jax.tree.map(put, state, step.layout.shardings(state)), batch)
 
 
+def repetitions(module):
+  """Each computation of a module, how often it runs, and the instructions that call it."""
+  left = [(module.entry, 1, [])]
+  while left:
+    computation, times, callers = left.pop()
+    yield computation, times, callers
+    for caller in computation.instructions:
+      if caller.op not in ("async-update", "async-done"):  # which run nothing new
+        runs = times * ((trips(caller) if caller.op == "while" else 1) or 1)
+        left += [(called, runs, [*callers, caller]) for called in caller.called]
+
+
 def crossing(proto):
   """Elements by operation and dtype, of all and of those inside loops."""
   everywhere, in_loops, chains = collections.Counter(), collections.Counter(), set()
-  for computation, times, callers in parse(proto).repetitions():
+  for computation, times, callers in repetitions(parse(proto)):
     loops = tuple(caller.name for caller in callers if caller.op == "while")
     for instruction in computation.instructions:
       operation = instruction.op.removesuffix("-done")

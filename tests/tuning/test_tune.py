@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 import mpjax
-from mpjax import tuning
-from mpjax.patterns import component_regex
 from mpjax.tuning import (
-  _modules,  # patterns and sets that a search of seconds would seldom come to
   _tune,
 )
 from tests.planner._plans import a_time
@@ -176,12 +172,6 @@ def test_a_result_is_data(tmp_path):
   assert f"{1e9 * result.chosen.cost.seconds:.2f} ns" in result.table("policies")
 
 
-def test_nothing_cheaper_than_float32_is_said():
-  result = tuned(tolerance=1e-7, candidates=["bf16", "fp32"])
-  assert result.policy == mpjax.get_policy("fp32")
-  assert "nothing cheaper stays below 1e-07; the smallest error is 0.0" in str(result)
-
-
 def of_one_layer(factor=1.0):
   return lambda w, batch: factor * jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
 
@@ -245,46 +235,6 @@ def test_a_gpu_without_bfloat16_is_tuned_to_float16():
   assert result.policy == mpjax.get_policy("fp16")
   among = mpjax.tune(loss, params, batch, target="t4", candidates=["bf16", "fp16", "fp32"])
   assert among.policy == mpjax.get_policy("fp16")
-
-
-def test_a_pattern_matches_the_paths_of_its_module_alone_and_takes_its_name_literally():
-  for paths, pattern in (
-    (["up"], "up"),
-    (["a*b", "ab", "a1b"], r"a\*b"),
-    (["blocks/0/up", "blocks/1/up"], "up"),
-    (["layers.0", "layers.1", "layersx0"], r"layers\.\d+"),
-  ):
-    module = _modules.Module(
-      paths[0], tuple(path for path in paths if re.fullmatch(f"(.*/)?{pattern}", path))
-    )
-    assert _modules.pattern_of(module, paths).strip("^$") == pattern
-  names = ["a+b", "(c)", "d[0]", "e$", "^g", "h.i", "j|k", "l?m", "n p", "r:s"]
-  paths = [f"{root}/{name}" for name in names for root in ("one", "two")]
-  for path in paths:
-    pattern = _modules.pattern_of(_modules.Module(path, (path,)), paths)
-    spec = yaml.safe_load(yaml.safe_dump({"base": "bf16", "overrides": {pattern: "float32"}}))
-    [(found, _)] = mpjax.get_policy(spec).overrides
-    assert list(filter(component_regex(found).search, paths)) == [path]
-
-
-def test_a_policy_is_written_so_that_it_reads_as_itself():
-  for spec in (
-    "bf16_lean",
-    "params=bfloat16,compute=float16",
-    {"base": "fp16", "loss_scaling": 128},
-    {"base": "fp16", "loss_scaling": {"kind": "dynamic", "growth_interval": 7}},
-    {"base": "fp8", "fp8": {"recipe": "delayed", "margin": 1}},
-    {"base": "fp8", "fp8": {"recipe": "per_channel", "backward": "compute"}},
-    {"base": "fp8", "fp8": {"recipe": "nvfp4", "keep_last": 0.3}},
-    {"base": "fp8", "fp8": {"recipe": "current", "forward_dtype": "e4m3b11fnuz"}},
-    {"base": "fp8", "fp8": {"recipe": "current", "min_dim": 16}, "overrides": {"b: c": "bf16", "#a": "fp8"}},
-    {"base": "bf16", "overrides": {"a: b#": "float32", "^x$": {"recompute": "nothing"}}},
-  ):
-    policy = mpjax.get_policy(spec)
-    cost, error = tuning.Cost(1.0, 1, 1, True), tuning.GradientError(0.1, {}, 1.0)
-    chosen = tuning.Trial("it", "candidate", policy, cost, error, True)
-    result = tuning.TuneResult(policy, chosen, (chosen,), 1.0, None, 1.0, "h200", "time", 1, 1)
-    assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == policy, spec
 
 
 def test_a_step_and_its_state_can_be_given():
@@ -366,44 +316,3 @@ def test_a_batch_whose_halves_do_not_fit_says_so_and_has_a_tolerance_of_its_own(
     tune([longer(BATCHES[0])])
   assert tune([longer(BATCHES[0])], tolerance=0.01).noise is None
   assert tune(list(map(longer, BATCHES))).noise.how == "the batches"
-
-
-def test_candidates_that_are_mappings_are_written_out_and_told_apart():
-  overridden = [{"base": "bf16", "overrides": {layer: "float32"}} for layer in ("near", "one")]
-  result = tuned("near", layers=("first", "near", "one", "last"), candidates=overridden)
-  assert result.policy == mpjax.get_policy(overridden[0])
-  assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == result.policy
-  assert [t.label for t in result.table] == ["bf16,overrides=... (1)", "bf16,overrides=... (2)"]
-  assert "plain preset" not in str(result)
-
-
-def test_what_has_no_rows_is_in_both_halves_of_a_batch():
-  def masked(params, batch):
-    return LOSS(params, {k: batch[k] for k in ("x", "y")}) * batch["mask"].sum() + 0 * batch["key"].sum()
-
-  more = {"mask": np.eye(3, dtype=np.float32), "key": np.zeros(2, np.uint32)}
-  with_more = [batch | more for batch in BATCHES]
-  plain, found = (
-    mpjax.tune(fun, PARAMS, batches, target="h200", candidates=["fp32"])
-    for fun, batches in ((LOSS, BATCHES), (masked, with_more))
-  )
-  assert found.noise.total == pytest.approx(plain.noise.total, rel=1e-4)
-
-
-def test_a_mixed_policy_does_what_it_says():
-  params, batches, loss_fn = planted(layers=LAYERS)
-  rows = lambda policy: mpjax.explain(loss_fn, params, batches[0], policy=policy)
-  emulated = mpjax.get_policy({"base": "fp8", "fp8": {"emulate": True}})
-  modules = _modules.list_modules(rows("bf16"), rows(emulated))
-  assert [m.name for m in modules if m.fp8] == ["one", "over", "near", "outlier", "two"]
-  rng = np.random.default_rng(0)
-  names = dict(zip(_modules.LEVELS, ("float32", "float16", "bfloat16", "float8_e4m3fn"), strict=True))
-  for _ in range(8):
-    levels = {m: str(rng.choice(m.levels)) for m in modules}
-    policy = _modules.mixed_policy(levels, [path for m in modules for path in m.paths])
-    spec = policy.to_dict()
-    if policy.fp8 is not None:
-      spec["fp8"]["emulate"] = True
-    runs_in = {row.path: row.after for row in rows(mpjax.get_policy(spec)).rows if row.flops}
-    for module, level in levels.items():
-      assert runs_in.get(module.name, names[level]) == names[level], module.name

@@ -43,7 +43,7 @@ class CompileError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledProgram:
   """A compiled program.
 
   Attributes:
@@ -71,7 +71,7 @@ class Program:
 
 def compile_step(
   step: Callable[..., PyTree], args: tuple[PyTree, ...], donated: Sequence[int], target: Target
-) -> Program:
+) -> CompiledProgram:
   """Compiles a function for a target.
 
   Args:
@@ -98,11 +98,11 @@ def compile_step(
     return _compile_apart(_exported(jitted, leaves, target), request, target, pathlib.Path(folder))
 
 
-def _compile_here(jitted: jax.stages.Wrapped, args: Sequence[Any]) -> Program:
+def _compile_here(jitted: jax.stages.Wrapped, args: Sequence[Any]) -> CompiledProgram:
   start = time.perf_counter()
   try:
     compiled = jitted.lower(*args).compile()
-    return Program(**figures(compiled, time.perf_counter() - start))
+    return CompiledProgram(**figures(compiled, time.perf_counter() - start))
   except RuntimeError as error:
     raise CompileError(_first_lines(str(error)), _is_memory(str(error))) from error
 
@@ -133,7 +133,9 @@ def _mesh(leaves: Sequence[Any]) -> list[tuple[str, int, str]]:
   return [(name, size, kind) for (name, size), kind in zip(meshes[0].shape.items(), types, strict=True)]
 
 
-def _compile_apart(program: bytes, request: dict[str, Any], target: Target, folder: pathlib.Path) -> Program:
+def _compile_apart(
+  program: bytes, request: dict[str, Any], target: Target, folder: pathlib.Path
+) -> CompiledProgram:
   (folder / "program").write_bytes(program)
   if target.kind == "gpu":
     request["description"] = target.gpu_description()
@@ -144,7 +146,7 @@ def _compile_apart(program: bytes, request: dict[str, Any], target: Target, fold
     if code == 0:
       result = json.loads((folder / "result.json").read_text())
       if "error" not in result:
-        return Program(**result, proto=(folder / "program.pb").read_bytes())
+        return CompiledProgram(**result, proto=(folder / "program.pb").read_bytes())
       message = result["error"]
       if _is_memory(message):
         break

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mpjax.jaxpr import MARKS, parse_scopes, split_scopes
@@ -132,20 +132,6 @@ class HloModule:
   entry: HloComputation
   lines: dict[int, list[tuple[str, int]]]
 
-  def repetitions(self) -> Iterator[tuple[HloComputation, int, list[HloInstruction]]]:
-    """Yields (computation, how often it runs, the instructions that call it, outermost first).
-
-    A loop of unknown length counts once.
-    """
-    left: list[tuple[HloComputation, int, list[HloInstruction]]] = [(self.entry, 1, [])]
-    while left:
-      computation, times, callers = left.pop()
-      yield computation, times, callers
-      for instruction in reversed(computation.instructions):
-        if instruction.op not in ("async-update", "async-done"):  # which run nothing new
-          runs = times * ((trips(instruction) if instruction.op == "while" else 1) or 1)
-          left += ((called, runs, [*callers, instruction]) for called in reversed(instruction.called))
-
 
 def parse(proto: bytes) -> HloModule:
   """Returns the module of a serialised `HloModuleProto`.
@@ -228,6 +214,11 @@ def start_of(done: HloInstruction) -> HloInstruction:
 def done_of(start: HloInstruction, scope: HloComputation) -> HloInstruction | None:
   """Returns the instruction of `scope` that waits for what `start` begins."""
   return next((i for i in scope.instructions if i.op.endswith("-done") and start_of(i) is start), None)
+
+
+def chain_id(instruction: HloInstruction) -> str:
+  """Returns the chain of a collective that several fusions repeat while they compute; empty without one."""
+  return next((e.value for e in instruction.proto.frontend_attributes.map if e.key == "chain_id"), "")
 
 
 def path_of_name(op_name: str) -> str:

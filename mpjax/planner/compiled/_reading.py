@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from mpjax._render.plain_text import bytes_text
 from mpjax.planner._arguments import Argument, argument_parts
-from mpjax.planner._results import Collective, Compiled, Memory, Note
+from mpjax.planner._program import Program, by_part, collectives_of, live_at_peak, saved_of
+from mpjax.planner._results import TRANSIENT_PARTS, Collective, Compiled, Memory, Note
 from mpjax.planner._targets import Target
-from mpjax.planner.compiled._compile import Program
+from mpjax.planner.compiled._compile import CompiledProgram
+from mpjax.planner.compiled._from_hlo import from_hlo, kept_of
 from mpjax.planner.compiled._hlo import HloModule, parse, trips
-from mpjax.planner.compiled._hlo_parts import divide_memory
-from mpjax.planner.compiled._hlo_products import collectives, kernel_products
+from mpjax.planner.compiled._hlo_work import Kernels
 
 # The share of the peak that the program's buffers must explain to be shown.
 _EXPLAINED = 0.9
@@ -27,27 +28,38 @@ class Reading(NamedTuple):
     compiled: totals, and parts and kernels if the program could be read.
     collectives: the collectives of the program.
     notes: what is not understood in it, and which figures are therefore the compiler's totals.
-    module: the program; `None` if it could not be read.
+    program: the program; `None` if it could not be read.
   """
 
   compiled: Compiled
   collectives: tuple[Collective, ...]
   notes: tuple[Note, ...]
-  module: HloModule | None
+  program: Program | None
 
 
-def read_program(program: Program, arguments: Sequence[Argument], target: Target) -> Reading:
+def read_program(
+  made: CompiledProgram, arguments: Sequence[Argument], target: Target, kernels: Kernels
+) -> Reading:
   """Reads a compiled program; if it cannot be read, the totals of the compiler's memory analysis are left.
 
   Args:
-    program: the output of the target's compiler.
+    made: the output of the target's compiler.
     arguments: the leaves of the step's arguments.
     target: the target of the compiler.
+    kernels: FLOPs of fused kernels, as `traced_kernels` returns them.
   """
-  whole = _totals(program, arguments, target)
+  whole = _totals(made, arguments, target)
+  weights = {shape for a in arguments if a.part == "master weights" for shape in (a.shape, a.local)}
   try:
-    module = parse(program.proto)
-    return _read(module, whole, program.live, arguments, target)
+    module = parse(made.proto)
+    program = from_hlo(module, target.kind, weights, kernels)
+    memory, explained = _divided(program, whole, made.live)
+    counts: collections.Counter[str] = collections.Counter()
+    for operation, times in program.each():
+      for product in operation.products:
+        counts[f"{product.kernel}: {' x '.join(product.operands)}"] += int(product.flops * times)
+    kernels_by_flops = {name: n for name, n in counts.most_common() if n}
+    crossing = collectives_of(program)
   except Exception as error:
     reason = ": ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0])))
     text = (
@@ -55,39 +67,55 @@ def read_program(program: Program, arguments: Sequence[Argument], target: Target
       "parts, kernels and collectives"
     )
     return Reading(whole, (), (Note(text, "program"),), None)
-
-
-def _read(
-  module: HloModule, whole: Compiled, live: int, arguments: Sequence[Argument], target: Target
-) -> Reading:
-  weights = {shape for a in arguments if a.part == "master weights" for shape in (a.shape, a.local)}
-  memory, explained = divide_memory(module, whole, weights, live)
-  notes = []
-  loops = [
-    i for c in module.computations.values() for i in c.instructions if i.op == "while" and trips(i) is None
-  ]
-  if loops:
-    text = f"the compiled program does not say how often {len(loops)} of its loops run, the first "
-    notes.append(Note(f"{text}{loops[0].name}: their products, collectives and time count once", "loops"))
+  notes = [*_loops(module)]
   if explained < _EXPLAINED:
     missed = bytes_text((1 - explained) * whole.peak)
     text = f"temporaries: the buffers in the program do not explain {missed} of the compiler's "
     notes.append(Note(f"{text}{bytes_text(whole.temporaries)}, which are shown undivided", "program"))
     memory = whole.memory
-  counts: collections.Counter[str] = collections.Counter()
-  for product in kernel_products(module, target.kind):
-    counts[f"{product.kernel}: {' x '.join(product.dtypes)}"] += product.flops
-  compiled = dataclasses.replace(
-    whole, memory=memory, explained=explained, kernels=dict(counts.most_common())
+  compiled = dataclasses.replace(whole, memory=memory, explained=explained, kernels=kernels_by_flops)
+  return Reading(compiled, crossing, tuple(notes), program)
+
+
+def _divided(program: Program, whole: Compiled, known_live: int) -> tuple[Memory, float]:
+  """Returns the parts of a program's peak, and the share of the peak that they account for.
+
+  Args:
+    program: the program.
+    whole: the compiler's totals, with `temporaries` undivided.
+    known_live: bytes of `temporaries` that are live at the peak, by the compiler; 0 if not known. The rest
+      are gaps between buffers.
+  """
+  live, kept = live_at_peak(program).live, kept_of(program)
+  parts = by_part(live, kept)
+  known, listed = whole.temporaries, parts.total()
+  divided = {name: parts[name] * known // max(listed, known, 1) for name in TRANSIENT_PARTS}
+  gaps = known - known_live if 0 < known_live < known and listed <= known else 0
+  missed = max(0, abs(listed - known) - gaps)
+  every = whole.memory.parts | divided
+  every["outputs"] = whole.memory.parts.get("outputs", 0)
+  every["allocator"] = known - sum(divided.values())
+  saved, saved_bytes = saved_of([b for b in live if not b.part and b in kept])
+  memory = dataclasses.replace(
+    whole.memory, parts={name: n for name, n in every.items() if n}, saved=saved, saved_bytes=saved_bytes
   )
-  return Reading(compiled, collectives(module), tuple(notes), module)
+  return memory, max(0.0, 1 - missed / whole.peak) if whole.peak else 1.0
 
 
-def _totals(program: Program, arguments: Sequence[Argument], target: Target) -> Compiled:
+def _loops(module: HloModule) -> list[Note]:
+  """Returns a sentence on the loops of unknown length in a compiled program."""
+  every = (one for computation in module.computations.values() for one in computation.instructions)
+  loops = [one for one in every if one.op == "while" and trips(one) is None]
+  text = f"the compiled program does not say how often {len(loops)} of its loops run, the first "
+  text += f"{loops[0].name}: their products, collectives and time count once" if loops else ""
+  return [Note(text, "loops")] if loops else []
+
+
+def _totals(made: CompiledProgram, arguments: Sequence[Argument], target: Target) -> Compiled:
   """Returns the compiler's own figures: the arguments by part, and all else undivided."""
   named, slots = argument_parts(arguments, target.kind)
-  parts = named | {"temporaries": program.temporaries, "outputs": program.outputs - program.aliases}
+  parts = named | {"temporaries": made.temporaries, "outputs": made.outputs - made.aliases}
   memory = Memory({name: n for name, n in parts.items() if n}, slots, (), 0, sum(parts.values()))
   names = ("arguments", "outputs", "aliases", "temporaries", "peak", "seconds")
-  same = {name: getattr(program, name) for name in names}
+  same = {name: getattr(made, name) for name in names}
   return Compiled(**same, memory=memory, explained=0.0, kernels={})

@@ -4,13 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.jaxpr import BACKWARD, FORWARD, parse_scopes, split_scopes
-from mpjax.planner.compiled import (  # a plan shows few of the names
-  _hlo_parts,
-  collectives,
-  module_proto,
-  parse,
-)
-from mpjax.planner.compiled._hlo import trips
+from mpjax.planner._program import collectives_of
+from mpjax.planner.compiled import from_hlo, module_proto, parse
+from mpjax.planner.compiled._hlo import path_of_name, trips
 from tests.planner.compiled._hlo_text import computation, program, serialised
 
 
@@ -18,9 +14,8 @@ def test_an_instruction_has_the_line_of_the_users_program():
   """By the tables of frames of the program of a function in this file."""
   compiled = jax.jit(lambda x: jnp.tanh(x) + 1).lower(jnp.ones(8)).compile()
   module = parse(module_proto(compiled))
-  every = [i for c in module.computations.values() for i in c.instructions if i.op == "tanh"]
-  assert {_hlo_parts.source_of(module, i).partition(":")[0] for i in every} == {"test_hlo.py"}
-  assert _hlo_parts.source_of(module, module.entry.parameters()[0]) == ""
+  sources = {o.source.partition(":")[0] for o in from_hlo(module, "cpu").operations}
+  assert sources == {"test_hlo.py", ""}  # a parameter has none
 
 
 def shapes(text):
@@ -44,41 +39,23 @@ def test_types_of_instructions():
     assert shapes(text) == want, text
 
 
-BITS = {"f32": 32, "bf16": 16, "f16": 16, "f64": 64, "pred": 8, "s8": 8, "u4": 4, "s4": 4, "s2": 2, "c64": 64}
-BITS |= {"f8e4m3fn": 8, "f8e5m2": 8, "f8e8m0fnu": 8, "f4e2m1fn": 4, "s64": 64, "u16": 16, "u32": 32}
-BITS |= {
-  "f8e4m3": 8,
-  "f8e3m4": 8,
-  "f8e4m3b11fnuz": 8,
-  "f8e5m2fnuz": 8,
-  "f8e4m3fnuz": 8,
-  "c128": 128,
-  "s16": 16,
-}
-
-
 def test_bytes_of_a_type_are_of_whole_tiles_and_elements_below_a_byte_are_packed():
-  for dtype, bits in BITS.items():
-    assert shapes(f"{dtype}[16]{{0}}") == [(dtype, (16,), 2 * bits, 0)], dtype
-  # dtype, dimensions, layout, elements with padding
-  for dtype, dims, layout, elements in (
-    ("f32", "100,260", "1,0", 100 * 260),
-    ("f32", "100,260", "1,0:T(8,128)", 104 * 384),
-    ("f32", "100,260", "0,1:T(8,128)", 264 * 128),
-    ("f32", "260,3", "0,1:T(4,128)", 4 * 384),
-    ("bf16", "7,129", "1,0:T(8,128)(2,1)", 8 * 256),
-    ("f8e4m3fn", "7,129", "1,0:T(8,128)(4,1)S(1)", 8 * 256),
-    ("f32", "2,3,5", "1,2,0:T(8,128)", 2 * 8 * 128),
-    ("f32", "2,9,130", "2,1,0:T(8,128)", 2 * 16 * 256),
-    ("f32", "260", "0:T(512)", 512),
-    ("f32", "", ":T(128)", 128),
-    ("s32", "6", "0:T(8,128)", 8 * 128),
-    ("f32", "0,3", "1,0:T(8,128)", 0),
-    ("s4", "3", "0", 4),
-    ("u4", "10,100", "1,0:T(8,128)", 16 * 128),
+  for text, nbytes in (
+    ("f32[100,260]{1,0}", 4 * 100 * 260),
+    ("f32[100,260]{0,1:T(8,128)}", 4 * 264 * 128),
+    ("f32[260,3]{0,1:T(4,128)}", 4 * 4 * 384),
+    ("bf16[7,129]{1,0:T(8,128)(2,1)}", 2 * 8 * 256),
+    ("f8e4m3fn[7,129]{1,0:T(8,128)(4,1)S(1)}", 8 * 256),
+    ("f32[2,3,5]{1,2,0:T(8,128)}", 4 * 2 * 8 * 128),
+    ("f32[260]{0:T(512)}", 4 * 512),
+    ("f32[]{:T(128)}", 4 * 128),
+    ("s32[6]{0:T(8,128)}", 4 * 8 * 128),
+    ("f32[0,3]{1,0:T(8,128)}", 0),
+    ("u4[10,100]{1,0:T(8,128)}", 16 * 128 // 2),
+    ("pred[16]{0}", 16),
+    ("c64[16]{0}", 128),
   ):
-    bits = BITS.get(dtype, 32)
-    assert shapes(f"{dtype}[{dims}]{{{layout}}}")[0][2] == elements * bits // 8, (dtype, dims, layout)
+    assert shapes(text)[0][2] == nbytes, text
 
 
 NAMES = [
@@ -98,7 +75,7 @@ NAMES = [
 def test_what_a_name_says():
   for name, *want in NAMES:
     found = (
-      _hlo_parts.path_of_name(name),
+      path_of_name(name),
       parse_scopes(name).phase,
       split_scopes(name)[-1],
     )
@@ -143,7 +120,7 @@ def test_a_counter_says_how_often_its_loop_runs_and_what_cannot_be_told_counts_o
     module = program(texts[2], computation("%body", texts[0]) + computation("%test", texts[1]))
     (loop,) = (i for i in module.entry.instructions if i.op == "while")
     assert trips(loop) == runs, changes
-    (found,) = collectives(module)
+    (found,) = collectives_of(from_hlo(module))
     assert (found.nbytes, found.count) == ((runs or 1) * 128 * 4, runs or 1), changes  # a tile for V
 
 
@@ -152,5 +129,5 @@ def test_what_moves_while_fusions_compute_counts_once():
   chained = ("begin", "between", "end")
   parts = "".join(computation(f"%{name}", f"%p = V parameter(0); ROOT {gather}") for name in chained)
   calls = [f"%f.{name} = f32[64]{{0}} fusion(%x), kind=kCustom, calls=%{name}" for name in chained]
-  (found,) = collectives(program("; ".join(["%x = V parameter(0)", *calls]), parts))
+  (found,) = collectives_of(from_hlo(program("; ".join(["%x = V parameter(0)", *calls]), parts)))
   assert (found.operation, found.nbytes, found.count) == ("all-gather", 64 * 4, 1)

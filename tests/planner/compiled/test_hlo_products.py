@@ -12,14 +12,25 @@ import pytest
 from jax import lax
 
 from mpjax.planner import get_target
-from mpjax.planner.compiled import collectives, kernel_products, module_proto, parse
-from mpjax.planner.compiled._hlo_products import group_of
-from mpjax.planner.timing import compiled_time
+from mpjax.planner._program import collectives_of
+from mpjax.planner._time import compiled_time
+from mpjax.planner.compiled import from_hlo, module_proto, parse
+from mpjax.planner.compiled._hlo_work import group_of
 from tests.planner.compiled._hlo_text import computation, program
-from tests.planner.compiled.programs import CROSSINGS, KEPT, STEPS, VERSIONS, parsed
+from tests.planner.compiled.programs import CROSSINGS, KEPT, VERSIONS, parsed
 
 pytestmark = pytest.mark.optimised
 f32, bf16 = jnp.float32, jnp.bfloat16
+
+
+def collectives(module):
+  """The collectives of a module."""
+  return collectives_of(from_hlo(module))
+
+
+def products_in(module, kind="gpu"):
+  """Each product of a module, with its operation and how often it runs."""
+  return [(p, o, times) for o, times in from_hlo(module, kind).each() for p in o.products if p.flops]
 
 
 def a_shape(*shape, dtype=f32):
@@ -103,23 +114,6 @@ def test_which_devices_exchange():
     assert found.group == len(devices), groups
 
 
-def test_dtypes_that_cross_have_numpys_names():
-  names = {"f16": "float16", "f64": "float64", "s32": "int32", "u8": "uint8", "pred": "bool", "s4": "int4"}
-  names |= {"f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "f8e8m0fnu": "float8_e8m0fnu"}
-  for dtype, name in (names | {"c64": "complex64", "f4e2m1fn": "float4_e2m1fn"}).items():
-    (found,) = collectives(program(f"{READ}; %a = {dtype}[8]{{0}} all-to-all(%p), dimensions={{0}}"))
-    assert found.dtype == name == jnp.dtype(name).name, dtype
-
-
-def test_what_any_asynchronous_operation_runs_counts_once():
-  gather = "%q = f32[8]{0} parameter(0); ROOT %g = f32[32]{0} all-gather(%q), dimensions={0}"
-  kind = "((f32[8]{0}), f32[32]{0}, u32[])"
-  start = f"%s = {kind} async-start(%p), calls=%async; %u = {kind} async-update(%s)"
-  lines = f"%p = f32[8]{{0}} parameter(0); {start}; ROOT %d = f32[32]{{0}} async-done(%u)"
-  (found,) = collectives(program(lines, computation("%async", gather)))
-  assert (found.operation, found.nbytes, found.count) == ("all-gather", 128, 1)
-
-
 def test_collectives_of_a_loop_count_each_time_and_add_up():
   line = "%a = f32[8]{0} all-reduce(%p), to_apply=%add"
   body = computation("%b", f"%p = f32[8]{{0}} parameter(0); ROOT {line}")
@@ -143,25 +137,17 @@ def test_every_collective_is_its_bytes_in_the_forms_of_each_release():
     assert bytes_of(version, "crossing", target) == want, (version, target)
 
 
-def test_a_step_crosses_as_much_on_each_release():
-  for name, operation in (("data", "all-reduce"), ("fsdp", "all-gather")):
-    for target in STEPS[name][1]:
-      one, *others = (bytes_of(version, name, target) for version in VERSIONS)
-      assert all(other == one for other in others), target
-      assert one[operation, "bfloat16"][0] == 2 * 2 * 512 * 2048, target
-
-
 # Products, against counts of multiplications one by one.
 
 
 def products_of(function, *args):
   compiled = jax.jit(function).lower(*args).compile()
   module = parse(module_proto(compiled))
-  return kernel_products(module, "cpu")
+  return products_in(module, "cpu")
 
 
 def total(products):
-  return sum(product.flops for product in products)
+  return sum(product.flops * times for product, _, times in products)
 
 
 def multiplications(size, taps, stride, low, high, dilation):
@@ -227,10 +213,12 @@ def test_flops_of_products_and_convolutions_which_leave_out_the_padding():
 
   found = collections.defaultdict(list)
   for product in products_of(every, *(args for _, _, args, _ in rows)):
-    found[int(re.search(r"row(\d+)", product.op)[1])].append(product)
+    found[int(re.search(r"row(\d+)", product[1].path)[1])].append(product)
   for i, (name, _, _, flops) in enumerate(rows):
     assert total(found[i]) == flops, name
-    assert {(p.kernel, p.times) for p in found[i]} == {("dot", 7 if name == "seven times" else 1)}, name
+    assert {(p.kernel, times) for p, _, times in found[i]} == {("dot", 7 if name == "seven times" else 1)}, (
+      name
+    )
 
 
 # What multiplies on a GPU: lines that read `a` of [8, 16] and `b` of [16, 4].
@@ -255,8 +243,8 @@ def test_a_gpus_products_are_of_the_kernel_that_multiplies():
       read += "; %s = f8e4m3fn[8,1] parameter(2); %t = f8e4m3fn[1,4] parameter(3)"
       inside = "ROOT %d = bf16[8,4] scaled-dot(%a, %b, %s, %t), DOT"
     module = program(f"{read}; {line}", computation("%gemm", f"{read}; {inside}"))
-    (found,) = kernel_products(module)
-    assert (found.kernel, found.dtypes, found.flops) == (kernel, dtypes, 2 * 8 * 16 * 4), line
+    ((found, *_),) = products_in(module)
+    assert (found.kernel, found.operands, found.flops) == (kernel, dtypes, 2 * 8 * 16 * 4), line
 
 
 @pytest.mark.parametrize("config", ["", ', backend_config={"triangular_solve_options":{"lower":true}}'])
@@ -265,9 +253,9 @@ def test_a_call_of_cublas_that_is_no_product_leaves_the_others_readable(config):
   product = f"%d = f32[8,4] custom-call(%a, %b), {CUBLAS}"
   solve = f'ROOT %s = f32[8,4] custom-call(%u, %d), custom_call_target="__cublas$triangularSolve"{config}'
   module = program(f"{read}; {product}; {solve}")
-  (found,) = kernel_products(module)
+  ((found, *_),) = products_in(module)
   assert found.flops == 2 * 8 * 16 * 4
-  assert compiled_time(module, get_target("h100")).parts.keys() == {"products", "element-wise"}
+  assert compiled_time(from_hlo(module), get_target("h100")).parts.keys() == {"products", "element-wise"}
 
 
 def test_cudnns_calls_with_a_stride_multiply_as_often_in_each_pass():
@@ -280,11 +268,8 @@ def test_cudnns_calls_with_a_stride_multiply_as_often_in_each_pass():
     ("convBackwardFilter", images, made, weights),
   ):
     read = f"%a = {left} parameter(0); %b = {right} parameter(1)"
-    (found,) = kernel_products(
-      program(
-        f'{read}; ROOT %c = ({out}, u8[0]) custom-call(%a, %b), custom_call_target="__cudnn${call}", {rest}'
-      )
-    )
+    line = f'ROOT %c = ({out}, u8[0]) custom-call(%a, %b), custom_call_target="__cudnn${call}", {rest}'
+    ((found, *_),) = products_in(program(f"{read}; {line}"))
     assert (found.kernel, found.flops) == ("cudnn", flops), call
 
 
@@ -321,15 +306,16 @@ def test_flops_and_kernels_of_programs_that_compilers_for_devices_made():
   kernels = {"cpu": {"dot"}, "tpu": {"dot"}, "gpu": {"cublas", "cudnn"}}
   for version, name, target in KEPT:
     kind = get_target(target).kind
-    products = kernel_products(parsed(version, name, target), kind)
+    products = products_in(parsed(version, name, target), kind)
     made = total(products)
+    kinds = {product.kernel for product, *_ in products}
     if name == "computing again":  # which an older compiler for CPUs does not
       once = training_of(6, 256, 2048)
       assert made in (once, once + 6 * 2 * 2048 * 256 * 256), (version, target)
     else:
       assert made == known[name], (version, name, target)
-    assert {product.kernel for product in products} <= kernels[kind], (version, name, target)
+    assert kinds <= kernels[kind], (version, name, target)
     if kind == "gpu":
       dtype = "bf16" if "half" in name or name in ("data", "fsdp") else "f32"
-      assert {product.dtypes for product in products} <= {(dtype, dtype)}, (version, name)
-      assert ("cudnn" in {product.kernel for product in products}) == (name == "convolutions")
+      assert {product.operands for product, *_ in products} <= {(dtype, dtype)}, (version, name)
+      assert ("cudnn" in kinds) == (name == "convolutions")

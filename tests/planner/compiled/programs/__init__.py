@@ -5,7 +5,7 @@ import json
 import lzma
 import pathlib
 
-from mpjax.planner.compiled import Program, parse
+from mpjax.planner.compiled import CompiledProgram, parse
 from tests.planner.compiled.programs._steps import CROSSINGS, STEPS, Step
 
 __all__ = ["CROSSINGS", "KEPT", "STEPS", "VERSIONS", "Step", "kept", "parsed"]
@@ -36,5 +36,5 @@ def programs_of(version):
   for key, row in figures.items():
     size = row.pop("size")
     row.pop("flops", None)  # which older files have
-    found[key], protos = Program(**row, proto=protos[:size]), protos[size:]
+    found[key], protos = CompiledProgram(**row, proto=protos[:size]), protos[size:]
   return found

@@ -20,7 +20,8 @@ from mpjax._render.picture_style import (
   save_figure,
 )
 from mpjax._render.plain_text import bytes_text, prefixed_unit
-from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, Plan
+from mpjax.planner._report import Plan
+from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS
 
 # Blues stay, oranges come and go.
 COLORS = dict(zip((*ARGUMENT_PARTS, *TRANSIENT_PARTS), (*BLUES, *VERMILLIONS, LIGHT), strict=True))

@@ -1,8 +1,8 @@
-"""A traced program as a flat list of operations on values, each with its module and line.
+"""A traced program as operations on buffers, each with its module and line, its products and collectives.
 
 Calls are inlined: a `jit`, a `custom_vjp` or a rematerialised region becomes its operations. A loop or a
-conditional stays one operation, which holds the graphs of its bodies. Each array has its bytes on one device,
-and knows which weight it is a form of.
+conditional stays one operation, which holds the programs of its bodies. Each array has its bytes on one
+device, and knows which weight it is a form of.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax.core import AbstractValue
 
 from mpjax import _compat
 from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, Var
+from mpjax.formats import narrow_bits
 from mpjax.jaxpr import (
   BACKWARD,
   OTHER,
@@ -44,7 +45,10 @@ from mpjax.jaxpr import (
 )
 from mpjax.planner._arguments import Argument, argument_bytes
 from mpjax.planner._array_bytes import itemsize, tiled_bytes
-from mpjax.planner._program import Buffer
+from mpjax.planner._products import kernel_flops, product_of
+from mpjax.planner._program import Buffer, Exchange, Operation, Program, total_bytes
+from mpjax.planner._results import Collective
+from mpjax.planner._targets import Target, get_target
 
 _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
 
@@ -89,110 +93,35 @@ def like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
   return [*found, shape[1:], shape[:0:-1]] if len(shape) > 2 else found
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class GraphOperation:
-  """One equation.
-
-  Attributes:
-    name: name of the primitive.
-    operands, results: values; literals are left out.
-    phase: FORWARD in the forward pass of a derivative, BACKWARD in the backward pass, else OTHER.
-    path: module path, such as `GPT/blocks/0/up`.
-    source: file and line of the user's program, such as `model.py:31`.
-    flops: FLOPs of one run of a matrix product or convolution.
-    region: number of its rematerialised region, 0 without one.
-    equation: the traced equation.
-    local: whether it is inside a `shard_map`, with the shapes of one device.
-    divided: inside a `shard_map`, number of devices that divide those shapes further (a `tensor` axis).
-    bodies: graphs of a loop's or conditional's bodies.
-    times: how often the bodies run (a `while` counts once).
-    group: for a collective, the number of devices that exchange with each other; 1 otherwise.
-  """
-
-  name: str
-  operands: list[Buffer]
-  results: list[Buffer]
-  phase: str
-  path: str
-  source: str
-  flops: int
-  region: int
-  equation: JaxprEqn
-  local: bool
-  bodies: list[Graph]
-  times: int
-  group: int = 1
-  divided: int = 1
-
-  def flops_on(self, devices: int) -> float:
-    """Returns the FLOPs of one run on each of the devices of a step."""
-    return self.flops / (self.divided if self.local else devices)
-
-  @property
-  def crosses(self) -> bool:
-    """Returns whether it copies an array between a device and the host's memory."""
-    moves = self.equation.primitive is jax.lax.device_put_p
-    return moves and any(a.on_host != b.on_host for a, b in zip(self.operands, self.results, strict=False))
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Graph:
-  """Operations in program order, without operations whose results nothing reads."""
-
-  arguments: list[Buffer]
-  results: list[Buffer]
-  operations: list[GraphOperation]
-  sizes: Sizes = dataclasses.field(default_factory=Sizes)
-
-  def every_operation(
-    self,
-    times: int = 1,
-    *,
-    worth: Callable[[GraphOperation], float] = lambda operation: operation.flops,
-    choose: Callable[..., Graph] = max,
-  ) -> Iterator[tuple[GraphOperation, int]]:
-    """Yields all operations, also those in loops, with the number of times that each runs.
-
-    Args:
-      times: how often the graph runs.
-      worth: the measure of an operation by which a branch of a conditional is chosen.
-      choose: `max` for the branch with the most of it, `min` for the least.
-    """
-    for operation in self.operations:
-      yield operation, times
-      bodies = operation.bodies
-      if call_kind(operation.equation) is CallKind.COND:
-        measure = lambda body: sum(worth(o) * n for o, n in body.every_operation(worth=worth, choose=choose))
-        bodies = [choose(bodies, key=measure)]
-      for body in bodies:
-        yield from body.every_operation(times * operation.times, worth=worth, choose=choose)
-
-
-def make_graph(closed: AnyJaxpr, arguments: Sequence[Argument] = (), kind: str = "") -> Graph:
-  """Returns the graph of a closed jaxpr.
+def from_jaxpr(
+  closed: AnyJaxpr, arguments: Sequence[Argument] = (), target: Target | None = None, devices: int = 1
+) -> Program:
+  """Returns the program of a closed jaxpr, in its order, without operations whose results nothing reads.
 
   Args:
     closed: the jaxpr.
     arguments: its arguments, with their parts of memory.
-    kind: kind of the platform whose layout arrays have.
+    target: the target whose layout arrays have, and whose units multiply; this machine by default.
+    devices: number of devices that share the work.
   """
-  jaxpr = open_jaxpr(closed)
+  target = target or get_target()
   given = [
     Buffer((), None, weight=i if a.part == "master weights" else None) for i, a in enumerate(arguments)
   ]
-  graph = _Builder(Sizes(arguments, kind)).graph(jaxpr, _Context(OTHER, "", "", 0), given)
-  if kind == "gpu":
+  reader = _Reader(Sizes(arguments, target.kind), arguments, target, devices)
+  program = reader.program(open_jaxpr(closed), _Context(OTHER, "", "", 0), given)
+  if target.kind == "gpu":
     # Kernels read the host's memory themselves, and XLA's memory scheduler copies each result when it is
     # there, so that few are on the device at once. The latency-hiding scheduler may hold more.
-    for copy, _ in graph.every_operation():
-      for value in (*copy.operands, *copy.results) if copy.crosses else ():
+    for copy, _ in program.each():
+      for value in (*copy.operands, *copy.writes) if copy.crosses else ():
         viewed(value).nbytes = 0
-  return graph
+  return program
 
 
 def viewed(value: Buffer) -> Buffer:
   """Returns the value that a value is a view of."""
-  while value.maker is not None and has(value.maker.equation, Trait.ALIAS):
+  while value.maker is not None and has(value.maker.made, Trait.ALIAS):
     value = value.maker.operands[0]
   return value
 
@@ -208,26 +137,29 @@ class _Context:
   left: frozenset[str] = frozenset()
 
 
-class _Builder:
-  def __init__(self, sizes: Sizes) -> None:
+class _Reader:
+  def __init__(self, sizes: Sizes, arguments: Sequence[Argument], target: Target, devices: int) -> None:
     self._regions = 0
     self._sizes = sizes
+    self._arguments = arguments
+    self._target = target
+    self._devices = devices
 
-  def graph(self, jaxpr: Jaxpr, context: _Context, given: Sequence[Buffer | None]) -> Graph:
-    """Returns the graph of a jaxpr, whose arguments are the values `given`, or slices of them."""
+  def program(self, jaxpr: Jaxpr, context: _Context, given: Sequence[Buffer | None]) -> Program:
+    """Returns the program of a jaxpr, whose arguments are the values `given`, or slices of them."""
     environment = {variable: self._value(variable.aval) for variable in (*jaxpr.invars, *jaxpr.constvars)}
     arguments = [environment[variable] for variable in jaxpr.invars]
     for i, argument in enumerate(arguments):
       argument.argument = i
     for argument, outer in zip(arguments, given, strict=False):
       argument.weight = outer.weight if outer is not None else None
-    operations: list[GraphOperation] = []
+    operations: list[Operation] = []
     self._run(jaxpr, environment, context, operations)
     results = [environment[v] for v in variables_of(jaxpr.outvars)]
-    return Graph(arguments, results, _needed(operations, results), self._sizes)
+    return Program(_needed(operations, results), results, arguments=arguments)
 
   def _run(
-    self, jaxpr: Jaxpr, environment: dict[Var, Buffer], context: _Context, out: list[GraphOperation]
+    self, jaxpr: Jaxpr, environment: dict[Var, Buffer], context: _Context, out: list[Operation]
   ) -> None:
     for equation in jaxpr.eqns:
       here = _at(equation, context)
@@ -254,7 +186,7 @@ class _Builder:
       for variable, atom in zip(equation.outvars, opened.outvars, strict=True):
         environment[variable] = inner[atom] if is_variable(atom) else self._value(variable.aval)
 
-  def _operation(self, equation: JaxprEqn, environment: dict[Var, Buffer], here: _Context) -> GraphOperation:
+  def _operation(self, equation: JaxprEqn, environment: dict[Var, Buffer], here: _Context) -> Operation:
     kind = call_kind(equation)
     operands = [environment[v] for v in variables_of(equation.invars)]
     if "originals" in equation.params and not has(equation, Trait.PRODUCT):
@@ -271,8 +203,7 @@ class _Builder:
       for inner, places, _ in call_layout(equation).bodies:
         atoms = [equation.invars[k] for k in places]
         given = [environment[atom] if is_variable(atom) else None for atom in atoms]
-        bodies.append(self.graph(open_jaxpr(inner), here, given))
-    times = times_run(equation)
+        bodies.append(self.program(open_jaxpr(inner), here, given))
     if not here.path or not here.source:
       # An operation that a transformation added does not have a name: it belongs to what it reads.
       makers = [value.maker for value in operands if value.maker is not None and value.maker.path]
@@ -280,25 +211,56 @@ class _Builder:
         here = dataclasses.replace(
           here, path=here.path or makers[0].path, source=here.source or makers[0].source
         )
-    operation = GraphOperation(
+    operation = Operation(
+      equation,
       equation.primitive.name,
-      operands,
-      results,
       here.phase,
       here.path,
       here.source,
-      flops(equation),
-      here.region,
-      equation,
-      bool(here.axes),
-      bodies,
-      times,
-      _group(equation, here.axes) if facts(equation).collective else 1,
-      math.prod(here.axes[axis] for axis in here.left),
+      operands,
+      dict.fromkeys(operands, 0.0),
+      results,
+      bodies=bodies,
+      times=times_run(equation),
+      chooses=kind is CallKind.COND,
+      region=here.region,
+      local=bool(here.axes),
+      devices=math.prod(here.axes[axis] for axis in here.left) if here.axes else self._devices,
     )
     for value in results:
       value.maker = operation
+      value.part = self._part(value, here.phase)
+    self._set_work(operation, here)
     return operation
+
+  def _part(self, value: Buffer, phase: str) -> str:
+    weight = self._arguments[value.weight] if value.weight is not None else None
+    if weight and phase != BACKWARD and value.dtype.itemsize <= weight.dtype.itemsize:
+      return "compute copies"
+    return "gradients" if phase == BACKWARD and value.shape in self._sizes.weights else ""
+
+  def _set_work(self, operation: Operation, here: _Context) -> None:
+    """Sets what takes time: products, a kernel, a collective, or a transfer to or from the host."""
+    equation = operation.made
+    pairs = zip(operation.operands, operation.writes, strict=False)
+    stated = flops(equation)
+    operation.flops = stated / operation.devices
+    operation.part = "copies" if has(equation, Trait.MOVES) else "element-wise"
+    if equation.primitive is jax.lax.device_put_p and any(a.on_host != b.on_host for a, b in pairs):
+      operation.crosses, operation.part = True, "host"
+      operation.host = sum(value.whole for value in operation.writes)
+    elif name := facts(equation).collective:
+      group = _group(equation, here.axes)
+      operation.part = "collectives"
+      operation.exchange = Exchange(name, total_bytes(operation.writes), range(group))
+      operation.collectives = _collectives(operation, name, group)
+    elif has(equation, Trait.KERNEL):
+      operation.part = "attention kernels"
+      narrow = any(narrow_bits(getattr(value.dtype, "name", "")) for value in operation.operands)
+      operation.kernel = stated or kernel_flops(equation), narrow
+    elif stated:
+      operation.products = [product_of(equation, stated, operation.devices, self._target)]
+      operation.part = "convolutions" if operation.products[0].convolution else "products"
 
   def _value(self, aval: AbstractValue, local: bool = False) -> Buffer:
     on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
@@ -339,12 +301,23 @@ def _at(equation: JaxprEqn, context: _Context) -> _Context:
   )
 
 
-def _needed(operations: list[GraphOperation], results: list[Buffer]) -> list[GraphOperation]:
+def _needed(operations: list[Operation], results: list[Buffer]) -> list[Operation]:
   """Returns the operations that a result depends on, or that have an effect."""
   live = set(results)
   kept = []
   for operation in reversed(operations):
-    if operation.equation.effects or not live.isdisjoint(operation.results):
+    if operation.made.effects or not live.isdisjoint(operation.writes):
       kept.append(operation)
       live.update(operation.operands)
   return kept[::-1]
+
+
+def _collectives(operation: Operation, name: str, group: int) -> list[Collective]:
+  """Returns a collective of `group` devices as rows, one for each result."""
+  found = []
+  for value in operation.writes if group > 1 else ():
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)  # which crosses as its words
+    dtype = "uint32" if is_key else np.dtype(value.dtype).name
+    size = 0 if name == "collective-permute" else group
+    found.append(Collective(name, dtype, value.whole, 1, (operation.path,), size))
+  return found

@@ -1,72 +1,81 @@
-"""A program's matrix products, whether a target runs them at full rate, its fused kernels and collectives."""
+"""The matrix products of a traced program, whether a target runs them at full rate, and its fused kernels."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax import formats
-from mpjax._types import JaxprEqn
+from mpjax._types import AnyJaxpr, JaxprEqn
 from mpjax.formats._passes import passes_of
-from mpjax.jaxpr import Trait, dtype_of, facts, has, is_recomputation, layer_pattern, shape_of
-from mpjax.planner._results import Collective, ProductGroup, add_up
+from mpjax.jaxpr import (
+  CallKind,
+  bodies_of,
+  call_kind,
+  dtype_of,
+  flops,
+  is_recomputation,
+  layer_pattern,
+  open_jaxpr,
+  shape_of,
+  times_run,
+)
+from mpjax.planner._program import Operation, Product, Program
+from mpjax.planner._results import ProductGroup
 from mpjax.planner._targets import Target
-from mpjax.planner.analytic._graph import Graph, GraphOperation
 from mpjax.products import Spec, is_fp8, plain_primitive
 
 # The number of bfloat16 passes of a TPU for a float32 product, by precision.
 _TPU_PASSES = {"": 1, "HIGH": 3, "HIGHEST": 6}
 
 
-def list_products(
-  graph: Graph, target: Target, devices: int = 1, *, least: bool = False
-) -> tuple[ProductGroup, ...]:
+def product_of(equation: JaxprEqn, stated: int, devices: int, target: Target) -> Product:
+  """Returns the products of an equation that states so many FLOPs on all devices together."""
+  sizes = _sizes(equation, stated)
+  one = 2 * math.prod(sizes)
+  batch = max(1, round(stated / one)) if one else 1
+  units = _units_of(equation, target)
+  return Product(
+    units.dtype, sizes, batch, stated / devices, "lhs_dilation" in equation.params, passes=units.passes
+  )
+
+
+def list_products(program: Program, target: Target, *, least: bool = False) -> tuple[ProductGroup, ...]:
   """Returns products, then fused kernels, one row for each line, shape and dtype; the most FLOPs first.
 
   Args:
-    graph: graph of the program.
+    program: the traced program.
     target: the target with the matrix units.
-    devices: number of devices that share the FLOPs.
     least: count the branch of a conditional with the least FLOPs, not the one with the most.
   """
-  flops: Counter[ProductGroup] = Counter()
+  total: Counter[ProductGroup] = Counter()
   runs: Counter[ProductGroup] = Counter()
-  for operation, times in graph.every_operation(choose=min if least else max):
-    is_kernel = has(operation.equation, Trait.KERNEL)
-    if is_kernel or operation.flops:
-      row = _kernel(operation) if is_kernel else _product(operation, target)
-      flops[row] += int(operation.flops_on(devices) * times)
+  for operation, times in program.each(choose=min if least else max):
+    if operation.kernel or operation.products:
+      row = _row(operation, target)
+      total[row] += int(operation.flops * times)
       runs[row] += times
   rows = [
     dataclasses.replace(row, flops=count, batch=runs[row] if row.kernel else row.batch)
-    for row, count in flops.items()
+    for row, count in total.items()
   ]
   return tuple(sorted(rows, key=lambda row: (bool(row.kernel), -row.flops)))
 
 
-def model_flops(graph: Graph, devices: int = 1) -> int:
-  """Returns the FLOPs of products and kernels on one device, without those of a recomputation.
-
-  Args:
-    graph: graph of the program.
-    devices: number of devices that share the FLOPs.
-  """
-  return sum(
-    int(operation.flops_on(devices) * times)
-    for operation, times in graph.every_operation()
-    if operation.flops and not is_recomputation(operation.equation)
-  )
+def model_flops(program: Program) -> int:
+  """Returns the FLOPs of products and kernels on one device, without those of a recomputation."""
+  every = program.each()
+  return sum(int(o.flops * times) for o, times in every if o.flops and not is_recomputation(o.made))
 
 
-def product_sizes(operation: GraphOperation) -> tuple[int, int, int]:
+def _sizes(equation: JaxprEqn, stated: int) -> tuple[int, int, int]:
   """Returns M, N, K of one product [M, K] x [K, N]; for a convolution, of the product that computes it."""
-  equation = operation.equation
   out = shape_of(equation.outvars[0])
   if "lhs_dilation" in equation.params:
     spec = equation.params["dimension_numbers"]
@@ -77,7 +86,7 @@ def product_sizes(operation: GraphOperation) -> tuple[int, int, int]:
     return math.prod(out) // max(1, features), n, math.prod(kernel) // max(1, kernel[spec.rhs_spec[0]])
   if "ragged_dot_dimension_numbers" in equation.params:
     m, n = out[0], out[-1]
-    return m, n, operation.flops // max(1, 2 * m * n)
+    return m, n, stated // max(1, 2 * m * n)
   (contracted, rhs_contracted), (batch, rhs_batch) = equation.params["dimension_numbers"]
   lhs, rhs = map(shape_of, equation.invars[:2])
   m = math.prod(d for i, d in enumerate(lhs) if i not in {*contracted, *batch})
@@ -92,9 +101,8 @@ class Units(NamedTuple):
   passes: int = 1
 
 
-def units_of(operation: GraphOperation, target: Target) -> Units:
+def _units_of(equation: JaxprEqn, target: Target) -> Units:
   """Returns how a target's units multiply: float32 operands in TensorFloat-32, or in bfloat16 passes."""
-  equation = operation.equation
   if is_fp8(equation):
     return Units(_narrow_dtype(equation.params["spec"], target))
   dtype = _operand_dtype(equation)
@@ -103,7 +111,7 @@ def units_of(operation: GraphOperation, target: Target) -> Units:
   passes = passes_of(equation.params.get("precision"))
   if passes and plain_primitive(equation.primitive) is jax.lax.dot_general_p:  # JAX drops those of others
     return Units(passes.dtype, passes.products)
-  precision = precision_of(equation)
+  precision = _precision_of(equation)
   if target.kind == "tpu":
     return Units("bfloat16", _TPU_PASSES[precision])
   on_units = target.kind == "gpu" and formats.runs_on(target.matrix_units, "tensorfloat32")
@@ -129,7 +137,7 @@ def _narrow_dtype(spec: Spec, target: Target) -> str:
   return max(kinds, key=lambda kind: (not formats.runs_on(target.matrix_units, kind), "e5m2" in kind))
 
 
-def precision_of(equation: JaxprEqn) -> str:
+def _precision_of(equation: JaxprEqn) -> str:
   """Returns `HIGH` or `HIGHEST` where a product asks for it; empty for the device's default."""
   asked = equation.params.get("precision")
   if asked is None:
@@ -141,37 +149,31 @@ def precision_of(equation: JaxprEqn) -> str:
   return "HIGH" if "HIGH" in names else ""
 
 
-def _kernel(operation: GraphOperation) -> ProductGroup:
-  dtypes = [dtype_of(atom) for atom in operation.equation.invars]
-  floats = [dtype.name for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
+def _row(operation: Operation, target: Target) -> ProductGroup:
+  """Returns an operation's products or kernel as a row without its FLOPs."""
+  place: dict[str, Any] = {
+    "path": layer_pattern(operation.path),
+    "source": operation.source,
+    "phase": operation.phase,
+  }
+  if operation.kernel:
+    dtypes = [dtype_of(atom) for atom in operation.made.invars]
+    floats = [dtype.name for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
+    name = str(operation.made.params.get("name") or operation.name)
+    return ProductGroup(**place, operation="kernel", dtype=", ".join(dict.fromkeys(floats)), kernel=name)
+  (product,) = operation.products
+  wanted = formats.padded(target.matrix_units, product.dtype, *product.shape)
+  fits = formats.eligible(target.matrix_units, product.dtype, *product.shape)
   return ProductGroup(
-    path=layer_pattern(operation.path),
-    source=operation.source,
-    phase=operation.phase,
-    operation="kernel",
-    dtype=", ".join(dict.fromkeys(floats)),
-    kernel=str(operation.equation.params.get("name") or operation.name),
-  )
-
-
-def _product(operation: GraphOperation, target: Target) -> ProductGroup:
-  sizes = product_sizes(operation)
-  dtype, passes = units_of(operation, target)
-  wanted = formats.padded(target.matrix_units, dtype, *sizes)
-  fits = formats.eligible(target.matrix_units, dtype, *sizes)
-  one = 2 * math.prod(sizes)
-  return ProductGroup(
-    path=layer_pattern(operation.path),
-    source=operation.source,
-    phase=operation.phase,
+    **place,
     operation=operation.name,
-    dtype=dtype,
-    shape=sizes,
+    dtype=product.dtype,
+    shape=product.shape,
     padded=wanted,
-    batch=max(1, round(operation.flops / one)) if one else 1,
+    batch=product.batch,
     eligible=fits,
-    why="" if fits else _why(dtype, sizes, wanted, target),
-    passes=passes,
+    why="" if fits else _why(product.dtype, product.shape, wanted, target),
+    passes=product.passes,
   )
 
 
@@ -189,36 +191,31 @@ def _why(dtype: str, sizes: tuple[int, int, int], wanted: tuple[int, int, int], 
   return ", ".join(wrong)
 
 
-def serving_dtype(graph: Graph) -> np.dtype:
+def serving_dtype(program: Program) -> np.dtype:
   """Returns the dtype of the operands of most of the FLOPs, in which the weights would be served."""
   total = Counter({np.dtype(np.float32): 0})
-  for operation, times in graph.every_operation():
-    if operation.flops and not has(operation.equation, Trait.KERNEL):
-      dtype = jnp.dtype(jnp.bfloat16) if is_fp8(operation.equation) else _operand_dtype(operation.equation)
-      total[dtype] += operation.flops * times
+  for operation, times in program.each():
+    if operation.products:
+      dtype = jnp.dtype(jnp.bfloat16) if is_fp8(operation.made) else _operand_dtype(operation.made)
+      total[dtype] += int(operation.flops * times)
   return jax.dtypes.canonicalize_dtype(total.most_common(1)[0][0])
 
 
-def stated_collectives(graph: Graph, *, least: bool = False) -> tuple[Collective, ...]:
-  """Returns the program's collectives in one step: the bytes of the results on each device.
-
-  Args:
-    graph: graph of the step.
-    least: count the branch of a conditional that sends least, not the one that sends most.
-  """
-  sent = lambda operation: sum(collective.sent for collective in _collectives(operation, 1))
-  every = graph.every_operation(worth=sent, choose=min if least else max)
-  return add_up(collective for operation, times in every for collective in _collectives(operation, times))
+def kernel_flops(equation: JaxprEqn) -> float:
+  """Returns the FLOPs of a Pallas kernel by its grid; 0 for another, or for a grid that is not known."""
+  grid = getattr(equation.params.get("grid_mapping"), "grid", None)
+  if grid is None or not all(isinstance(side, int) for side in grid):
+    return 0
+  return math.prod(grid) * _of_body(equation.params["jaxpr"])
 
 
-def _collectives(operation: GraphOperation, times: int) -> list[Collective]:
-  name = facts(operation.equation).collective
-  if not name or operation.group == 1:
-    return []
-  group = 0 if name == "collective-permute" else operation.group
-  found = []
-  for value in operation.results:
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)  # which crosses as its words
-    dtype = "uint32" if is_key else np.dtype(value.dtype).name
-    found.append(Collective(name, dtype, value.whole * times, times, (operation.path,), group))
-  return found
+def _of_body(jaxpr: AnyJaxpr) -> float:
+  """Returns the FLOPs of a body; a conditional takes its branches equally often, as for a causal mask."""
+  total = 0.0
+  for equation in open_jaxpr(jaxpr).eqns:
+    bodies = [_of_body(body) for body in bodies_of(equation)]
+    if bodies and call_kind(equation) is CallKind.COND:
+      total += sum(bodies) / len(bodies)
+    else:
+      total += sum(bodies) * times_run(equation) + flops(equation)
+  return total

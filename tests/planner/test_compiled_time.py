@@ -6,10 +6,11 @@ import pytest
 
 import mpjax
 from mpjax.planner import TIME_PARTS, get_target
-from mpjax.planner.timing import compiled_time
-from mpjax.planner.timing._rates import collective_seconds
+from mpjax.planner._rates import collective_seconds
+from mpjax.planner._time import compiled_time
+from mpjax.planner.compiled import from_hlo
+from tests.planner._programs import Program, cycles
 from tests.planner._steps import described
-from tests.planner.timing._programs import Program, cycles
 
 CLOCK = 1.5e9 / 0.8  # of a TPU v5e, and the share of its compiler's cycles that passes
 SENTINEL = 2**63 - 1
@@ -17,7 +18,8 @@ MB = ("f32", 1024, 256)
 
 
 def of(program, target="v5e"):
-  return compiled_time(program.parse(), get_target(target))
+  device = get_target(target)
+  return compiled_time(from_hlo(program.parse(), device.kind), device)
 
 
 def test_cycles_of_a_loop_count_as_often_as_it_runs():

@@ -1,15 +1,28 @@
-"""Plans as an answer of twelve lines, and as named tables with a column for each plan."""
+"""A plan: its data, an answer of twelve lines, and as named tables with a column for each plan."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpjax._render.plain_text import bytes_text, table, with_prefix
-from mpjax._render.tables import Table, answer_lines
-from mpjax.planner._results import ARGUMENT_PARTS, TIME_PARTS, TRANSIENT_PARTS, Plan, Time
+from mpjax._render.tables import Shown, Table, answer_lines
+from mpjax.planner._results import (
+  ARGUMENT_PARTS,
+  TIME_PARTS,
+  TRANSIENT_PARTS,
+  Collective,
+  Compiled,
+  Floor,
+  HostMemory,
+  Memory,
+  Note,
+  ProductGroup,
+  Time,
+)
 
 NO_FIT = "DOES NOT FIT"
 _ABREAST = 5  # plans in one table
@@ -35,6 +48,129 @@ _WAYS_OUT = {
 _Rows = Iterator[tuple[str, Any]]
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan(Shown):
+  """The cost of one step on one target, as `mpjax.plan` returns it; `str()` gives the short answer.
+
+  ```python
+  plan = mpjax.plan(step, state, batch, target="h200", compile=False)
+  print(plan.peak, plan.room)  # bytes that the step needs, and bytes that it has
+  print(plan.table("memory"))  # one table; plan.tables has the names
+  ```
+
+  Attributes:
+    label: its name in a comparison; by default the policy's.
+    target: name of the target.
+    device: what the target is, in words.
+    devices: number of devices that the step runs on; all bytes and FLOPs are those of one device.
+    device_memory: bytes of one device's memory; 0 if not known.
+    parameters: number of trained parameters.
+    memory: memory by the analytic plan.
+    compiled: figures of the compiler, or `None`.
+    inference: bytes of the weights in the compute dtype.
+    checkpoint: bytes of a checkpoint of the state, without padding, once for all devices.
+    products: the matrix products, the most FLOPs first, then the fused kernels.
+    collectives: what crosses devices, from the compiled program. Without a compiled program: what the step
+      itself states. A step of `mpjax.make_train_step` with a mesh states all but those of a `tensor` axis.
+    floor: the shortest possible time, or `None` if the target has no published peak rates.
+    notes: sentences for the reader of the plan.
+    subject: what the step trains, in words; empty if not known.
+    usable_memory: bytes of a device that JAX takes; 0 for all of them.
+    fp8: the FP8 recipe and the formats in force on the target, in words; empty without a recipe.
+    time: an estimate of the time, or `None` if the target has no published peak rates.
+    model_flops: FLOPs of the matrix products and kernels on one device, without what is computed again.
+    peak_flops: the published rate, in FLOP/s, of the target's 16-bit products, for `utilisation`.
+    items: number of tokens, images or rows of a step on all devices; 0 if not known.
+    item: what is counted: `tokens`, `images` or `rows`.
+    host: what is in the host's memory between steps, which no other figure of memory counts; `None` if
+      nothing is.
+  """
+
+  label: str
+  target: str
+  device: str
+  devices: int
+  device_memory: int
+  parameters: int
+  memory: Memory
+  compiled: Compiled | None
+  inference: int
+  checkpoint: int
+  products: tuple[ProductGroup, ...]
+  collectives: tuple[Collective, ...]
+  floor: Floor | None
+  notes: tuple[Note, ...]
+  subject: str = ""
+  usable_memory: int = 0
+  fp8: str = ""
+  time: Time | None = None
+  model_flops: int = 0
+  peak_flops: float = 0.0
+  items: int = 0
+  item: str = ""
+  host: HostMemory | None = None
+
+  def _answer(self) -> list[str]:
+    return answer(self)
+
+  def _sections(self) -> Iterator[Table]:
+    return sections_of([self])
+
+  @property
+  def out_of_memory(self) -> bool:
+    """Whether the compiler gave up because the step does not fit the device."""
+    return any(note.kind == "out of memory" for note in self.notes)
+
+  @property
+  def throughput(self) -> float:
+    """Items (tokens, images or rows) a second on all devices, by `time`; 0 if not known."""
+    return self.items / self.time.seconds if self.time and self.time.seconds else 0.0
+
+  @property
+  def utilisation(self) -> float:
+    """Model FLOPs, without recomputation, over those of the 16-bit peak in `time` (arXiv 2204.02311)."""
+    busy = self.time.seconds * self.peak_flops if self.time else 0.0
+    return self.model_flops / busy if busy else 0.0
+
+  @property
+  def room(self) -> int:
+    """Bytes that the step must fit in: what JAX takes of a device's memory; 0 if not known."""
+    return self.usable_memory or self.device_memory
+
+  @property
+  def peak(self) -> int:
+    """Bytes that the step needs: the compiler's figure if there is one, else the analytic figure."""
+    return self.compiled.peak if self.compiled else self.memory.peak
+
+  def bytes_per_parameter(self, *parts: str) -> float:
+    """Returns analytic bytes per parameter of the named parts, or of all parts without names."""
+    chosen = parts or tuple(self.memory.parts)
+    return sum(self.memory.parts.get(part, 0) for part in chosen) / max(1, self.parameters)
+
+  def matrix_flops(self) -> dict[str, int]:
+    """Returns the FLOPs of matrix products by dtype (with its passes: `bfloat16 x3`), the most first.
+
+    A product in several passes counts the FLOPs of one.
+    """
+    total: dict[str, int] = {}
+    for product in self.products:
+      if not product.kernel:
+        total[product.units] = total.get(product.units, 0) + product.flops
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+  @property
+  def eligible(self) -> float:
+    """Share of the matrix FLOPs that run on matrix units at full rate."""
+    whole = sum(self.matrix_flops().values())
+    return sum(product.flops for product in self.products if product.eligible) / whole if whole else 1.0
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns plain data for JSON."""
+    derived = {"peak": self.peak, "matrix_flops": self.matrix_flops(), "eligible": self.eligible}
+    derived |= {"throughput": self.throughput, "utilisation": self.utilisation}
+    return dataclasses.asdict(self) | derived
+
+
 def answer(plan: Plan, *, rates: bool = False) -> list[str]:
   """Returns the answer of one plan, in at most eleven lines.
 
@@ -42,12 +178,12 @@ def answer(plan: Plan, *, rates: bool = False) -> list[str]:
     plan: the plan.
     rates: also say tokens, images or rows a second, and the model FLOPs utilisation.
   """
-  first = [_title([plan], plan.label), *_memory_lines(plan), *_product_lines(plan), *_fp8([plan])]
-  first += [*_collective_lines(plan), *_time_lines(plan), *(_rate_lines(plan) if rates else ())]
   advice = list(_advice(plan))[:2]
   if not advice and plan.room:
     advice = ["nothing to change: it fits, and its products run at the full rate of the matrix units"]
-  return answer_lines(first, _notes([plan]), [f"advice: {line}" for line in advice], rest=_LEFT_OUT)
+  return answer_lines(
+    [*_figures(plan, rates)], _notes([plan]), [f"advice: {line}" for line in advice], rest=_LEFT_OUT
+  )
 
 
 def answer_beside(plans: Sequence[Plan], first: Sequence[str] = (), *, rates: bool = False) -> list[str]:
@@ -94,46 +230,46 @@ def sections_of(plans: Sequence[Plan]) -> Iterator[Table]:
 
 def _joined(plans: Sequence[Plan], of: Callable[[Plan], _Rows]) -> list[list[str]]:
   """Returns a row for each name that a plan has a value of; a new name goes behind the one before it."""
-  columns: list[dict[str, list[str]]] = []
+  columns: list[dict[str, str]] = []
   order: list[str] = []
   for plan in plans:
-    column: dict[str, list[str]] = {}
+    column: dict[str, str] = {}
     at = 0
     for name, value in of(plan):
       if name not in order:
         order.insert(at, name)
       at = order.index(name) + 1
       if value is not None:
-        column.setdefault(name, []).append(value if isinstance(value, str) else bytes_text(value))
+        cell = value if isinstance(value, str) else bytes_text(value)
+        column[name] = f"{column[name]}; {cell}" if name in column else cell
     columns.append(column)
-  cells = [[name, *("; ".join(column.get(name, ["-"])) for column in columns)] for name in order]
-  return [row for row in cells if any(cell != "-" for cell in row[1:])]
+  rows = [[name, *(column.get(name, "-") for column in columns)] for name in order]
+  return [row for row in rows if any(cell != "-" for cell in row[1:])]
 
 
 def _compared(plans: Sequence[Plan], *, rates: bool = False) -> tuple[list[list[str]], list[int]]:
   """Returns a heading and a row of cells for each plan, and the columns that are aligned left."""
   item = next((plan.item for plan in plans if plan.item), "rows")
-  middle = [] if rates else ["products", "full rate"]
-  end = [f"{item}/s", "MFU"] if rates else []
+  middle, end = ([], [f"{item}/s", "MFU"]) if rates else (["products", "full rate"], [])
   rows = [["policy", "needs", "of memory", *middle, "time", "mostly", "at least", *end]]
   for p in plans:
-    middle = [] if rates else [_main_product(p), percent_text(p.eligible) if p.matrix_flops() else "-"]
-    time = [_seconds(p.time.seconds), _largest(p.time)] if p.time else ["-", ""]
+    products = [_main_product(p), percent_text(p.eligible) if p.matrix_flops() else "-"]
     known = [f"{p.throughput:,.0f}", percent_text(p.utilisation)] if p.throughput else ["-", "-"]
-    floor = _seconds(p.floor.seconds) if p.floor else "-"
-    rows.append([p.label, bytes_text(p.peak), _fit(p), *middle, *time, floor, *(known if rates else ())])
+    time = [_seconds(p.time.seconds), _largest(p.time)] if p.time else ["-", ""]
+    time.append(_seconds(p.floor.seconds) if p.floor else "-")
+    middle, end = ([], known) if rates else (products, [])
+    rows.append([p.label, bytes_text(p.peak), _fit(p), *middle, *time, *end])
   return rows, [rows[0].index(name) for name in ("policy", "products", "mostly") if name in rows[0]]
 
 
 def _facts(plan: Plan) -> str:
   """Returns the target of a plan, its memory, and the number of trained parameters."""
   has = f"with {bytes_text(plan.device_memory)} of memory" if plan.device_memory else "of unknown memory"
-  takes = ""
   if plan.room < plan.device_memory:
     share = f"{percent_text(plan.room / plan.device_memory)}, XLA_PYTHON_CLIENT_MEM_FRACTION"
-    takes = f", of which JAX takes {bytes_text(plan.room)} ({share})"
+    has += f", of which JAX takes {bytes_text(plan.room)} ({share})"
   count = "1 device" if plan.devices == 1 else f"{plan.devices} devices, each"
-  return f"target {plan.target}: {plan.device}; {count} {has}{takes}; {plan.parameters:,} parameters"
+  return f"target {plan.target}: {plan.device}; {count} {has}; {plan.parameters:,} parameters"
 
 
 def _memory(plan: Plan) -> _Rows:
@@ -149,31 +285,25 @@ def _memory(plan: Plan) -> _Rows:
   if plan.parameters:
     yield "  per parameter", f"{plan.memory.peak / plan.parameters:.2f} B"
   if compiled:
-    yield "by the compiler", ""
-    yield "  arguments", compiled.arguments
-    yield "  outputs", compiled.outputs
-    yield "  less aliases", -compiled.aliases
-    yield "  temporaries", compiled.temporaries
-    yield "peak, compiled", compiled.peak
-    yield "  explained by parts", percent_text(compiled.explained)
+    yield from (("by the compiler", ""), ("  arguments", compiled.arguments), ("  outputs", compiled.outputs))
+    yield from (("  less aliases", -compiled.aliases), ("  temporaries", compiled.temporaries))
+    yield from (
+      ("peak, compiled", compiled.peak),
+      ("  explained by parts", percent_text(compiled.explained)),
+    )
     yield from ((f"    {name}", compiled.memory.parts.get(name)) for name in TRANSIENT_PARTS)
     yield "  time to compile", _seconds(compiled.seconds)
   yield "peak of JAX's memory" if plan.room < plan.device_memory else "peak of device memory", _fit(plan)
   if host:
-    yield from (
-      ("on the host", host.held),
-      ("  to the device", host.to_device),
-      ("  to the host", host.to_host),
-    )
+    yield from (("on the host", host.held), ("  to the device", host.to_device))
+    yield "  to the host", host.to_host
   yield from (("inference weights", plan.inference), ("checkpoint", plan.checkpoint))
 
 
 def _activations(plan: Plan) -> _Rows:
-  yield "all, at their maximum", plan.memory.saved_bytes or None
-  yield (
-    "all, at the peak of memory",
-    plan.memory.parts.get("activations") if plan.memory.saved_bytes else None,
-  )
+  if plan.memory.saved_bytes:
+    yield "all, at their maximum", plan.memory.saved_bytes
+    yield "all, at the peak of memory", plan.memory.parts.get("activations")
   for s in plan.memory.saved[:_MOST_ROWS]:
     name = f"{s.path} {s.source} {_by(s.shape)}".strip()
     yield name, f"{s.count} of {s.dtype}  {bytes_text(s.nbytes):>10}"
@@ -198,17 +328,15 @@ def _slow_products(plan: Plan) -> _Rows:
     why = f"{p.why}, full rate at {_by(p.padded)}" if p.padded != p.shape else p.why
     what = f"{p.batch} kernels of {p.dtype}, in no other figure" if p.kernel else why
     stated = with_prefix(p.flops, "FLOP") if p.flops else "not stated"
-    yield f"{_module(p)} {p.source} {p.kernel or shape}".strip(), f"{what}  {stated:>13}"
+    module = f"{p.path} ({p.phase})".lstrip() if p.phase else p.path
+    yield f"{module} {p.source} {p.kernel or shape}".strip(), f"{what}  {stated:>13}"
   yield "more", str(len(slow) - _MOST_ROWS) if slow[_MOST_ROWS:] else None
 
 
 def _collectives(plan: Plan) -> _Rows:
   for c in plan.collectives:
-    among = f" among {c.group}" if c.group else ""
-    yield (
-      f"{c.operation} {c.dtype}{among}",
-      f"{c.count} times, {bytes_text(c.nbytes)}: {', '.join(c.sources)}",
-    )
+    name = f"{c.operation} {c.dtype}{f' among {c.group}' if c.group else ''}"
+    yield name, f"{c.count} times, {bytes_text(c.nbytes)}: {', '.join(c.sources)}"
   if plan.collectives and plan.compiled is None:
     yield "of the compiler", "not known: these the step states itself"
 
@@ -219,19 +347,16 @@ def _time(plan: Plan) -> _Rows:
     yield f"time by the {time.source}", _seconds(time.seconds)
     yield "  error to expect", f"+-{100 * time.error:.0f}%"
     yield from ((f"  {name}", _seconds(time.parts[name])) for name in TIME_PARTS if name in time.parts)
-    if time.hidden:
-      yield "hidden by other work", _seconds(time.hidden)
+    yield "hidden by other work", _seconds(time.hidden) if time.hidden else None
   if plan.throughput:
     yield f"{plan.item} a second", f"{plan.throughput:,.0f}"
-  if plan.utilisation:
-    yield "model FLOPs utilisation", percent_text(plan.utilisation)
+  yield "model FLOPs utilisation", percent_text(plan.utilisation) if plan.utilisation else None
   if floor := plan.floor:
     yield "no step is faster than", _seconds(floor.seconds)
     yield from ((f"  {name}", _seconds(seconds)) for name, seconds in floor.parts.items())
     yield "bound by", floor.bound
     yield from (("bytes read and written", floor.touched_bytes), ("bytes moved at least", floor.moved_bytes))
-    if floor.moved_bytes < floor.touched_bytes:
-      yield "a cache may keep of them", floor.cache
+    yield "a cache may keep of them", floor.cache if floor.moved_bytes < floor.touched_bytes else None
 
 
 def _modules(plan: Plan) -> _Rows:
@@ -265,8 +390,9 @@ def _title(plans: Sequence[Plan], label: str = "") -> str:
   return f"{f'plan of {label}' if label else 'plans'} on {where}: {subject}"
 
 
-def _memory_lines(plan: Plan) -> Iterator[str]:
-  """Yields whether a plan fits, and its largest parts."""
+def _figures(plan: Plan, rates: bool) -> Iterator[str]:
+  """Yields whether a plan fits, its largest parts, its products, what crosses devices, and its time."""
+  yield _title([plan], plan.label)
   needs = f"{bytes_text(plan.peak)}; the size of the device's memory is not known"
   if plan.room:
     whose = "that JAX takes" if plan.room < plan.device_memory else "of a device"
@@ -277,52 +403,36 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
   if host := plan.host:
     each = f"{bytes_text(host.to_device)} to the device and {bytes_text(host.to_host)} back in each step"
     yield f"  on the host: {bytes_text(host.held)}; {each}"
-
-
-def _product_lines(plan: Plan) -> Iterator[str]:
-  """Yields the shares of the matrix FLOPs by dtype, the products below the full rate, and the kernels."""
   flops = plan.matrix_flops()
   whole = max(1, sum(flops.values()))
   if flops:
     shares = ", ".join(f"{dtype} {percent_text(count / whole)}" for dtype, count in flops.items())
     rate = "all at" if plan.eligible == 1 else f"{percent_text(1 - plan.eligible)} below"
     yield f"products: {shares} of {with_prefix(whole, 'FLOP')}; {rate} the full rate of the units"
-  slow = {
-    p.why: f"{p.path or p.source} ({p.why})" for p in reversed(plan.products) if not (p.eligible or p.kernel)
-  }
+  slow = [p for p in reversed(plan.products) if not (p.eligible or p.kernel)]
   if 1 - plan.eligible >= _MISSES:
-    named = list(slow.values())[::-1]
+    named = list({p.why: f"{p.path or p.source} ({p.why})" for p in slow}.values())[::-1]
     yield f"  below the full rate: {'; '.join(named[:_MOST_NAMED])}{_more(named, 'more reasons', '; ')}"
   if kernels := list(dict.fromkeys(product.kernel for product in plan.products if product.kernel)):
     yield f"fused kernels: {', '.join(kernels[:_MOST_PARTS])}; not in the products or the least time"
-
-
-def _collective_lines(plan: Plan) -> Iterator[str]:
+  yield from _fp8([plan])
   if found := plan.collectives:
     shown = [f"{c.operation} {c.dtype} {bytes_text(c.nbytes)}" for c in found[:_MOST_NAMED]]
     yield f"between devices: {', '.join(shown)}{_more(found, 'more', ', ')}"
-
-
-def _time_lines(plan: Plan) -> Iterator[str]:
   if plan.floor is None:
     yield f"time: not known, because {_name_of(plan.target)} has no published peak rates"
-    return
-  about = f"{_about(plan.time)} by the {plan.time.source}; " if plan.time else ""
-  yield f"time: {about}at least {_seconds(plan.floor.seconds)} ({plan.floor.bound})"
-  parts = _by_size(plan.time.parts)[:_MOST_PARTS] if plan.time else []
-  shown = [f"{name} {_seconds(n)}" for name, n in parts if plan.time and n >= _ALIKE * plan.time.seconds]
-  if shown:
-    yield f"  largest: {', '.join(shown)}"
-
-
-def _rate_lines(plan: Plan) -> Iterator[str]:
-  """Yields the items a second on all devices and on one, and the model FLOPs utilisation."""
-  if not plan.throughput:
+  else:
+    about = f"{_about(plan.time)} by the {plan.time.source}; " if plan.time else ""
+    yield f"time: {about}at least {_seconds(plan.floor.seconds)} ({plan.floor.bound})"
+  if plan.time:
+    parts = [part for part in _by_size(plan.time.parts) if part[1] >= _ALIKE * plan.time.seconds]
+    yield f"  largest: {', '.join(f'{name} {_seconds(n)}' for name, n in parts[:_MOST_PARTS])}"
+  if rates and not plan.throughput:
     yield "rate: not known, because the time is not known"
-    return
-  one = f", {plan.throughput / plan.devices:,.0f} of each device" if plan.devices > 1 else ""
-  of = f"{percent_text(plan.utilisation)} of {with_prefix(plan.peak_flops, 'FLOP/s')}"
-  yield f"rate: {plan.throughput:,.0f} {plan.item}/s{one}; model FLOPs utilisation (MFU) {of}"
+  elif rates:
+    one = f", {plan.throughput / plan.devices:,.0f} of each device" if plan.devices > 1 else ""
+    of = f"{percent_text(plan.utilisation)} of {with_prefix(plan.peak_flops, 'FLOP/s')}"
+    yield f"rate: {plan.throughput:,.0f} {plan.item}/s{one}; model FLOPs utilisation (MFU) {of}"
 
 
 def _fp8(plans: Sequence[Plan]) -> list[str]:
@@ -342,10 +452,8 @@ def _would_fit(plans: Sequence[Plan]) -> Iterator[str]:
   for plan in plans:
     share = math.ceil(100 * plan.peak / max(1, plan.device_memory)) / 100
     if plan.room < plan.peak and share <= _MOST_SHARE:
-      yield (
-        f"{plan.label} fits the device, but not the share of it that JAX takes by default: "
-        f"XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} in the environment gives it room."
-      )
+      text = f"{plan.label} fits the device, but not the share of it that JAX takes by default"
+      yield f"{text}: XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} in the environment gives it room."
 
 
 def _advice(plan: Plan) -> Iterator[str]:
@@ -425,10 +533,6 @@ def percent_text(share: float) -> str:
   if 0 < share < 5e-4:
     return "<0.1%"
   return f"{min(100 * share, 99.9) if share < 1 else 100 * share:.1f}%"
-
-
-def _module(product: Any) -> str:
-  return f"{product.path} ({product.phase})".lstrip() if product.phase else product.path
 
 
 def _name_of(target: str) -> str:

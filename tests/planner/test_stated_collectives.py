@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax.jaxpr import rows
-from mpjax.planner import Collective, get_target
+from mpjax.planner import get_target
 from mpjax.planner.compiled._hlo import COLLECTIVES  # what the reader of programs looks for
 from tests.planner._steps import F32, S, described, mesh_of, on
 
@@ -70,15 +70,6 @@ def test_bytes_are_those_of_the_results_on_a_device_and_the_time_floor_has_what_
       seconds = plan.floor.parts.get("interconnect", 0)
       assert seconds * link == pytest.approx(SENT[case]), case
       assert ("interconnect" in plan.floor.parts) == bool(SENT[case]), case
-
-
-def test_keys_cross_as_their_words():
-  def body(x):
-    keys = jax.random.split(jax.random.key(0), 4)
-    return x + jax.random.normal(lax.all_gather(keys, "data", tiled=True)[0])
-
-  found = planned(body, EACH).collectives
-  assert [(c.operation, c.dtype, c.nbytes) for c in found] == [("all-gather", "uint32", 16 * 8)]
 
 
 def test_modules_and_dtypes_are_told_apart():
@@ -146,7 +137,3 @@ def test_what_is_stated_is_what_the_compiler_makes(gather):
   else:  # the compiler gathers the last parameter once, which is read at the end of one pass and in the next
     last = {("all-gather", "bfloat16", 2): 2 * 256 * 512}
     assert large(stated) == {key: n + last.get(key, 0) for key, n in large(made).items()}
-
-
-def test_a_reduce_scatter_sends_all_but_its_own_part():
-  assert Collective("reduce-scatter", "float32", 8, 1, (), group=4).sent == 24

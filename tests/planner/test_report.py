@@ -6,7 +6,7 @@ import pytest
 
 from mpjax._render.tables import tables_text
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective, Floor, Note
-from mpjax.planner.render import NO_FIT, answer, answer_beside, sections_of
+from mpjax.planner._report import NO_FIT, answer, answer_beside, sections_of
 from tests.planner._plans import PARAMETERS, a_plan, a_product, a_time, in_words, the_head
 
 POLICIES = ("fp32", "bf16", "bf16_pure")
@@ -80,14 +80,6 @@ def test_a_step_has_to_fit_what_jax_takes():
   assert "in the environment" not in roomy
 
 
-def test_saved_activations_at_their_maximum_and_at_the_peak_are_told_apart():
-  plan = a_plan()
-  memory = dataclasses.replace(plan.memory, saved_bytes=plan.memory.saved_bytes + 10**9)
-  text = a_plan(memory=memory).table("activations")
-  assert in_words(memory.saved_bytes) in lines_of(text, "all, at their maximum")[0]
-  assert in_words(memory.parts["activations"]) in lines_of(text, "all, at the peak of memory")[0]
-
-
 def test_the_answer_of_a_plan_says_whether_it_fits_and_what_to_change_in_twelve_lines():
   floor = Floor(
     0.0123, {"matrix units": 0.0123, "memory": 0.001}, "matrix units", 10**9, 2 * 10**9, 50 * 10**6
@@ -142,9 +134,3 @@ def test_rates_are_those_of_the_estimated_time():
   table = a_plan(items=16384, item="tokens").table("time")
   assert tuple(lines_of(table, "tokens a second")[0].rsplit(None, 1)) == ("tokens a second", "655,360")
   assert plan.to_dict()["throughput"] == plan.throughput
-
-
-def test_a_time_that_is_not_known_leaves_the_floor():
-  text = str(a_plan(time=None))
-  assert "time: at least 12.30 ms (matrix units)" in text
-  assert a_plan(time=None).throughput == a_plan(time=None, items=3).utilisation == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from mpjax.formats import padded
 from mpjax.planner._targets import Target
 
 # All constants that were fitted, each with its source. "H100": products and passes over memory, measured on
@@ -55,8 +56,7 @@ def product_seconds(
 
   On a GPU, tiles of the result are divided over the multiprocessors, and the last round of tiles may leave
   some of them idle; a product of few tiles is divided along K. Without the lower clocks of long steps it
-  fits the products that were measured on an H100 within 7% in the mean. On a TPU, K fills the units to a
-  multiple of 128.
+  fits the products that were measured on an H100 within 7% in the mean. On a TPU, sizes are padded.
 
   Args:
     target: the target.
@@ -69,6 +69,7 @@ def product_seconds(
   rate = peak * efficiency(target, name) * (CONVOLUTION if convolution and target.kind == "gpu" else 1)
   m, n, k = shape
   if target.kind != "gpu":
+    m, n, k = padded(target.matrix_units, dtype, m, n, k)
     return 2 * batch * m * n * (math.ceil(k / 128) * 128) / rate
   units = int(target.cuda.get("core_count", 100))
   best = math.inf
@@ -110,11 +111,6 @@ def memory_seconds(target: Target, nbytes: float) -> float:
 def host_seconds(target: Target, nbytes: float) -> float:
   """Returns the seconds of a transfer between the device and the memory of its host."""
   return nbytes / target.speeds.get("host", 1.5e10)
-
-
-def beside_share(target: Target) -> float:
-  """Returns the share of its hidden seconds by which a collective or copy slows what hides it."""
-  return BESIDE.get(target.kind, 0.0)
 
 
 def collective_seconds(target: Target, operation: str, nbytes: float, group: Sequence[int]) -> float:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from tests.planner._steps import BATCH, BF16, F32, OUT, PARAMS, B, D, H, S, a_train_step, layers, mlp
+from tests.planner._steps import BATCH, BF16, F32, OUT, PARAMS, B, D, H, S, layers, mlp
 
 F16 = jnp.float16
 
@@ -76,26 +76,6 @@ FLOPS = {
 def test_flops_are_those_by_hand():
   for name, (step, params, batch, want) in FLOPS.items():
     assert flops_of(step, params, batch) == want, name
-
-
-def test_convolutions_under_autocast_have_the_flops_and_sizes_of_plain_ones():
-  conv = convolution(1, "SAME")
-  twice = lambda params, batch: jnp.mean(conv(params, conv(params, batch)) ** 2)
-
-  def products(loss):
-    plan = plan_of(training_flops(loss), S((3, 3, 4, 4), F32), S((2, 6, 6, 4), F32))
-    return sorted((product.shape, product.flops) for product in plan.products)
-
-  assert products(mpjax.autocast(twice, "bf16")) == products(twice)
-
-
-def test_accumulation_leaves_flops_and_recomputation_adds_them():
-  flops = {}
-  for name, options in {"": {}, "accumulate": {"accumulate": 2}, "nothing": {"recompute": "nothing"}}.items():
-    step, state = a_train_step("bf16", **options)
-    flops[name] = flops_of(step, state, BATCH)
-  assert flops[""] == flops["accumulate"] == 2 * FIRST + 3 * SECOND
-  assert flops["nothing"] >= flops[""]
 
 
 def test_products_are_in_the_dtype_of_the_device():
@@ -212,13 +192,6 @@ def test_what_is_below_16_bits_has_the_rate_of_its_units_or_that_of_bfloat16():
     assert f"\nfp8: {plan.fp8}\n" in str(plan)
 
 
-def test_an_fp8_policy_on_a_gpu_before_bfloat16_says_both():
-  step, state = a_train_step("fp8")
-  plan = plan_of(step, state, BATCH, target="t4")
-  assert plan.matrix_flops().keys() == {"bfloat16"}
-  assert any("has no matrix units for bfloat16" in note for note in plan.notes)
-
-
 def test_what_an_axis_of_the_compiler_divides_counts_its_share():
   mesh = jax.sharding.AbstractMesh((2, 4), ("data", "tensor"))
   whole, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
@@ -230,11 +203,6 @@ def test_what_an_axis_of_the_compiler_divides_counts_its_share():
   plan = plan_of(step, *args, target="h100:8")
   assert sum(plan.matrix_flops().values()) == plan.model_flops == FIRST / 8
   assert plan.floor.parts["matrix units"] == pytest.approx(FIRST / 8 / 989.4e12)
-
-
-def test_a_padded_convolution_is_judged_by_all_its_taps():
-  [product] = plan_of(convolution(1, "SAME"), S((3, 3, 64, 64), BF16), S((2, 8, 8, 64), BF16)).products
-  assert (product.shape, product.eligible) == ((2 * 8 * 8, 64, 3 * 3 * 64), True)
 
 
 def test_the_floor_takes_the_cheapest_branch():

@@ -1,0 +1,310 @@
+"""The stored buffers of a traced program: a small model of XLA.
+
+The result of an elementwise operation is computed where it is read; it is stored only if a matrix product, a
+loop or the caller needs it in memory. Operations run in program order, but an update as soon as what it reads
+is there.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.formats import narrow_bits
+from mpjax.jaxpr import BACKWARD, OTHER, Trait, has
+from mpjax.planner._arguments import Argument
+from mpjax.planner._array_bytes import itemsize
+from mpjax.planner._from_jaxpr import Sizes, like_weight
+from mpjax.planner._program import Buffer, Operation, Program
+from mpjax.products import is_fp8
+
+_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
+
+
+def stored_program(
+  program: Program, arguments: Sequence[Argument] = (), kind: str = "gpu", donated: Sequence[Buffer] = ()
+) -> Program:
+  """Returns the operations of a program that store a result, with all that they read from memory.
+
+  Args:
+    program: the traced program.
+    arguments: its arguments, which say what weights the compiler gathers.
+    kind: kind of the platform. A TPU's compiler fuses casts into products, and stores in half precision what
+      only products of default precision read.
+    donated: arguments whose memory results may take.
+  """
+  return _stored(program, _DividedWeights(arguments, kind), kind, donated)
+
+
+def _stored(program: Program, divided: _DividedWeights, kind: str, donated: Sequence[Buffer]) -> Program:
+  storage = _Storage(program, kind)
+  results = [storage.root(value) for value in program.results]
+  arguments = [storage.root(value) for value in program.arguments]
+  operations = [
+    _operation(made, writes, storage, divided, kind)
+    for made in program.operations
+    if not is_view(made)
+    and ((writes := [v for v in made.writes if storage.is_stored(v)]) or made.made.effects)
+  ]
+  written: set[Buffer] = set()
+  for operation in operations:
+    for copy in divided.copies(operation, storage.root):
+      operation.reads[copy] = copy.nbytes
+      if copy not in written:
+        operation.writes = [*operation.writes, copy]
+        written.add(copy)
+  operations += _copies(program, storage, donated)
+  given = {*arguments, *_in_place(results, arguments, donated)}
+  return Program(_updates_early(operations), results, given)
+
+
+def _operation(
+  made: Operation, writes: list[Buffer], storage: _Storage, divided: _DividedWeights, kind: str
+) -> Operation:
+  reads: dict[Buffer, float] = {}
+  for value in made.operands:
+    for source, nbytes in storage.sources(storage.root(value)).items():
+      reads[source] = min(source.nbytes, reads.get(source, 0) + nbytes)
+  extra = divided.gradients(made)
+  if is_fp8(made.made):  # the quantised operands
+    spec = made.made.params["spec"]
+    for value, dtype in zip(made.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), strict=True):
+      extra += math.prod(value.shape) * narrow_bits(dtype) // 8
+  return dataclasses.replace(
+    made,
+    reads=reads,
+    writes=writes,
+    spare=() if is_heavy(made) and not has(made.made, Trait.IN_PLACE) else reads,
+    extra=extra,
+    bodies=[_stored(body, divided, kind, body.arguments) for body in made.bodies],
+  )
+
+
+def _copies(program: Program, storage: _Storage, donated: Sequence[Buffer]) -> list[Operation]:
+  """Returns copies that a compiler adds: results that are views of arguments, and what is updated."""
+  copied = [(value, value.maker) for value in dict.fromkeys(program.results) if value.maker is not None]
+  copied = [(value, maker) for value, maker in copied if storage.root(value).argument is not None]
+  for made in program.operations:
+    if has(made.made, Trait.IN_PLACE) and made.operands and not made.bodies:
+      whole = storage.root(made.operands[0])
+      if whole.argument is not None and whole not in donated:
+        copied.append((whole, made))
+  return [
+    Operation(maker.made, path=maker.path, reads={value: 2.0 * value.nbytes}, part="copies")
+    for value, maker in copied
+  ]
+
+
+def _updates_early(operations: list[Operation]) -> list[Operation]:
+  """Returns operations in program order, but an update right behind the last that it waits for."""
+  ready: dict[Buffer, int] = {}  # places of what the backward pass and updates write
+  places = []
+  for i, operation in enumerate(operations):
+    place = (
+      max((ready[b] for b in operation.reads if b in ready), default=i) if operation.phase == OTHER else i
+    )
+    places.append(place)
+    if operation.phase == BACKWARD or place != i:
+      ready.update(dict.fromkeys(operation.writes, place))
+  return [operations[i] for i in sorted(range(len(operations)), key=places.__getitem__)]
+
+
+class _DividedWeights:
+  """Weights that the compiler gathers (GSPMD): whole copies for their readers, and whole gradients.
+
+  An operation that reads a weight needs the whole weight; only mesh axes that do not divide the batch still
+  divide it. The copy stays for all readers in the same loop body and rematerialised region. A gradient is
+  whole before it is reduced.
+  """
+
+  def __init__(self, arguments: Sequence[Argument], kind: str):
+    self._kind = kind
+    self._sizes = Sizes((), kind)
+    of_batch = {axis for a in arguments if a.part == "batch" for axis in _axes(a)}
+    self._shares: dict[int, float] = {}  # a device's share of the copy, by position
+    self._of_shape: dict[tuple[int, ...], float] = {}  # a device's share of a whole gradient
+    for i, a in enumerate(arguments):
+      axes = _axes(a)
+      if a.part == "master weights" and len(a.shape) > 1 and not of_batch.isdisjoint(axes):
+        self._shares[i] = share = 1 / math.prod(size for axis, size in axes.items() if axis not in of_batch)
+        for shape in like_weight(a.shape):
+          self._of_shape[shape] = max(share, self._of_shape.get(shape, 0.0))
+    self._copies: dict[tuple[Buffer, int, np.dtype], Buffer] = {}
+
+  def copies(self, operation: Operation, root: Callable[[Buffer], Buffer]) -> list[Buffer]:
+    """Returns the gathered weights that an operation reads; `root` finds what a value is a view of."""
+    found = []
+    for value in operation.operands if _is_divided(operation) else ():
+      if value.weight in self._shares:
+        share, dtype = self._shares[value.weight], self._crosses_in(operation, value)
+        key = root(value), operation.region, dtype
+        if key not in self._copies:
+          shape = (int(math.prod(value.shape) * share),)
+          self._copies[key] = Buffer(shape, dtype, self._sizes.of(shape, dtype, local=True), local=True)
+        found.append(self._copies[key])
+    return found
+
+  def gradients(self, operation: Operation) -> int:
+    """Returns the bytes of the whole gradients of weights that an operation computes."""
+    if operation.phase != BACKWARD or not _is_divided(operation):
+      return 0
+    if any(value.weight in self._shares for value in operation.operands):
+      return 0  # it is the gradient of the other operand
+    # In float32: compilers widen the product instead of casting its result.
+    sizes = (4 * math.prod(value.shape) * self._of_shape.get(value.shape, 0.0) for value in operation.writes)
+    return int(sum(sizes))
+
+  def _crosses_in(self, operation: Operation, value: Buffer) -> np.dtype:
+    """Returns the dtype in which a weight crosses: a TPU casts to half precision first, for products."""
+    is_product = has(operation.made, Trait.PRODUCT) and operation.made.params.get("precision") is None
+    halved = self._kind == "tpu" and is_product and itemsize(value.dtype) == 4
+    return np.dtype(jnp.bfloat16) if halved else np.dtype(value.dtype)
+
+
+def _is_divided(operation: Operation) -> bool:
+  return not operation.local and not operation.bodies and has(operation.made, Trait.READS_STORED)
+
+
+def _axes(argument: Argument) -> dict[str, int]:
+  """Returns the axes of a mesh that divide an argument, and their sizes."""
+  sharding = argument.sharding
+  if not isinstance(sharding, jax.sharding.NamedSharding):
+    return {}
+  parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
+  return {name: sharding.mesh.shape[name] for names in parts for name in names if isinstance(name, str)}
+
+
+class _Storage:
+  """Which values of a graph are stored, and where those are computed from that are not."""
+
+  def __init__(self, program: Program, kind: str):
+    self._program = program
+    self._on_tpu = kind == "tpu"
+    self._view: dict[Buffer, Buffer] = {}
+    self._reach: dict[Buffer, dict[Buffer, float]] = {}
+    for operation in program.operations:
+      if is_view(operation):
+        for result, operand in zip(operation.writes, operation.operands, strict=False):
+          self._view[result] = self.root(operand)
+    self._stored = {self.root(v) for v in (*program.arguments, *program.results)}
+    self._readers: dict[Buffer, list[Operation]] = collections.defaultdict(list)
+    for operation in program.operations:
+      if is_view(operation):
+        continue
+      for value in operation.operands:
+        self._readers[self.root(value)].append(operation)
+      if is_heavy(operation) or has(operation.made, Trait.STORES_RESULT):
+        self._stored.update(operation.writes)
+      if is_heavy(operation):
+        self._stored.update(
+          v for v in map(self.root, operation.operands) if not self._fused_cast(operation, v)
+        )
+    self._keep_shared()
+    if self._on_tpu:
+      self._store_read_often()
+      self._reach.clear()
+      for value in filter(self._only_multiplied, [*self._readers]):
+        value.nbytes //= 2
+
+  def root(self, value: Buffer) -> Buffer:
+    """Returns the value whose memory this is a view of."""
+    return self._view.get(value, value)
+
+  def is_stored(self, value: Buffer) -> bool:
+    """Returns whether a value is in memory."""
+    return value in self._stored
+
+  def sources(self, value: Buffer) -> dict[Buffer, float]:
+    """Returns the value if it is stored, else the stored values that it is computed from, with bytes read."""
+    if self.is_stored(value):
+      return {value: value.nbytes}
+    if value not in self._reach:
+      found: dict[Buffer, float] = {}
+      most = math.inf
+      if value.maker is not None and value.maker.made.primitive in _SLICES:
+        most = value.nbytes
+      for operand in value.maker.operands if value.maker else ():
+        for source, nbytes in self.sources(self.root(operand)).items():
+          found[source] = max(found.get(source, 0), min(nbytes, most))
+      self._reach[value] = found
+    return self._reach[value]
+
+  def _fused_cast(self, operation: Operation, value: Buffer) -> bool:
+    """Returns whether a TPU's product computes an operand itself."""
+    maker = value.maker
+    if not self._on_tpu or maker is None or not has(operation.made, Trait.PRODUCT):
+      return False
+    return not (is_heavy(maker) or has(maker.made, Trait.STORES_RESULT))
+
+  def _only_multiplied(self, value: Buffer) -> bool:
+    """Returns whether only products read a value, and round it to half precision anyway."""
+    rounds = lambda r: has(r.made, Trait.PRODUCT) and r.made.params.get("precision") is None
+    readers = self._readers[value]
+    return (
+      value.argument is None and value.dtype == np.float32 and bool(readers) and all(map(rounds, readers))
+    )
+
+  def _store_read_often(self) -> None:
+    """Stores what takes more bytes to compute again for each of its readers."""
+    for operation in self._program.operations:
+      for value in () if is_view(operation) else operation.writes:
+        times = len(self._readers[value])
+        if times > 1 and not self.is_stored(value):
+          again = sum(self.sources(value).values())
+          if times * again > again + (1 + times) * value.nbytes:
+            self._stored.add(value)
+            self._reach.clear()
+
+  def _keep_shared(self) -> None:
+    """Stores what is dearer to recompute: costly operations, and small values computed from large ones."""
+    needed_later = {self.root(v) for o in self._program.operations if o.phase == BACKWARD for v in o.operands}
+    for operation in self._program.operations:
+      for value in operation.writes:
+        if self.is_stored(value) or value in self._view:
+          continue
+        readers = self._readers[value]
+        if has(operation.made, Trait.COSTLY) and len(readers) > 1:
+          self._stored.add(value)
+        elif operation.phase != BACKWARD and any(r.phase == BACKWARD for r in readers):
+          sources = self.sources(value)
+          more = sum(s.nbytes for s in sources if s not in needed_later and s.argument is None)
+          if more > value.nbytes:
+            self._stored.add(value)
+            self._reach.clear()
+          else:
+            needed_later.update(sources)
+
+
+def is_heavy(operation: Operation) -> bool:
+  """Returns whether an operation reads its operands from memory, and writes its results to it."""
+  return has(operation.made, Trait.READS_STORED) or bool(operation.bodies) or operation.crosses
+
+
+def is_view(operation: Operation) -> bool:
+  """Returns whether the result of an operation is the memory of its operand."""
+  if has(operation.made, Trait.ALIAS):
+    return True
+  if len(operation.operands) != 1 or len(operation.writes) != 1:
+    return False
+  operand, result = operation.operands[0], operation.writes[0]
+  if operation.made.primitive is jax.lax.broadcast_in_dim_p:
+    return math.prod(operand.shape) == math.prod(result.shape)
+  is_cast = operation.made.primitive is jax.lax.convert_element_type_p
+  return is_cast and operand.dtype == result.dtype
+
+
+def _in_place(results: list[Buffer], arguments: list[Buffer], donated: Sequence[Buffer]) -> set[Buffer]:
+  """Returns the results that take the memory of a donated argument of the same shape and dtype."""
+  free = collections.Counter((v.shape, v.dtype, v.on_host) for v in donated)
+  fixed, found = set(arguments), set[Buffer]()
+  for v in results:
+    if v not in fixed and v not in found and free[v.shape, v.dtype, v.on_host]:
+      free[v.shape, v.dtype, v.on_host] -= 1
+      found.add(v)
+  return found
