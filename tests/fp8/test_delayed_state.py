@@ -79,13 +79,6 @@ def test_scales_come_from_the_history_and_saturate():
     np.testing.assert_allclose(d_x if operand == "gradient" else out, largest, rtol=1e-2, err_msg=operand)
 
 
-def test_without_a_history_the_scale_is_1():
-  fun = lambda w, x: x @ w[0] @ w[1] @ w[2]
-  w, x = [np.eye(D, dtype=np.float32)] * 3, np.full((ROWS, D), 1000, np.float32)
-  out = mpjax.autocast(fun, delayed(), fp8_state=first_state(fun, w, x))(w, x)
-  np.testing.assert_array_equal(out, 448)
-
-
 @pytest.mark.parametrize("length", [1, 4])
 def test_a_scale_outlasts_steps_in_which_all_is_zero(length):
   policy = delayed(amax_history_len=length)
