@@ -74,40 +74,27 @@ own_rule.defvjp(
 )
 
 
-FP8 = {"base": "fp8", "fp8": {"emulate": True}}
-add_product = lambda x, w: (x + jnp.tanh(x @ w), None)
 add_row = lambda p, made=lambda w: w: lambda x, row: (jnp.tanh(x @ made(p["w"]) + row), None)
-again = jax.checkpoint(add_product, prevent_cse=False)
 saving = lambda name: functools.partial(checkpointed, policy=getattr(jax.checkpoint_policies, name))
 PROGRAMS = {
   "unrolled": unrolled,
-  "scanned": lambda p, x, key: jax.lax.scan(add_product, x, p["stack"])[0],
   "scanned backwards with outputs": scanned_backwards_with_outputs,
   "the same in each step": lambda p, x, key: jax.lax.scan(add_row(p), x, x)[0],
-  "transposed in each step": lambda p, x, key: jax.lax.scan(add_row(p, jnp.transpose), x, x)[0],
   "checkpointed": checkpointed,
-  "checkpointed but for products": saving("dots_saveable"),
   "checkpointed but for everything": saving("everything_saveable"),
   "checkpointed behind some barriers": lambda p, x, key: jax.checkpoint(
     lambda x, w, v: jnp.tanh(x @ w) @ v, prevent_cse=(True, False, False)
   )(x, p["w"], p["v"]),
-  "scan of checkpoints": lambda p, x, key: jax.lax.scan(again, x, p["stack"])[0],
   # Devices have other rows, and choose other branches.
   "conditional": lambda p, x, key: jax.lax.cond(x.sum() > 0, lambda: x @ p["w"], lambda: x @ p["v"]),
-  "bounded loop": lambda p, x, key: jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["w"]), x),
   "read twice": lambda p, x, key: jnp.tanh(x @ p["w"]) @ p["w"].T,
-  "looked up": lambda p, x, key: p["w"][jnp.argmax(x, -1)] + x,
   "few rows looked up": few_rows_looked_up,
   "functions of parameters": functions_of_parameters,
   "sorted parameters": sorted_parameters,
   "with penalties": lambda p, x, key: x @ p["w"] + sum(jnp.sum(leaf**2) for leaf in p.values()),
-  "long chain": lambda p, x, key: (
-    x @ functools.reduce(lambda w, _: w - 0.01 * jnp.tanh(w) * w, range(40), p["w"])
-  ),
   "jitted and random": jitted_and_random,
   "returned": lambda p, x, key: p["w"] + x.sum(),
   "with a rule": lambda p, x, key: own_rule(own_rule(x, p["w"]), p["v"]),
-  "in fp8": lambda p, x, key: mpjax.autocast(lambda w, x: jnp.tanh(x @ w) @ w, FP8)(p["w"], x),
   "in bfloat16": lambda p, x, key: mpjax.autocast(functools.partial(unrolled, key=None), "bf16")(p, x),
 }
 
@@ -158,7 +145,7 @@ def test_values_and_gradients_are_those_of_whole_parameters(programs):
   found = jax.jit(lambda *args: list(references(*args)))(PARAMS, key)
   for name, (expected, reference) in zip(programs, found, strict=True):
     losses, grads = jax.jit(gradients(PROGRAMS[name]))(PARAMS, X, key)
-    rtol = 2e-2 if name in ("in bfloat16", "in fp8") else 1e-5
+    rtol = 2e-2 if name == "in bfloat16" else 1e-5
     np.testing.assert_allclose(losses, expected, rtol=rtol, err_msg=name)
     for leaf, g in grads.items():
       g, want = np.asarray(g), np.asarray(reference[leaf])
@@ -181,15 +168,6 @@ def test_no_residual_holds_a_gathered_parameter():
     kept = jax.eval_shape(mapped(residuals, lambda specs: P("fsdp")), *shapes())
     # Residuals are stacked over devices: a gathered parameter of N x N would be one of 8 N x N.
     assert all(r.size < DEVICES * N * N for r in kept), (name, [(r.shape, r.dtype) for r in kept])
-
-
-@pytest.mark.slow
-def test_no_tracer_outlives_its_trace():
-  step, state, batch = in_fp8_by("block", gather_dtype="float8_e4m3fn")
-  with jax.checking_leaks():
-    step.jitted.trace(state, batch)
-    for program in PROGRAMS.values():
-      jax.jit(gradients(program)).trace(*shapes())
 
 
 def test_a_loop_of_unknown_length_reads_what_is_gathered_before_it():
@@ -338,27 +316,18 @@ def either(w, x, other):
 
 READS = {
   "cast": (product, "bfloat16"),
-  "cast twice": (lambda w, x: product(w, x) + half(w), "bfloat16"),
   "moved, then cast": (lambda w, x: half(w.T.reshape(64)[:8]) * half(x[0]), "bfloat16"),
   "read as it is, too": (lambda w, x: product(w, x).astype(jnp.float32) + w, None),
   "in two dtypes": (lambda w, x: (product(w, x), w.astype(jnp.float16)), None),
-  "returned": (lambda w, x: (product(w, x), w), None),
   "inside jit": (jax.jit(product), "bfloat16"),
   "inside jit and outside": (lambda w, x: jax.jit(half)(w).sum() + w.sum(), None),
-  "inside checkpoint": (jax.checkpoint(product), "bfloat16"),
   "a constant of a loop": (lambda w, x: loop(lambda x, _: half(w) @ x, half(x)), "bfloat16"),
   "rows of a loop": (lambda w, x: loop(lambda x, row: x * half(row), half(x[0]), w), "bfloat16"),
   "carried by a loop": (lambda w, x: loop(lambda w, _: w * 1.0, w) @ x, None),
   "in both branches": (lambda w, x: either(w, x, lambda w: half(w) * 2), "bfloat16"),
-  "in one branch as it is": (lambda w, x: either(w, x, lambda w: half(w * 2)), None),
   "kept by a rule of its own": (with_rule, None),
   "kept narrow by a rule of its own": (narrow_in_its_rule, "bfloat16"),
   "by the loss of a large vocabulary": (mpjax.autocast(head, "bf16"), "bfloat16"),
-  "under a derivative": (
-    lambda w, x: jax.grad(lambda w: jnp.square(product(w, x)).sum().astype(jnp.float32))(w),
-    "bfloat16",
-  ),
-  "not at all": (lambda w, x: x, None),
 }
 
 
