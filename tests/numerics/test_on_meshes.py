@@ -75,14 +75,9 @@ OVER_TENSOR = {"sharding": {"in": ("fsdp", "tensor"), "out": ("tensor", None)}}
 BLOCK = {"gather": "block"}
 CASES = [
   Case(average, {"data": 4}),
-  Case(average, {"data": 8}),
-  Case(plain, {"fsdp": 4}, accumulate=4),
   Case(plain, {"fsdp": 8}, accumulate=2),
-  Case(average, {"data": 2, "fsdp": 2}, accumulate=4, options=BLOCK),
   Case(average, {"data": 4, "fsdp": 2}, accumulate=2, options=BLOCK),
-  Case(average, {"data": 4}, "batch", accumulate=2),
   Case(average, {"data": 2, "fsdp": 4}, "batch", accumulate=2),
-  Case(divided, {"fsdp": 2, "tensor": 2}, "all", options=OVER_TENSOR),
   Case(divided, {"data": 2, "fsdp": 2, "tensor": 2}, "all", accumulate=2, options=OVER_TENSOR | BLOCK),
 ]
 on_meshes = lambda cases: pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
