@@ -101,23 +101,3 @@ def test_layers_that_call_one_function_under_another_policy_are_not_alike():
   # Two operations in each layer: for the product, and again in the island.
   of_columns = sorted(aval.dtype.name for aval in columns if aval.shape == (4, 1))
   assert of_columns == ["bfloat16"] * 12 + ["float32"] * 4
-
-
-def test_functions_of_islands_keep_no_tracers_of_the_bodies_they_are_in():
-  def block(x, w):
-    y = jnp.tanh(x @ w)
-    return y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6), None
-
-  def of_calls(weights, x):
-    for w in weights:
-      x, _ = jax.jit(block)(x, w)
-    return (x * x).mean()
-
-  of_a_scan = lambda weights, x: (jax.lax.scan(block, x, weights)[0] ** 2).mean()
-  policy = {"base": "fp8", "fp8": {"recipe": "delayed", "emulate": True, "min_dim": 8, "first_layer": True}}
-  weights, x = np.stack([np.eye(16, dtype=np.float32)] * 3), np.ones((16, 16), np.float32)
-  for loss in (of_calls, of_a_scan):
-    state = mpjax.init_fp8_state(loss, policy)(weights, x)
-    cast = lambda weights, state, x: mpjax.autocast(loss, policy, fp8_state=state)(weights, x)
-    with jax.checking_leaks():
-      jax.make_jaxpr(jax.grad(cast, (0, 1)))(weights, state, x)

@@ -148,23 +148,6 @@ def test_a_frozen_base_of_a_module_is_divided_and_not_reduced():
   assert last["loss"] < first["loss"]
 
 
-def test_few_bytes_and_another_policy():
-  step = make(policy="bf16_lean", wrt="lora")
-  state = step.init(PARAMS)
-  assert state.params["base"]["w"].dtype == jnp.float32  # as given
-  assert state.params["lora"]["a"].dtype == jnp.bfloat16
-  state, _ = step(state, BATCH)
-  other = step.with_policy("fp16")
-  adopted = other.adopt(state, step, warn=False)
-  assert adopted.params["lora"]["a"].dtype == jnp.float32
-  assert bits(adopted.params["base"]) == bits(PARAMS["base"])
-  jax.eval_shape(other.jitted, adopted, BATCH)
-  every = make(policy="bf16_lean")
-  narrow = step.adopt(every.init(PARAMS), every, warn=False)  # which trains less
-  assert narrow.params["base"]["w"].dtype == jnp.bfloat16
-  jax.eval_shape(step.jitted, narrow, BATCH)
-
-
 def test_an_infinite_parameter_that_nobody_moves_decides_nothing():
   masked = lambda p, b: jax.nn.softmax(b["x"] @ p["w"] + jax.lax.stop_gradient(p["mask"]))[:, 0].mean()
   step = make(masked, optax.sgd(0.1), "fp16")

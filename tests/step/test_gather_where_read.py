@@ -170,22 +170,6 @@ def test_no_residual_holds_a_gathered_parameter():
     assert all(r.size < DEVICES * N * N for r in kept), (name, [(r.shape, r.dtype) for r in kept])
 
 
-def test_a_loop_of_unknown_length_reads_what_is_gathered_before_it():
-  def bounded_while(w, x):
-    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[1]
-
-  run = gather_where_read(bounded_while, [Part(P(None, "fsdp"), np.dtype("float32"), np.dtype("float32"))])
-  run = jax.shard_map(
-    run, mesh=MESH, in_specs=(P(None, "fsdp"), P("fsdp")), out_specs=P("fsdp"), check_vma=False
-  )
-  expected = np.ones((DEVICES, N), np.float32)
-  for _ in range(3):
-    expected = np.tanh(expected @ PARAMS["w"])
-  np.testing.assert_allclose(
-    jax.jit(run)(PARAMS["w"], np.ones((DEVICES, N), np.float32)), expected, rtol=1e-5, atol=1e-6
-  )
-
-
 def a_step(loss, policy="fp32", mesh=MESH, tx=None, gather="block", **options):
   return mpjax.make_train_step(loss, tx or optax.sgd(0.1), policy, mesh=mesh, gather=gather, **options)
 
@@ -354,22 +338,6 @@ def test_rows_of_a_table_cross_instead_of_the_table():
   jaxpr = str(jax.make_jaxpr(gradients(few_rows_looked_up))(*shapes()))
   assert not [line for line in lines_with(jaxpr, "all_gather") if "f32" in line]
   assert jaxpr.count("= all_to_all[") == 4  # two lookups, both ways
-
-
-def test_penalties_gather_one_parameter_at_a_time():
-  """And the two orders of a program are one: hosts compile the same."""
-  block = jax.checkpoint(lambda x, a, b, c: jnp.tanh(x @ a @ b @ c))
-  params = dict.fromkeys("abc", PARAMS["w"])
-  loss = lambda p, batch: jnp.mean(block(batch, *p.values())) + sum(jnp.sum(w**2) for w in p.values())
-  texts = set()
-  for _ in range(3):
-    jax.clear_caches()
-    texts.add(program_of(a_step(loss), params))
-  assert len(texts) == 1
-  forward = texts.pop().split("transpose")[0]
-  orders = [line.split("= ")[1].split("[")[0] for line in forward.splitlines() if "= " in line]
-  order = [name for name in orders if name in ("all_gather", "reduce_sum")]
-  assert "all_gather all_gather all_gather reduce_sum reduce_sum reduce_sum" not in " ".join(order)
 
 
 def test_a_callback_on_parameters_alone_is_called():

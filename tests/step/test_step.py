@@ -17,8 +17,6 @@ from tests.step._problems import (
   Y,
   assert_near,
   assert_same,
-  linen_loss,
-  linen_variables,
   loss_and_gradients,
   loss_fn,
   nnx_loss,
@@ -144,30 +142,6 @@ def test_metrics_report_the_scale_that_was_used_and_what_is_unscaled_by_it(scale
   if finite:
     np.testing.assert_allclose(metrics["grad_norm"], norm(grads), rtol=0.01)
   assert float(step(state, BATCH)[1]["loss_scale"]) == scale * factor
-
-
-def test_linen_learns_as_in_float32_with_statistics_in_it_which_a_skip_keeps():
-  params, statistics = linen_variables()
-  runs = []
-  for policy in ("fp32", "bf16", FP16):
-    options = {"accumulate": 2, "skip_nonfinite": True}
-    step = mpjax.make_train_step(linen_loss, optax.adam(0.03), policy, **options)
-    state, losses, means = step.init(params, model_state=statistics), [], []
-    for _ in range(30):
-      state, metrics = step(state, BATCH)
-      losses.append(float(metrics["loss"]))
-      means.append(np.asarray(state.model_state["batch_stats"]["norm"]["mean"]))
-    mean = means[-1]
-    runs.append((losses, means[0]))
-    assert_near(runs[-1], runs[0], rtol=0.05, atol=0.002)
-    kept = jax.tree.leaves((state.params, state.model_state, metrics["largest"]))
-    assert {leaf.dtype.name for leaf in kept} == {"float32"}
-    state, metrics = step(state, BATCH | {"x": X * np.nan})
-    assert not metrics["grads_finite"]
-    np.testing.assert_array_equal(state.model_state["batch_stats"]["norm"]["mean"], mean)
-    assert step.jitted._cache_size() == 1
-  assert losses[-1] < losses[0] / 2
-  assert mean.any()
 
 
 def test_nnx_modules_train_as_a_state_and_in_place_alike_and_skip():

@@ -134,19 +134,3 @@ def test_a_step_and_a_state_are_shown_in_a_few_words():
   shapes = jax.eval_shape(step.init, PARAMS)
   assert "params: 2 arrays, 20 B, float32" in repr(shapes)
   assert "NamedSharding" in repr(step.layout.shardings(shapes))
-
-
-def test_other_policies_and_no_mesh_keep_the_other_options():
-  tx = optax.sgd(0.1)
-  options = {"accumulate": 2, "recompute": "nothing", "donate": False, "mesh": mesh(data=4)}
-  step = make(tx=tx, policy={"base": "bf16", "reduce_dtype": "bfloat16"}, **options)
-  other, whole = step.with_policy("fp16"), step.without_mesh()
-  for made in (other, whole):
-    assert made.fun is loss_fn
-    assert made.inner_tx is tx
-    assert (made.accumulate, made.options.recompute, made.options.donate) == (2, "nothing", False)
-  assert other.layout is step.layout
-  assert other.policy == mpjax.get_policy("fp16")
-  assert whole.layout is None
-  assert whole.policy.reduce_dtype is None
-  assert whole.without_mesh() is whole
