@@ -4,12 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import mpjax
 from tests.casting._jaxprs import jit
 
 ROWS, TOKENS, WIDTH, HIDDEN, ENTRIES = 8, 4, 16, 32, 24
+
+
+@pytest.fixture(autouse=True)
+def _mesh():
+  with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)):
+    yield
 
 
 def put(seed, shape, *spec, scale=1.0):
