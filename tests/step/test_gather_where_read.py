@@ -1,4 +1,4 @@
-"""Parameters gathered where they are read: values and gradients of programs, and what residuals hold."""
+"""Parameters gathered where they are read: values and gradients of programs, and the dtypes in which they cross."""
 
 import functools
 
@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType
 
 import mpjax
-from mpjax.step._collectives import Part
-from mpjax.step._gather_where_read import gather_where_read  # any program, also such as no loss is
 
 DEVICES = 8
 N = 64  # size of every parameter's dimensions
@@ -21,7 +19,7 @@ normal = lambda *shape: (RNG.normal(size=shape) * N**-0.5).astype(np.float32)
 PARAMS = {"rows": normal(3, N), "stack": normal(3, N, N), "v": normal(N, N), "w": normal(N, N)}
 X = RNG.normal(size=(ROWS * DEVICES, N)).astype(np.float32)
 # The dimension that is divided; the second of `w`, which a product does not sum over.
-DIMENSIONS = {"rows": None, "stack": 1, "v": 0, "w": 1}
+RULES = {"rows": (), "stack": (None, "fsdp", None), "v": ("fsdp", None), "w": (None, "fsdp")}
 MESH = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
@@ -99,75 +97,8 @@ PROGRAMS = {
 }
 
 
-def mapped(fun, outs):
-  """`fun(params, x, key)` on 8 devices, each with its rows and its parts of parameters."""
-  specs = {k: P() if d is None else P(*[None] * d, "fsdp") for k, d in DIMENSIONS.items()}
-  in_specs = (specs, P("fsdp"), P())
-  return jax.shard_map(fun, mesh=MESH, in_specs=in_specs, out_specs=outs(specs), check_vma=False)
-
-
 def loss_of(program, p, x, key=None):
   return jnp.mean(program(p, x, key).astype(jnp.float32) ** 2)
-
-
-def of_parts(program):
-  float32 = np.dtype("float32")
-  parts = [None if d is None else Part(P(*[None] * d, "fsdp"), float32, float32) for d in DIMENSIONS.values()]
-  return gather_where_read(functools.partial(loss_of, program), parts)
-
-
-def gradients(program):
-  """Losses and gradients by device: `rows` is whole, and each has a gradient of its own of it."""
-
-  def run(params, x, key):
-    loss, grads = jax.value_and_grad(of_parts(program))(params, x, key)
-    return loss[None], {**grads, "rows": grads["rows"][None]}
-
-  return mapped(run, lambda specs: (P("fsdp"), {**specs, "rows": P("fsdp")}))
-
-
-def shapes(*more):
-  return jax.eval_shape(lambda: (PARAMS, X, jax.random.key(0)))
-
-
-@pytest.mark.parametrize("programs", [list(PROGRAMS)[i::4] for i in range(4)], ids="; ".join)
-def test_values_and_gradients_are_those_of_whole_parameters(programs):
-  def whole(program, params, key):
-    parts = jnp.split(X, DEVICES)
-    return jnp.stack([loss_of(program, params, part, key) for part in parts])
-
-  def references(params, key):
-    for name in programs:
-      losses, pull = jax.vjp(lambda p, program=PROGRAMS[name]: whole(program, p, key), params)
-      yield losses, *pull(jnp.ones(DEVICES))
-
-  key = jax.random.key(1)
-  found = jax.jit(lambda *args: list(references(*args)))(PARAMS, key)
-  for name, (expected, reference) in zip(programs, found, strict=True):
-    losses, grads = jax.jit(gradients(PROGRAMS[name]))(PARAMS, X, key)
-    rtol = 2e-2 if name == "in bfloat16" else 1e-5
-    np.testing.assert_allclose(losses, expected, rtol=rtol, err_msg=name)
-    for leaf, g in grads.items():
-      g, want = np.asarray(g), np.asarray(reference[leaf])
-      g = g.sum(0) if leaf == "rows" else g
-      scale = np.abs(want).max() or 1.0
-      np.testing.assert_allclose(g / scale, want / scale, atol=rtol, err_msg=f"{name}, {leaf}")
-
-
-def test_no_residual_holds_a_gathered_parameter():
-  """Neither as it is nor under a cast, a transpose or a function of it alone."""
-  for name, program in PROGRAMS.items():
-    # Branches of an older JAX hand out what they read as a residual of their own.
-    if name == "returned" or (name == "conditional" and jax.__version_info__ < (0, 12)):
-      continue
-
-    def residuals(params, x, key, program=program):
-      pull = jax.vjp(lambda p: of_parts(program)(p, x, key), params)[1]
-      return [leaf[None] for leaf in jax.tree.leaves(pull) if leaf.dtype != jax.dtypes.float0]
-
-    kept = jax.eval_shape(mapped(residuals, lambda specs: P("fsdp")), *shapes())
-    # Residuals are stacked over devices: a gathered parameter of N x N would be one of 8 N x N.
-    assert all(r.size < DEVICES * N * N for r in kept), (name, [(r.shape, r.dtype) for r in kept])
 
 
 def a_step(loss, policy="fp32", mesh=MESH, tx=None, gather="block", **options):
@@ -181,6 +112,22 @@ def program_of(step, params, rows=DEVICES):
 
 def lines_with(jaxpr, primitive):
   return [line for line in jaxpr.splitlines() if f"= {primitive}[" in line]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_gradients_are_those_of_whole_parameters(name):
+  key = jax.random.key(1)
+  loss = lambda p, x: loss_of(PROGRAMS[name], p, x, key)
+  step = a_step(loss, sharding=RULES)
+  value, grads = step.gradients(step.init(PARAMS), X)
+  # Each device has its own rows.
+  whole = lambda p: jnp.mean(jnp.stack([loss(p, part) for part in jnp.split(X, DEVICES)]))
+  expected, reference = jax.jit(jax.value_and_grad(whole))(PARAMS)
+  rtol = 2e-2 if name == "in bfloat16" else 1e-5
+  np.testing.assert_allclose(value, expected, rtol=rtol)
+  for leaf, want in reference.items():
+    scale = np.abs(want).max() or 1.0
+    np.testing.assert_allclose(grads[leaf] / scale, want / scale, atol=rtol, err_msg=leaf)
 
 
 STACK = {"stack": PARAMS["stack"]}
@@ -335,7 +282,8 @@ def test_what_tensor_divides_stays_divided():
 
 
 def test_rows_of_a_table_cross_instead_of_the_table():
-  jaxpr = str(jax.make_jaxpr(gradients(few_rows_looked_up))(*shapes()))
+  loss = lambda p, x: loss_of(few_rows_looked_up, p, x)
+  jaxpr = program_of(a_step(loss, sharding=RULES), PARAMS)
   assert not [line for line in lines_with(jaxpr, "all_gather") if "f32" in line]
   assert jaxpr.count("= all_to_all[") == 4  # two lookups, both ways
 
