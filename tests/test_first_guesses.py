@@ -1,9 +1,7 @@
 """What users of other libraries write first: it works, or the error contains the line to write."""
 
-import copy
 import functools
 import inspect
-import pickle
 
 import equinox as eqx
 import flax.linen as nn
@@ -231,17 +229,3 @@ def test_a_wrapper_that_passes_arguments_itself_is_a_loss_function():
     step = mpjax.make_train_step(fun, TX, "fp32")
     step(step.init(PARAMS), BATCH)
     assert mpjax.explain(fun, PARAMS, BATCH, policy="bf16").rows
-
-
-def test_a_subclass_of_a_policy_has_arguments_of_its_own():
-  class Half(mpjax.Policy):
-    def __init__(self, dtype):
-      super().__init__("float32", dtype, "float32")
-
-  assert Half("bfloat16").compute_dtype == jnp.bfloat16
-  assert list(inspect.signature(mpjax.Policy).parameters)[:2] == ["param_dtype", "compute_dtype"]
-
-
-def test_pickle_and_copy_make_policies_without_arguments():
-  policy = mpjax.get_policy("fp16")
-  assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy

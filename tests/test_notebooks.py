@@ -53,19 +53,3 @@ def test_it_is_stored_whole_and_small(path):
   assert second["source"][0].startswith("# Set-up.")
   for name in re.findall(r"\]\((\w+\.ipynb)\)", path.read_text()):
     assert (path.parent / name).exists()
-
-
-def test_a_cell_shows_prints_figures_and_its_last_value():
-  pytest.importorskip("matplotlib")
-  source = "import matplotlib.pyplot as plt\nprint('said')\nplt.plot([1, 2])\nx = 3\nx"
-  cells = [{"cell_type": "code", "source": [text]} for text in (source, "x;", "x + 1")]
-  first, second, third = notebooks.execute({"cells": cells})["cells"]
-  assert [o["output_type"] for o in first["outputs"]] == ["stream", "display_data", "execute_result"]
-  assert first["outputs"][0]["text"] == ["said\n"]
-  assert second["outputs"] == []
-  assert third["outputs"][0]["data"] == {"text/plain": ["4"]}
-
-
-def test_a_cell_that_fails_is_an_error():
-  with pytest.raises(ZeroDivisionError):
-    notebooks.execute({"cells": [{"cell_type": "code", "source": ["1 / 0"]}]})

@@ -55,10 +55,6 @@ def test_the_version_is_in_one_place():
   assert mpjax.__version__ in (ROOT / "mpjax" / "_version.py").read_text()
 
 
-def test_who_cites_finds_the_licence_of_the_package():
-  assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["license"] == PROJECT["license"]
-
-
 def test_every_form_of_an_issue_asks_for_the_environment():
   forms = [file for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if file.stem != "config"]
   assert len(forms) == 3

@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -65,10 +64,6 @@ TRANSFORMS = {
   "shard_map": sharded,
   "pmap": lambda f: lambda w, x: jax.pmap(f, in_axes=(None, 0))(w, x[:, None])[:, 0],
 }  # fmt: skip
-# Whose values are computed, beside those of single transformations, and whose types and products are looked at.
-VALUES = """
-  grad scan, grad checkpoint, grad cond, grad custom_jvp, grad custom_vjp, grad shard_map, jvp while_loop,
-  jvp custom_jvp, vmap custom_vjp, vmap scan, grad scan custom_vjp"""
 TYPES = """
   grad switch, grad jit, grad map, value_and_grad vmap, jvp scan, linearize cond, vjp fori_loop, scan checkpoint,
   scan vmap, vmap jit, checkpoint scan, while_loop switch, shard_map scan, jvp grad scan, jvp grad custom_jvp,
@@ -99,43 +94,11 @@ def test_types_and_products_of_longer_compositions():
       assert operands(jaxpr.jaxpr) == {"bf16 bf16"}, name
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_values_and_products_in_any_order(part):
-  functions = {}
-  for composition in [*TRANSFORMS, *VALUES.split(",")][part::4]:
-    functions |= placed(composition)
-  results, found = run_together(functions, W, X)
-  for name, got in results.items():
-    plain = results[name.rpartition(" ")[0] + " -"]
-    assert [*leaf_failures("output", got, plain, 2 * TOLERANCE["bf16"])] == [], name
-    assert name.endswith("-") or found[name] == {"bf16 bf16"}, name
-
-
 def test_fp32_is_the_identity():
   program = lambda f: re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(f)(W, X)))
   for name, transform in TRANSFORMS.items():
     want = program(transform(layer))
     assert program(FP32(transform(layer))) == program(transform(FP32(layer))) == want, name
-
-
-def test_eager_calls_and_eager_gradients():
-  loss = BF16(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
-  y = np.tanh(np.float64(X) @ W)
-  want = np.float32(y.sum()), np.float32(X.T @ (1 - y * y))
-  assert [*leaf_failures("output", jax.value_and_grad(loss)(W, X), want, TOLERANCE["bf16"])] == []
-
-
-def test_twice_is_once():
-  functions = {}
-  for row in ("bf16 jit", "bf16 grad", "bf16 scan", "fp16 custom_vjp", "fp32 jit"):
-    policy, name = row.split()
-    cast, f = mpjax.autocast(policy=policy), TRANSFORMS[name](layer)
-    functions |= {f"{row} once": cast(f), f"{row} twice": cast(cast(f))}
-  results, found = run_together(functions, W, X)
-  for name, got in results.items():
-    once = name.replace("twice", "once")
-    assert found[name] == found[once], name
-    jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), got, results[once])
 
 
 NESTED = [  # (outer, inner, dtypes of a product in the outer, one in the inner, and one in the outer again)

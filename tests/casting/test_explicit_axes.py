@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mpjax
-from tests.casting._jaxprs import jit, multiplied, named
+from tests.casting._jaxprs import jit
 
 ROWS, TOKENS, WIDTH, HIDDEN, ENTRIES = 8, 4, 16, 32, 24
 
@@ -138,44 +137,3 @@ def test_values_are_those_of_float32(names):
       for one, other in zip(jax.tree.leaves(values), jax.tree.leaves(found["plain"]), strict=True):
         atol = 3e-2 * np.abs(other).max()
         np.testing.assert_allclose(one, other, rtol=0, atol=atol, err_msg=f"{name}, {way}")
-
-
-def test_auxiliary_results_and_out_sharding_of_products_keep_their_types():
-  def fun(p, batch):
-    out = logits(p, attention(block(p, batch["x"])))
-    right = (jnp.argmax(out, -1) == batch["y"]).sum()
-    return out.mean(), {"logits": out, "right": right, "hidden": out.sum(-1)}
-
-  expected = types(jax.value_and_grad(fun, has_aux=True), *inputs())
-  assert expected[0][1]["logits"].sharding.spec == P("data", None, "model")
-  for way, run in both_orders(fun, has_aux=True).items():
-    assert types(run, *inputs()) == expected, way
-  plain, ours = (
-    named("dot_general", f, *inputs()) for f in (loss("layers"), mpjax.autocast(loss("layers"), "bf16"))
-  )
-  shardings = lambda found: [(e.outvars[0].aval.sharding, e.params["out_sharding"]) for e in found]
-  assert shardings(ours) == shardings(plain)
-  assert set(map(multiplied, ours)) == {"bf16 bf16"}
-
-
-class Net(nnx.Module):
-  def __init__(self, rngs):
-    divided = lambda *spec: {"kernel_metadata": {"out_sharding": spec}, "use_bias": False, "rngs": rngs}
-    self.up = nnx.Linear(WIDTH, HIDDEN, **divided(None, "model"))
-    self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)
-    self.down = nnx.Linear(HIDDEN, WIDTH, **divided("model", None))
-
-  def __call__(self, x):
-    x = nnx.gelu(self.norm(self.up(x, out_sharding=P("data", None, "model"))))
-    return self.down(x, out_sharding=P("data"))
-
-
-def test_a_model_of_flax_keeps_its_types():
-  graphdef, _ = nnx.split(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
-  state = jax.eval_shape(lambda: nnx.split(Net(nnx.Rngs(0)))[1])
-  assert state["up"]["kernel"].get_raw_value().sharding.spec == P(None, "model")
-  args = (state, inputs()[1]["x"])
-  fun = lambda state, x: (nnx.merge(graphdef, state)(x) ** 2).mean()
-  assert types(jax.value_and_grad(mpjax.autocast(fun, "bf16")), *args) == types(
-    jax.value_and_grad(fun), *args
-  )

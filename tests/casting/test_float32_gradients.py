@@ -1,13 +1,9 @@
 """Gradients of float32 parameters are float32 in content, and those of several uses are added in float32."""
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 import mpjax
@@ -81,23 +77,6 @@ def test_gradients_of_parameters_are_not_rounded():
     assert found == {name: {1 + SMALL} for name in FORMS}, (order, policy)
 
 
-def test_gradients_that_leave_a_call_are_not_rounded():
-  """What follows a backward pass outside the call that it is in is no part of it: clipping by the norm."""
-  grad = jax.grad(lambda w: jnp.sum(ROWS @ w))
-  calls = {
-    "none": grad,
-    "jit": jax.jit(grad),
-    "map": lambda w: lax.map(lambda _: grad(w), jnp.arange(2))[0],
-    "carry": lambda w: lax.fori_loop(0, 2, lambda _, g: grad(w) + 0 * g, w),
-    "cond": lambda w: lax.cond(w[0, 0] > 0, grad, jnp.zeros_like, w),
-  }
-  clipped = lambda g: g * jnp.minimum(1.0, 8 / jnp.linalg.norm(g))
-  run = lambda w: {name: clipped(call(w)) for name, call in calls.items()}
-  for policy in ("bf16", "fp16"):
-    found = jit(mpjax.autocast(run, policy))(HALVES)
-    assert {name: float(g[0, 0]) for name, g in found.items()} == dict.fromkeys(calls, 1 + SMALL)
-
-
 # Of three uses each gives so much: the sum has more digits than the half format has, which rounds it up.
 EACH = {"bf16": 129.0, "fp16": 1025.0}
 
@@ -126,51 +105,6 @@ def test_gradients_of_several_uses_are_added_in_float32():
     found = jit(lambda w: {name: of(fun)(w) for name, fun in REUSES.items()})(HALVES)
     sums = {name: float(x[0, 0]) for name, x in found.items()}
     assert sums == dict.fromkeys(REUSES, 3 * EACH[policy]), (order, policy)
-
-
-def of_linen():
-  layer, params = nn.Dense(2, use_bias=False), {"params": {"kernel": HALVES}}
-  return repeated(lambda params: layer.apply(params, ROW)), params
-
-
-def of_nnx():
-  graph, state = nnx.split(nnx.eval_shape(lambda: nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))))
-  return repeated(lambda state: nnx.merge(graph, state)(ROW)), jax.tree.map(lambda _: HALVES, state)
-
-
-def of_equinox():
-  layer = eqx.filter_eval_shape(eqx.nn.Linear, 2, 2, use_bias=False, key=jax.random.key(0))
-  return repeated(lambda layer: layer(ROW[0])), eqx.tree_at(lambda m: m.weight, layer, HALVES)
-
-
-def of_a_tied_embedding():
-  table, params = nn.Embed(2, 2), {"params": {"embedding": HALVES}}
-  attend = lambda params: jnp.sum(table.apply(params, ROW, method="attend"))
-  look_up = lambda params: jnp.sum(table.apply(params, np.arange(2)))
-  return (lambda params: 2 * attend(params) + look_up(params)), params
-
-
-def test_a_layer_used_several_times_in_each_library():
-  cases = {library: library() for library in (of_linen, of_nnx, of_equinox, of_a_tied_embedding)}
-  functions = {
-    library: lambda params, fun=fun: EACH["bf16"] * fun(params) for library, (fun, _) in cases.items()
-  }
-  run = lambda all_of_them: [
-    order(functions[library], "bf16")(params)
-    for library, params in zip(cases, all_of_them, strict=True)
-    for order in ORDERS.values()
-  ]
-  for grad in jax.tree.leaves(jit(run)([params for _, params in cases.values()])):
-    assert grad.dtype == jnp.float32
-    assert {*np.ravel(grad).tolist()} == {3 * EACH["bf16"]}
-
-
-def test_gradients_of_micro_batches_are_not_rounded():
-  params, loss = {"w": np.zeros((2, 2), np.float32)}, lambda p, x: jnp.sum(x @ p["w"])
-  for accumulate in (1, 2):
-    step = mpjax.make_train_step(loss, optax.sgd(1.0), "bf16", accumulate=accumulate, donate=False)
-    state, _ = step(step.init(params), np.repeat(ROWS[:2], accumulate, axis=0))
-    assert float(state.params["w"][0, 0]) == -(1 + SMALL), accumulate
 
 
 def test_float16_gradients_reach_beyond_its_range_and_an_overflow_on_the_way_is_seen():

@@ -5,13 +5,10 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mpjax
-from tests.casting._conformance import leaf_failures
 from tests.casting._jaxprs import dtypes, jit, named
 from tests.casting._kernel import ORDERS, W, X, exact, kernel, loss_with, near
 
@@ -157,24 +154,6 @@ def test_what_enters_and_leaves_stays_half_precision_but_for_islands():
   assert dtypes(exp.invars) == "f32"
 
 
-def test_what_is_no_float32_array_is_left_alone():
-  table, config, seen = np.arange(8, dtype=np.float32), type("Config", (), {"dtype": "float32"})(), {}
-
-  @half
-  def region(x, n, own, *, dtype, scale, config):
-    seen.update(x=x.dtype, table=table.dtype, own=own.dtype, scale=type(scale), config=config)
-    return {"x": (x * scale).astype(dtype), "n": n}
-
-  def f(x):
-    own = x.astype(jnp.float16)
-    return region(x, jnp.int32(3), own, dtype=jnp.float32, scale=np.float32(2), config=config)
-
-  out = jax.eval_shape(mpjax.autocast(f, "bf16"), X)
-  assert (out["x"].dtype, out["n"].dtype) == (jnp.float32, jnp.int32)
-  wanted = {"x": jnp.bfloat16, "table": np.float32, "own": np.float16, "scale": np.float32, "config": config}
-  assert seen == wanted
-
-
 def test_half_precision_of_the_users_own_stays():
   seen = []
 
@@ -186,45 +165,6 @@ def test_half_precision_of_the_users_own_stays():
   loop = lambda cache, xs: jax.lax.scan(step, cache, xs)
   jax.eval_shape(mpjax.autocast(loop, "bf16"), np.zeros((2, 8), jnp.bfloat16), X)
   assert seen[-1] == ("bfloat16", "bfloat16")
-
-
-def test_an_nnx_module_its_statistics_and_paths():
-  seen = []
-
-  class Counted(nnx.Module):
-    def __init__(self):
-      self.count, self.w = nnx.BatchStat(jnp.float32(1000.5)), nnx.Param(W["q"])
-
-    def __call__(self, x):
-      seen.append((str(x.dtype), str(self.w[...].dtype)))
-      self.count[...] += 1
-      return x @ self.w[...]
-
-  class Top(nnx.Module):
-    def __init__(self):
-      self.inner = Counted()
-
-    def __call__(self, x):
-      return half(self.inner)(x)
-
-  top, call = Top(), lambda top, x: top(x)
-  mpjax.autocast(call, "bf16")(top, X)
-  assert seen == [("bfloat16", "bfloat16")]
-  assert (top.inner.count[...], top.inner.count[...].dtype) == (1001.5, jnp.float32)
-  with pytest.raises(ValueError, match="'Top/inner'"):
-    mpjax.autocast(call, {"base": "bf16", "overrides": {"Top/inner": "fp32"}})(top, X)
-
-
-@pytest.mark.slow
-def test_numerics_says_where_there_is_no_float32_to_compare_with():
-  region = half(lambda x, k: jnp.tanh(x @ k) @ k)
-  inspected = lambda loss: mpjax.inspect_numerics(loss, W, X, policy="bf16")
-  report = inspected(lambda w, x: jnp.mean((region(x, w["q"]) @ w["o"]) ** 2))
-  assert all(tensor.error is None or tensor.error < 0.05 for tensor in report.tensors)
-  with_one = inspected(loss_with(half(lambda a, b: jnp.tanh(a) * b)))
-  assert "errors there are unknown" not in with_one.table("findings")
-  assert with_one.reference_loss == pytest.approx(float(exact(W, X)), rel=1e-6)
-  assert "errors there are unknown" in inspected(loss_with(refused())).table("findings")
 
 
 def test_a_function_is_traced_once_for_each_dtype():
@@ -239,53 +179,6 @@ def test_a_function_is_traced_once_for_each_dtype():
   for f in (region, mpjax.autocast(region, "bf16"), mpjax.autocast(region, "fp16"), region):
     jax.eval_shape(f, X)
   assert seen == ["float32", "bfloat16", "float16"]
-
-
-def test_a_call_of_itself_without_float32_is_left_alone():
-  calls = []
-
-  @half
-  def region(x):
-    calls.append(str(x.dtype))
-    return region(x) if len(calls) < 3 else x * 2
-
-  jax.eval_shape(mpjax.autocast(region, "bf16"), X)
-  assert calls == ["bfloat16"] * 3
-
-
-def test_it_trains_in_float16_without_tracing_again():
-  traces = []
-  loss = lambda w, x: traces.append(1) or loss_with(refused())(w, x)
-  step = mpjax.make_train_step(loss, optax.adam(1e-2), policy="fp16")
-  state, losses, traced = step.init(W), [], []
-  for _ in range(20):
-    state, metrics = step(state, X)
-    losses.append(float(metrics["loss"]))
-    traced.append(len(traces))
-  assert losses[-1] < losses[0]
-  assert traced[1] == traced[-1]
-
-
-def test_gradients_of_values_in_several_regions():
-  region = half(lambda x: jnp.sin(x))
-  functions = {
-    "square": lambda x: jnp.sum(region(x) * region(x)),
-    "loop": lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y + region(x) * region(y), x).sum(),
-    "product": lambda x: jnp.sum(region(x) @ x),
-  }
-  casts = lambda f: [order(f, "bf16") for order in ORDERS.values()]
-  run = lambda x: {name: ([cast(x) for cast in casts(f)], jax.grad(f)(x)) for name, f in functions.items()}
-  for name, (found, plain) in jit(run)(W["q"]).items():
-    for one in found:
-      assert [*leaf_failures("gradient", one, plain, 0.04)] == [], name
-
-
-def test_an_autocast_inside_has_regions_of_its_own():
-  seen = {}
-  noted = lambda name: half(lambda x: seen.update({name: str(x.dtype)}) or jnp.sin(x))
-  inner = mpjax.autocast(noted("inner"), "bf16")
-  jax.eval_shape(mpjax.autocast(lambda x: noted("outer")(inner(x)), "fp16"), X)
-  assert seen == {"inner": "bfloat16", "outer": "float16"}
 
 
 def test_a_loop_whose_product_is_in_a_region_carries_half_precision():

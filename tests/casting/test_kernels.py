@@ -211,28 +211,3 @@ def test_explain_counts_products_in_a_region():
   region = half(jax.jit(lambda x, w: jnp.tanh(x @ w) @ w))
   explained = mpjax.explain(lambda x, w: region(x, w) @ w, ones((8, 4)), ones((4, 4)), policy="bf16")
   assert explained.matrix_flops() == {"bfloat16": 3 * 2 * 8 * 4 * 4}
-
-
-def cudnn_is_here() -> bool:
-  q = jax.ShapeDtypeStruct((1, LENGTH, HEADS, SIZE), jnp.bfloat16)
-  try:
-    jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), q, q, q)
-  except RuntimeError:  # it is not detected
-    return False
-  return True
-
-
-@pytest.mark.skipif(not cudnn_is_here(), reason="JAX finds no cuDNN: install nvidia-cudnn-cu13")
-@pytest.mark.parametrize(
-  ("policy", "short", "long"), [("bf16", "bf16", "bfloat16"), ("fp16", "f16", "float16")]
-)
-@pytest.mark.parametrize("order", ["grad of autocast", "autocast of grad"])
-def test_cudnns_attention_in_a_program_for_gpus(order, policy, short, long):
-  loss = loss_with(functools.partial(half(jax.nn.dot_product_attention), implementation="cudnn"))
-  text = jax.jit(ORDERS[order](loss, policy)).trace(W, X).lower(lowering_platforms=("cuda",)).as_text()
-  calls = [line for line in text.splitlines() if "__cudnn$fmha" in line]
-  assert any("Backward" in line for line in calls)
-  for line in calls:
-    operands = line.rpartition(" : ")[2].partition("->")[0]
-    assert operands.count(f"x{short}>") >= 3, line
-  assert [row.after for row in kernel_rows(jax.grad(loss), W, X, policy=policy)] == [long] * 2

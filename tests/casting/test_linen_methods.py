@@ -6,7 +6,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import mpjax
 from tests.casting._jaxprs import run_together
@@ -124,70 +123,3 @@ def test_variables_keep_their_dtypes_whatever_the_output_dtype():
   # What a call makes later is given back, too.
   _, made = jax.eval_shape(lambda x: Half().apply({}, x, rngs=KEYS, mutable=True), X)
   assert made["params"]["first"]["kernel"].dtype == np.float32
-
-
-class Layer(nn.Module):
-  @nn.compact
-  @BF16
-  def __call__(self, x, _=None):
-    return nn.tanh(nn.Dense(8, name="dense")(x)), None
-
-
-class Deep(nn.Module):
-  """A layer, the method of which is under autocast, under flax's transforms."""
-
-  @nn.compact
-  def __call__(self, x):
-    parts = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-    x, _ = nn.scan(nn.remat(Layer), length=3, **parts)(name="layers")(x)
-    x, _ = nn.jit(Layer)(name="compiled")(x)
-    return nn.vmap(Layer, in_axes=0, **parts)(name="mapped")(x)[0]
-
-
-class ByParts(nn.Module):
-  """Layers under autocast by themselves, and one that is not."""
-
-  @nn.compact
-  def __call__(self, x):
-    x = mpjax.autocast(nn.Dense(16), "bf16")(x)
-    return nn.Dense(3)(mpjax.autocast(lambda layers, x: layers["a"](x), "bf16")({"a": nn.Dense(8)}, x))
-
-
-class Overridden(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return mpjax.autocast(Plain(name="inner"), "bf16", overrides={".*/last": "fp32"})(x)
-
-
-def test_under_other_transforms_by_parts_and_with_paths_of_modules():
-  made = jax.eval_shape(Deep().init, KEYS, X)
-  assert made["params"]["layers"]["dense"]["kernel"].shape == (3, 8, 8)
-  assert {*jax.eval_shape(ByParts().init, KEYS, X)["params"]} == {"Dense_0", "Dense_1", "Dense_2"}
-  mixed = {"bf16 bf16", "f32 f32"}
-  for model, want in ((Deep(), {"bf16 bf16"}), (ByParts(), mixed), (Overridden(), mixed)):
-    variables = jax.jit(model.init)(KEYS, X)
-    loss = lambda v, x, model=model: model.apply(v, x, rngs=RNGS, mutable=True)[0].astype(jnp.float32).sum()
-    results, found = run_together({"grad": jax.grad(loss)}, variables, X)
-    assert found["grad"] == want
-    grads = jax.tree.leaves(results["grad"]["params"])
-    assert all(np.isfinite(x).all() and np.any(x) for x in grads)
-
-
-def test_a_bound_module():
-  bound = Plain().bind(variables(), rngs=RNGS)
-  out = mpjax.autocast(bound, "bf16")(X, train=False)
-  np.testing.assert_allclose(np.float32(out), np.float32(bound(X, train=False)), atol=0.05)
-  closed_over = mpjax.autocast(lambda x: bound(x, train=False), "bf16")(X)
-  np.testing.assert_allclose(np.float32(closed_over), np.float32(out), atol=0.05)
-
-
-def test_a_module_that_is_no_argument_reads_its_variables():
-  class Closure(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return mpjax.autocast(lambda x: nn.Dense(3)(x), "bf16")(x)
-
-  made = {"params": {"Dense_0": {"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)}}}
-  assert Closure().apply(made, X).shape == (4, 3)
-  with pytest.raises(jax.errors.JAXTypeError):  # what it makes cannot leave the trace
-    jax.block_until_ready(jnp.add(Closure().init(KEYS, X)["params"]["Dense_0"]["bias"], 1))

@@ -273,28 +273,6 @@ def test_a_product_of_the_users_half_precision_is_one_of_the_policys(dtype):
     assert np.linalg.norm(g.astype(np.float32) - want) < 0.02 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp32"])
-def test_a_carry_keeps_the_dtype_that_the_user_chose(policy):
-  def decode(cache, token):
-    cache = jnp.roll(cache, 1, 0).at[0].set((token @ W).astype(cache.dtype))
-    return cache, (cache.astype(jnp.float32) @ token).sum()
-
-  loop = lambda cache, xs: jax.lax.scan(mpjax.autocast(decode, policy), cache, xs)
-  cache, out = jax.eval_shape(loop, jnp.zeros((16, 8), jnp.bfloat16), X)
-  assert (cache.dtype, out.dtype) == (jnp.bfloat16, jnp.float32)
-  # What no argument has is in the policy's dtype.
-  own = lambda x: (x @ W).astype(jnp.bfloat16)
-  assert jax.eval_shape(mpjax.autocast(own, policy), X).dtype == jnp.float32
-
-
-def test_lists_change_where_order_is_float32():
-  best = lambda x, w: jnp.sum(jax.lax.top_k(x @ w, 3)[0])
-  ops = mpjax.OpLists.default()
-  for lists, dtype in ((ops, "f32"), (ops.replace(infer=ops.infer | {"top_k"}), "bf16")):
-    jaxpr = jax.make_jaxpr(mpjax.autocast(best, "bf16", ops=lists))(X, W).jaxpr
-    assert [dtypes(e.invars) for e in walk(jaxpr) if e.primitive.name == "top_k"] == [dtype]
-
-
 def network(ws, x):
   for w in ws[:-1]:
     x = x + jax.nn.gelu(x @ w)

@@ -151,17 +151,6 @@ def test_a_step_without_a_loss_scale_forgets_what_is_not_finite():
   same(after.fp8_state, state.fp8_state)
 
 
-@pytest.mark.slow
-def test_a_step_of_modules_keeps_the_state():
-  fun = lambda model, batch: ((model(batch["x"]) - batch["c"]) ** 2).mean()
-  step = mpjax.make_train_step(fun, optax.adam(1e-3), delayed())
-  state = step.init(nnx.Sequential(*[nnx.Linear(D, D, rngs=nnx.Rngs(i)) for i in range(4)]), batch=BATCH)
-  for _ in range(2):
-    state, _ = step(state, BATCH)
-  found = {site: np.count_nonzero(of["gradient"]) for site, of in state.fp8_state["amax"].items()}
-  assert found == {"Sequential/layers/1": 2, "Sequential/layers/2": 2}
-
-
 def test_a_step_says_what_it_lacks():
   step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), delayed())
   with pytest.raises(ValueError, match=r"keeps a history of each product.*batch=batch"):

@@ -10,10 +10,6 @@ import optax
 import pytest
 
 import mpjax
-
-# No public function takes a device that is not there.
-from mpjax.fp8._hardware import fp8_units, on_device
-from mpjax.fp8._recipe import parse_recipe
 from tests.fp8._programs import mlp, weights
 from tests.fp8._reference import normal
 
@@ -72,30 +68,45 @@ LACKS = [
 ]
 
 
+@pytest.fixture
+def explained(monkeypatch):
+  """What is said of a product under a recipe on a device that is not there: (its dtype, why)."""
+  w, x = weights(*[128] * 4), normal(128, 128)
+
+  def said(device, spec):
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    monkeypatch.setattr(jax, "default_backend", lambda: device.platform)
+    recipe = {"recipe": spec} if isinstance(spec, str) else spec
+    rows = mpjax.explain(mlp, w, x, policy={"base": "fp8", "fp8": {"keep_last": 0.0, **recipe}}).rows
+    inner = [row for row in rows if row.flops][1]
+    return inner.after, inner.why
+
+  return said
+
+
 @pytest.mark.parametrize("name", DEVICES)
-def test_the_units_of_a_device_and_its_own_recipe(name):
+def test_the_units_of_a_device_and_its_own_recipe(name, explained):
   made, has, own = DEVICES[name]
   for recipe, spec in RECIPES.items():
-    has_units, lack = fp8_units(parse_recipe(spec), made)
-    assert has_units is (recipe in has.split()), recipe
-    assert lack == "" if has_units else lack.startswith(made.device_kind), recipe
-  # Scales of tensors and of channels need the same units; a device has those of its own recipe, if any.
-  assert fp8_units(parse_recipe("delayed"), made) == fp8_units(parse_recipe("current"), made)
-  assert fp8_units(parse_recipe("per_channel"), made)[0] is ("OCP" in has)
-  assert fp8_units(parse_recipe("auto"), made)[0] is bool(has)
-  assert str(on_device(parse_recipe("auto"), made)) == own
-  assert on_device(parse_recipe("nvfp4"), made) == parse_recipe("nvfp4")
+    dtype, why = explained(made, spec)
+    if recipe in has.split():
+      assert why.startswith("an FP8 product"), recipe
+    else:
+      assert (dtype, made.device_kind in why) == ("bfloat16", True), recipe
+  # Scales of channels need the units that scales of tensors do; a device has those of its own recipe, if any.
+  assert (explained(made, "per_channel")[0] != "bfloat16") == ("OCP" in has)
+  assert explained(made, {"recipe": "auto", "emulate": True})[1] == f"an FP8 product ({own})"
+  assert (explained(made, "auto")[0] != "bfloat16") == bool(has)
 
 
-def test_what_a_device_lacks():
+def test_what_a_device_lacks(explained):
   for name, recipe, words in LACKS:
-    said = fp8_units(parse_recipe(RECIPES[recipe]), DEVICES[name][0])[1]
-    assert re.search(words, said), said
+    why = explained(DEVICES[name][0], RECIPES[recipe])[1]
+    assert re.search(words, why), why
 
 
 # Fields beside `recipe: auto`, and what it is with them on a B200 and on a TPU v5e.
 WITH = [
-  ({"min_dim": 16, "keep_last": 0.1}, MX, B11),
   ({"gradient_dtype": "e5m2"}, "mx scaling, E4M3FN forward, E5M2 backward",
    B11.replace("E4M3B11FNUZ backward", "E5M2 backward")),
   ({"backward": "compute"}, MX.replace("E4M3FN backward", "the compute dtype backward"),
@@ -107,34 +118,9 @@ WITH = [
 
 
 @pytest.mark.parametrize(("fields", "on_b200", "on_v5e"), WITH, ids=str)
-def test_auto_keeps_the_fields_that_are_given(fields, on_b200, on_v5e):
-  recipe = parse_recipe({"recipe": "auto", **fields})
+def test_auto_keeps_the_fields_that_are_given(fields, on_b200, on_v5e, explained):
   for name, want in (("B200", on_b200), ("TPU v5e", on_v5e)):
-    found = on_device(recipe, DEVICES[name][0])
-    assert str(found) == want
-    given = parse_recipe(fields)
-    assert all(getattr(found, key) == getattr(given, key) for key in fields)
-
-
-@pytest.mark.parametrize("name", ["cpu", "H200", "B200", "MI300", "TPU v6e", "TPU v7"])
-def test_the_preset_is_the_devices_own_recipe_where_products_are_decided(name, monkeypatch):
-  made, has, own = DEVICES[name]
-  monkeypatch.setattr(jax, "devices", lambda *_: [made])
-  monkeypatch.setattr(jax, "default_backend", lambda: made.platform)
-  w, x = weights(*[128] * 4), normal(128, 128)
-  rows = [row for row in mpjax.explain(mlp, w, x, policy="fp8").rows if row.flops]
-  inner, forward = rows[1], f"float8_{own.split()[2].lower()}"
-  if not has:
-    assert "has no FP8 units" in inner.why
-    rows = mpjax.explain(mlp, w, x, policy={"base": "fp8", "fp8": {"emulate": True}}).rows
-    inner = [row for row in rows if row.flops][1]
-  assert inner.why == f"an FP8 product ({own})"
-  assert inner.after == forward
-  if has:
-    there = mpjax.explain(
-      jax.named_scope("mlp")(mlp), w, x, policy={"base": "bf16", "overrides": {"mlp": "fp8"}}
-    )
-    assert there.fp8 == own
+    assert explained(DEVICES[name][0], {"recipe": "auto", "emulate": True, **fields})[1].endswith(f"({want})")
 
 
 def test_making_a_step_asks_no_device(monkeypatch):

@@ -1,17 +1,16 @@
-"""Which products of modules are FP8: linen and nnx, and modules chosen by their paths."""
+"""Which products of modules are FP8, and modules chosen by their paths."""
 
 from __future__ import annotations
 
-import functools
-
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 
 from tests.fp8._programs import D, by_path, fp8
+
+SEQUENCE = np.arange(2 * D).reshape(2, D) % D
 
 
 class Linen(nn.Module):
@@ -20,51 +19,18 @@ class Linen(nn.Module):
   @nn.compact
   def __call__(self, tokens):
     x = nn.Embed(D, D, name="embed", dtype=self.dtype)(tokens)
-    for i in range(2):
-      h = nn.LayerNorm(name=f"norm{i}", dtype=self.dtype)(x)
-      h = nn.MultiHeadDotProductAttention(2, name=f"attn{i}", dtype=self.dtype)(h)
-      h = nn.Dense(2 * D, name=f"up{i}", dtype=self.dtype)(x + h)
-      x = x + nn.Dense(D, name=f"down{i}", dtype=self.dtype)(nn.gelu(h))
+    x = x + nn.MultiHeadDotProductAttention(2, name="attn", dtype=self.dtype)(x)
+    x = nn.gelu(nn.Dense(D, name="up", dtype=self.dtype)(x))
     return nn.Dense(D, name="head", dtype=self.dtype)(x)
-
-
-BLOCKS = {
-  f"Linen/{layer}{i}{part}": "8"
-  for i in range(2)
-  for layer, parts in (("attn", ("/query", "/key", "/value", "/out")), ("up", ("",)), ("down", ("",)))
-  for part in parts
-}
-LINEN = {**BLOCKS, "Linen/attn0": "bb", "Linen/attn1": "bb", "Linen/head": "b"}
-SEQUENCE = np.arange(2 * D).reshape(2, D) % D
-
-
-@functools.cache
-def linen(dtype=None):
-  model = Linen(dtype)
-  return model.apply, jax.eval_shape(model.init, jax.random.key(0), SEQUENCE)
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_linen(dtype):
-  apply, variables = linen(dtype)
-  found = {path.removesuffix("/dropout"): k for path, k in by_path(apply, variables, SEQUENCE).items()}
-  assert found == LINEN
-
-
-# Overrides, and which of the blocks' modules are FP8 under them.
-CHOSEN = [
-  ({"up0": "fp8", "attn1": "fp8", ".*": "bf16"}, lambda p: "up0" in p or "attn1" in p),
-  ({".*/attn0": "bf16"}, lambda path: "attn0" not in path),
-  ({".*/attn0/query": "fp8", "attn0": "bf16"}, lambda p: "attn0" not in p or "query" in p),
-]
-
-
-def test_modules_chosen_by_path():
-  apply, variables = linen()
-  for overrides, expected in CHOSEN:
-    found = by_path(apply, variables, SEQUENCE, policy=fp8(overrides))
-    assert {p for p, kind in found.items() if kind == "8"} == {p for p in BLOCKS if expected(p)}, overrides
-  assert by_path(apply, variables, SEQUENCE, policy=fp8({"up0": "fp32"})) == {**LINEN, "Linen/up0": "f"}
+  model = Linen(dtype)
+  variables = jax.eval_shape(model.init, jax.random.key(0), SEQUENCE)
+  found = {path.removesuffix("/dropout"): k for path, k in by_path(model.apply, variables, SEQUENCE).items()}
+  ends = {f"Linen/attn/{name}": "8" for name in ("query", "key", "value", "out")}
+  assert found == {**ends, "Linen/attn": "bb", "Linen/up": "8", "Linen/head": "b"}
 
 
 class Nnx(nnx.Module):
@@ -91,5 +57,19 @@ def test_nnx():
     "Nnx/layers/1": "8",
     "Nnx/embed": "b",
   }
-  chosen = by_path(model, SEQUENCE, policy=fp8({"layers/1": "fp8", ".*": "bf16"}))
-  assert [path for path, kind in chosen.items() if kind == "8"] == ["Nnx/layers/1"]
+
+
+# Overrides, and which of the modules are FP8 under them.
+CHOSEN = [
+  ({"layers/1": "fp8", ".*": "bf16"}, {"layers/1"}),
+  ({".*/attn": "bf16"}, {"layers/0", "layers/1"}),
+  ({".*/attn/query": "fp8", "attn": "bf16"}, {"attn/query", "layers/0", "layers/1"}),
+]
+
+
+def test_modules_chosen_by_path():
+  model = Nnx(nnx.Rngs(0))
+  for overrides, expected in CHOSEN:
+    found = by_path(model, SEQUENCE, policy=fp8(overrides))
+    assert {path for path, kind in found.items() if kind == "8"} == {f"Nnx/{p}" for p in expected}, overrides
+  assert by_path(model, SEQUENCE, policy=fp8({"layers/1": "fp32"}))["Nnx/layers/1"] == "f"

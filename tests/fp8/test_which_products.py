@@ -32,18 +32,6 @@ def traced(fun, *args):
   return sorted((FORMATS[s.lhs_dtype.name], FORMATS[s.rhs_dtype.name]) for s in specs)
 
 
-def each(wrap):
-  """A multilayer perceptron whose layers are each a call."""
-
-  def apply(w, x):
-    layer = wrap(lambda w, x: relu(x @ w))
-    for own in w[:-1]:
-      x = layer(own, x)
-    return x @ w[-1]
-
-  return apply
-
-
 def scanned(step, w, x):
   first, middle, last = w
   return jax.lax.scan(step, relu(x @ first), middle)[0] @ last
@@ -118,57 +106,29 @@ def heads(w, x):
   return x @ w[2], x @ w[3]
 
 
-def summed(w, x):
-  """A loss that is a product of vectors, and one with a matrix after the last layer."""
-  return jnp.vdot(mlp(w, x), x)
-
-
 FUNCTIONS = {
   "mlp": (mlp, "b888b"),
   "loss": (loss, "b888b"),
-  "one layer": (lambda w, x: x @ w[0], "b"),
-  "two layers": (lambda w, x: x @ w[0] @ w[1], "bb"),
   "jit": (jax.jit(mlp), "b888b"),
-  "jit of layers": (each(jax.jit), "b888b"),
   "remat": (jax.checkpoint(mlp), "b888b"),
   "scan": (functools.partial(scanned, lambda x, w: (relu(x @ w), None)), "b8b"),
   "scan of remat": (functools.partial(scanned, jax.checkpoint(lambda x, w: (relu(x @ w), None))), "b8b"),
-  "all in a scan": (lambda w, x: jax.lax.scan(lambda x, w: (x @ w, None), x, w[1])[0], "8"),
-  "weights of a scan as constants": (
-    lambda w, x: jax.lax.scan(lambda x, _: (x @ w[1], None), x @ w[0], length=3)[0] @ w[2],
-    "b8b",
-  ),
   "while": (looped, "b8b"),
   "cond": (branches, "b888b"),
   "cond at the end": (ends_in_cond, "bb8b"),
-  "switch": (
-    lambda w, x: jax.lax.switch(jnp.int32(x[0, 0]), [lambda x: x @ w[1]] * 3, x @ w[0]) @ w[2],
-    "b888b",
-  ),
   "shard_map": (shared, "b888b"),
   "vmap": (lambda w, x: jax.vmap(functools.partial(mlp, w))(jnp.stack([x, x])), "b888b"),
-  "vmap over weights": (
-    lambda w, x: jax.vmap(mlp, (0, None))([jnp.stack([a, a]) for a in w], x),
-    "b888b",
-  ),
   "custom_vjp": (lambda w, x: ruled(ruled(x @ w[0], w[1]) @ w[2], w[3]) @ w[4], "bb8bb"),
   "custom_jvp": (lambda w, x: forward_ruled(forward_ruled(x @ w[0], w[1]) @ w[2], w[3]) @ w[4], "bb8bb"),
   "attention": (attention, "b888bb8b"),
   "full_precision": (region, "b8f8b"),
   "precision asked for": (pinned, "b8f8b"),
   "two heads": (heads, "b8bb"),
-  "loss of a vector product": (summed, "b888bf"),
   "transposed weight": (lambda w, x: x @ w[0].T @ w[1].T @ w[2].T, "b8b"),
-  "reshaped weight": (
-    lambda w, x: jnp.einsum("bd,dhk->bhk", x @ w[0], w[1].reshape(D, 2, 16)).reshape(D, D) @ w[2],
-    "b8b",
-  ),
   "weight of a computation": (lambda w, x: x @ w[0] @ (w[1] * jnp.tanh(w[2])) @ w[3], "b8b"),
   "residual": (lambda w, x: (x + relu(x @ w[0]) @ w[1]) @ w[2], "b8b"),
   "weight first": (lambda w, x: w[2] @ (w[1] @ (w[0] @ x)), "b8b"),
-  "dead product": (lambda w, x: (x @ w[4], x @ w[0] @ w[1] @ w[2])[1], "b8b"),
   "small batch": (lambda w, x: mlp(w, x[:8]), "bbbbb"),
-  "odd batch": (lambda w, x: mlp(w, x[:17]), "bbbbb"),
   "folded batch": (lambda w, x: mlp(w, x.reshape(16, 2, D)), "b888b"),
 }
 
@@ -176,7 +136,7 @@ FUNCTIONS = {
 def weights_of(name):
   if name == "attention":
     return SIX
-  return SCANNED if "scan" in name and "constants" not in name else W
+  return SCANNED if "scan" in name else W
 
 
 def mean_of(fun):
@@ -220,15 +180,10 @@ def test_an_embedding_is_the_first_layer():
 RECIPES = [
   ((D,) * 6, {"first_layer": True}, "8888b"),
   ((D,) * 6, {"last_layer": True}, "b8888"),
-  ((D,) * 6, {"first_layer": True, "last_layer": True}, "88888"),
   ((D,) * 6, {"min_dim": 64}, "bbbbb"),
-  ((D,) * 6, {"min_dim": 32}, "b888b"),
-  ((D,) * 6, {"recipe": "mx"}, "b888b"),
   ((D, D, 40, D, D, D), {}, "bbb8b"),
   ((D, D, 48, D, D, D), {}, "b888b"),
   ((D, D, 48, D, D, D), {"recipe": "mx"}, "bbb8b"),
-  ((D, D, 8, D, D, D), {}, "bbb8b"),
-  ((D, D, D, D, 10), {}, "b88b"),
 ]
 
 
@@ -287,12 +242,6 @@ def test_convolutions_stay_in_the_compute_dtype(kernel):
   assert traced(jax.grad(lambda x, w: mpjax.autocast(conv, policy)(x, w).sum()), images, filters) == []
 
 
-def test_flops_in_a_scan_count_for_each_step():
-  fun = FUNCTIONS["scan"][0]
-  flops = mpjax.explain(fun, SCANNED, X, policy=fp8()).matrix_flops()
-  assert flops == {"float8_e4m3fn": 3 * 2 * D**3, "bfloat16": 2 * 2 * D**3}
-
-
 # The last layers
 
 TEN = weights(*[D] * 11)
@@ -331,23 +280,6 @@ def test_nvfp4_keeps_the_last_layers_and_says_so():
 
 # Derivatives
 
-SLOW = {"reverse over forward", "forward over reverse", "vmap over weights"}
-marked = lambda names: [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
-
-
-VALUES = "scan of remat", "cond at the end", "vmap over weights", "attention", "custom_vjp"
-
-
-@pytest.mark.parametrize("name", marked(VALUES))
-def test_gradients_are_near_those_of_bfloat16(name):
-  outside, inside = gradients(name)
-  w = weights_of(name)
-  bf16 = jax.grad(mpjax.autocast(mean_of(FUNCTIONS[name][0]), "bf16"), (0, 1))
-  half, ours, inner = jit(lambda w, x: [fun(w, x) for fun in (bf16, outside, inside)])(w, X)
-  assert 1e-4 < relative(ours, half) < 0.2
-  assert 1e-4 < relative(inner, half) < 0.2
-
-
 DIRECTION = [normal(D, D, seed=i + 20) / 6 for i in range(3)]
 
 
@@ -358,12 +290,10 @@ def inner_product(a, b):
 DERIVATIVES = {
   "forward": (lambda f: lambda w: jax.jvp(f, (w,), (DIRECTION,))[1], 0.1),
   "twice": (lambda f: jax.grad(lambda w: inner_product(jax.grad(f)(w), DIRECTION)), 0.3),
-  "forward over reverse": (lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (DIRECTION,))[1], 0.3),
-  "reverse over forward": (lambda f: jax.grad(lambda w: jax.jvp(f, (w,), (DIRECTION,))[1]), 0.3),
 }
 
 
-@pytest.mark.parametrize("name", marked(DERIVATIVES))
+@pytest.mark.parametrize("name", DERIVATIVES)
 def test_other_derivatives_are_near_those_of_bfloat16(name):
   derivative, bound = DERIVATIVES[name]
   fun = lambda w: loss(w, X)
@@ -380,10 +310,8 @@ POLICIES = jax.checkpoint_policies
 def test_a_checkpoint_policy_that_keeps_products_keeps_fp8_ones():
   for policy, again in (
     (None, 3),
-    (POLICIES.everything_saveable, 0),
     (POLICIES.dots_saveable, 0),
     (POLICIES.dots_with_no_batch_dims_saveable, 0),
-    (POLICIES.save_only_these_names("none"), 3),
   ):
     fun = jax.checkpoint(loss, policy=policy)
     assert len(traced(jax.grad(mpjax.autocast(fun, fp8())), W, X)) == 9 + again, policy

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from mpjax.jaxpr import (
-  Backward,
-  Forward,
   inputs_read,
   live,
   outputs_of,
@@ -94,43 +92,3 @@ def test_what_a_choice_follows_from_decides_results():
   )
   assert outputs_of(loops, [True, False]) == [True]
   assert inputs_read(loops, [True]) == [True, True]
-
-
-class Steps(Forward[frozenset]):
-  """The names of inputs that a value is made of, and what a scan made of them."""
-
-  nothing = frozenset()
-  row = lambda self, fact: frozenset(f"row of {name}" for name in fact)
-  stacked = lambda self, fact: frozenset(f"rows of {name}" for name in fact)
-  transfer = lambda self, equation, operands, calls: [frozenset().union(*operands)] * len(equation.outvars)
-
-
-def test_rows_and_what_is_collected_are_told_apart():
-  closed = traced(lambda k, c, xs: jax.lax.scan(lambda c, x: (c * k, x + c), c, xs), 1.0, 2.0, X)
-  facts = Steps().solve(closed, [frozenset(name) for name in "kcx"])
-  assert facts.outputs == [{"k", "c"}, {"rows of k", "rows of c", "rows of row of x"}]
-
-
-class Readers(Backward[frozenset]):
-  """The primitives that read a value."""
-
-  nothing = frozenset()
-  transfer = lambda self, equation, results, calls: (
-    [frozenset([equation.primitive.name])] * len(equation.invars)
-  )
-
-
-def test_a_body_has_facts_for_each_call_of_it():
-  body = jax.jit(lambda x: x)
-  branch = lambda x: (jnp.sin(body(x)), jnp.cos(body(x)))
-  closed = traced(jax.jit(lambda x: jax.lax.cond(True, branch, branch, x)), X)
-  facts = Readers().solve(closed, [frozenset(["a"]), frozenset(["b"])])
-  assert facts.inputs == [{"sin", "cos"}]
-  depths = sorted(len(inner.calls) for inner in facts.everywhere())
-  assert depths[:3] == [0, 1, 2]
-  assert len({inner.calls for inner in facts.everywhere()}) == len(depths)
-  twice = traced(lambda x: [fun(body(x)) for fun in (jnp.sin, jnp.cos)], X)
-  facts = Readers().solve(twice, [frozenset()] * 2)
-  first, second = (facts.inside(e) for e in twice.jaxpr.eqns if e.primitive.name == "jit")
-  assert first.jaxpr is second.jaxpr
-  assert (first.inputs, second.inputs) == ([{"sin"}], [{"cos"}])

@@ -10,7 +10,6 @@ import jmp
 import numpy as np
 import optax
 import pytest
-from flax.training.dynamic_scale import DynamicScale
 
 import mpjax
 from mpjax.policy import _loss_scaling
@@ -76,30 +75,6 @@ def test_the_scale_follows_the_rules(row):
   assert states.good_steps.max() == min(rules["growth_interval"] - 1, 20)
 
 
-def jmp_itself(finite_steps, scale):
-  step = jax.jit(lambda scale, finite: scale.adjust(finite))
-  for finite in finite_steps:
-    # Its lowest scale is lost under jit.
-    scale = dataclasses.replace(step(scale, finite), min_loss_scale=scale.min_loss_scale)
-    yield float(scale.loss_scale)
-
-
-def flax_itself(finite_steps, scale):
-  # At 1 the gradient of a finite step is finite; log of a negative number's is not.
-  step = jax.jit(lambda scale, x: scale.value_and_grad(jnp.log)(x)[0])
-  for finite in finite_steps:
-    scale = step(scale, F32(1 if finite else np.nan))
-    yield float(scale.scale)
-
-
-def jmp_scale(scale, interval, count=0):
-  return jmp.DynamicLossScale(F32(scale), np.int32(count), period=interval, min_loss_scale=F32(1))
-
-
-def flax_scale(scale, interval, count=0):
-  return DynamicScale(growth_interval=interval - 1, fin_steps=np.int32(count), scale=F32(scale))
-
-
 # Preset to its library's first scale, growth interval and hysteresis.
 PRESETS = {
   "grad_scaler": (2.0**16, 2000, 1),
@@ -126,24 +101,6 @@ def test_every_preset_has_the_defaults_of_its_library_and_is_documented():
     assert changed == dataclasses.replace(preset, growth_interval=7), name
   with pytest.raises(ValueError, match=r"unknown loss scaling preset 'megatorn'.*did you mean 'megatron'"):
     mpjax.LossScaling.preset("megatorn")
-
-
-# Preset to (the library's loss scale after three finite steps, what it does then, fields of the state for it).
-RUNNING = {
-  "jmp": (jmp_scale(2.0**12, 4, 3), jmp_itself, lambda source: (source.loss_scale, source.counter)),
-  "flax": (flax_scale(2.0**12, 4, 3), flax_itself, lambda source: (source.scale, source.fin_steps)),
-}
-
-
-@pytest.mark.parametrize("preset", RUNNING)
-def test_a_run_goes_on_where_another_library_stopped(preset):
-  """As docs/migration.md writes it."""
-  source, library, fields = RUNNING[preset]
-  finite_steps = np.random.default_rng(0).random(60) > 0.15
-  tx = mpjax.with_loss_scaling(optax.trace(0.9), {"preset": preset, "growth_interval": 4})
-  scale, good_steps = fields(source)
-  state = tx.init(ZERO)._replace(scale=jnp.float32(scale), good_steps=jnp.int32(good_steps))
-  np.testing.assert_array_equal(run(tx, finite_steps, state)[0].scale, list(library(finite_steps, source)))
 
 
 STRING = "params=float32,compute=float16,output=float32"
@@ -197,14 +154,6 @@ def test_what_is_no_loss_scaling_is_named_in_short():
     assert len(str(error.value)) < 450 or isinstance(spec, str), spec
   with pytest.raises(TypeError, match=r"swapped: call mpjax.with_loss_scaling\(tx, loss_scaling\)"):
     mpjax.with_loss_scaling("dynamic", SGD)
-
-
-def test_a_static_scale_does_not_look_at_what_it_does_not_use():
-  plain = mpjax.LossScaling(kind="static", init_scale=0.5)
-  for field in ({"growth_factor": 0.5}, {"growth_interval": "often"}, {"min_scale": 0}, {"hysteresis": [1]}):
-    config = mpjax.LossScaling(kind="static", init_scale=0.5, **field)
-    assert (config, hash(config)) == (plain, hash(plain)), field
-    assert float(mpjax.with_loss_scaling(SGD, config).init({}).scale) == 0.5, field
 
 
 def test_the_scale_stays_a_finite_power_of_two_at_both_bounds():

@@ -78,13 +78,6 @@ def test_a_right_step_passes_and_one_of_the_plain_loss_is_told_the_line_to_write
   jax.tree.map(np.testing.assert_array_equal, (params, state), before)
 
 
-def test_a_clip_outside_the_scale_is_found_in_a_made_step_too():
-  tx = optax.chain(optax.clip_by_global_norm(1e-3), mpjax.dynamic_loss_scale(optax.sgd(0.1)))
-  made = mpjax.make_train_step(loss_fn, tx, "bf16")
-  with pytest.raises(ValueError, match="depends on the loss scale: a transform outside"):
-    check_loss_scaling(made, made.init(PARAMS), BATCH)
-
-
 class Net(nnx.Module):
   """A module with BatchNorm and dropout, which change in a step."""
 
@@ -131,12 +124,6 @@ def test_a_step_that_make_train_step_made():
   clipping = mpjax.make_train_step(clipping_loss, optax.adam(1e-3), "fp16")
   with pytest.raises(ValueError, match=r"gradient of w depends on the loss scale: unscaled, its norm is"):
     check_loss_scaling(clipping, clipping.init(PARAMS), BATCH)
-
-
-def test_a_made_step_in_place():
-  step = mpjax.make_train_step(nnx_loss, optax.sgd(0.1), "fp16")
-  model = Net()
-  check_loss_scaling(step, model, nnx.Optimizer(model, step.tx, wrt=nnx.Param), BATCH)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])

@@ -107,19 +107,6 @@ def test_parameters_and_inner_state_are_those_of_the_finite_steps_alone(name):
   assert float(state.scale) == 2.0**14
 
 
-OUTSIDE = {
-  "chain": lambda tx: optax.chain(optax.identity(), tx, optax.scale(1.0)),
-  "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda lr: SCALED(optax.adam(lr)))(0.1),
-  "masked": lambda tx: optax.masked(tx, {"w": True, "b": True}),
-}
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_a_loss_scale_deep_in_other_transforms(name):
-  wrapped = optax.with_extra_args_support(OUTSIDE[name](SCALED(ADAM)))
-  run_both(ADAM, wrapped, {}, scaler=mpjax.get_loss_scale)
-
-
 def test_multi_steps_outside_is_refused_by_whoever_sees_the_transform():
   multi = optax.MultiSteps(optax.chain(SCALED(SGD)), 2)
   tx = optax.masked(multi.gradient_transformation(), True)
@@ -144,22 +131,3 @@ def test_the_argument_grad_is_unscaled_and_no_other():
   seen, _ = run(grads, tx.init(PARAMS), PARAMS, value=np.float32(2.5), grad=more, other=grads)
   close((seen["updates"], seen["grad"], seen["other"]), (gradients(0), gradients(1), grads))
   assert seen["value"] == 2.5
-
-
-def test_power_of_two_scales_give_the_same_bits():
-  tx = mpjax.dynamic_loss_scale(optax.adamw(0.1), init_scale=1.0, min_scale=2.0**-60, max_scale=2.0**60)
-
-  @jax.jit
-  def step(params, state, grads):
-    grads = jax.tree.map(lambda g: g * state.scale, grads)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  results = []
-  for exponent in (-8, 0, 7, 20):
-    params, state = PARAMS, tx.init(PARAMS)._replace(scale=np.float32(2.0**exponent))
-    for i, finite in enumerate(STEPS):
-      params, state = step(params, state, gradients(i, finite))
-    results.append((params, state.inner_state))
-  for result in results[1:]:
-    same_bits(result, results[0])

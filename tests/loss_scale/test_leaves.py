@@ -1,12 +1,10 @@
 """Loss scaling of gradients of every kind, and of what is no gradient."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.linen import fp8_ops
 
 import mpjax
 
@@ -48,17 +46,6 @@ def test_leaves_of_every_kind_are_judged_and_passed_on():
   assert (updates, bool(state.grads_finite)) == ({}, True)
 
 
-def test_float64_gradients_are_unscaled_in_float64():
-  with jax.enable_x64(True):
-    tx = mpjax.dynamic_loss_scale(optax.adam(0.1))
-    grads = np.asarray([1 / 3, 1e-300])
-    updates, new = updated(tx, {"g": grads * 2.0**16})
-    moment = new.inner_state[0].mu["g"]
-    assert (updates["g"].dtype, moment.dtype, new.scale.dtype) == (np.float64, np.float64, np.float32)
-    np.testing.assert_array_equal(moment, grads * (1 - 0.9))
-    assert not updated(tx, {"g": np.asarray([1.0, np.inf])}, new)[1].grads_finite
-
-
 def test_unscaling_by_powers_of_two_is_exact_for_every_float16():
   every = np.arange(2**16, dtype=np.uint16).view(np.float16)
   every = every[np.isfinite(every)]
@@ -75,16 +62,6 @@ def test_a_static_scale_skips_only_if_told_to():
     updates, state = updated(tx, {"w": np.asarray([8.0, np.nan], F32)}, state)
     assert (float(state.scale), int(state.skipped_steps), bool(state.grads_finite)) == (8, 1, False)
     assert np.isfinite(updates["w"]).all() == skip
-
-
-def test_half_precision_parameters_keep_the_dtypes_of_the_state():
-  params = {"w": np.ones((2, 2), jnp.bfloat16)}
-  for inner in (optax.adam(0.1), optax.adam(0.1, mu_dtype=jnp.float32)):
-    tx = mpjax.dynamic_loss_scale(inner)
-    state = jax.eval_shape(tx.init, params)
-    updates, new = jax.eval_shape(tx.update, params, state, params)
-    after = jax.eval_shape(optax.apply_updates, params, updates)
-    assert jax.tree.map(lambda x: x.dtype, (after, new)) == jax.tree.map(lambda x: x.dtype, (params, state))
 
 
 # FP8 scales and amax histories: their "gradient" is their next value.
@@ -118,41 +95,6 @@ def test_overwritten_leaves_are_replaced_kept_on_a_skip_and_never_unscaled_clipp
   plain = mpjax.dynamic_loss_scale(optax.sgd(0.1))
   with pytest.raises(ValueError, match="without params"):
     jax.eval_shape(plain.update, NEXT, plain.init(SHOWN))
-
-
-def test_a_layer_of_flax_in_fp8_overwrites_its_leaves():
-  model = nn.Dense(4, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp, use_bias=False)
-  x = np.arange(1, 17, dtype=F32).reshape(4, 4)
-  loss = lambda v, x: jnp.mean((model.apply(v, x) - 1) ** 2)
-  step = mpjax.make_train_step(loss, optax.sgd(0.01), {"base": "fp32", "loss_scaling": 8}, donate=False)
-  state = step.init(jax.jit(model.init)(jax.random.key(0), x))
-  first, _ = step(state, x)
-  assert np.max(first.params[OWG]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]) == 16
-  bad, metrics = step(first, x * F32(np.nan))
-  assert not metrics["grads_finite"]
-  jax.tree.map(np.testing.assert_array_equal, bad.params, first.params)
-
-
-def test_overwritten_leaves_beside_integers_and_as_extra_arguments():
-  params = {**SHOWN, "i": np.arange(3)}
-  whole = np.zeros(3, jax.dtypes.float0)
-  floating = lambda p: jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), p)
-  seen = []
-
-  def look(updates, state, params=None, *, grad):
-    seen.append(jax.tree.structure(updates) == jax.tree.structure(grad))
-    return updates, state
-
-  looks = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), look)
-  tx = mpjax.dynamic_loss_scale(optax.chain(looks, optax.masked(optax.sgd(0.1), floating)))
-
-  @jax.jit
-  def step(grads):
-    grads = {**grads, "i": whole}
-    return tx.update(grads, tx.init(params), params, grad=grads)[0][OWG]
-
-  assert float(step(NEXT)["scale"]) == 5
-  assert all(seen)
 
 
 def test_a_step_is_skipped_if_its_unscaled_gradients_are_not_finite():

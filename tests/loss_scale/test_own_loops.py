@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 import mpjax
 
@@ -89,37 +88,6 @@ def test_one_loop_with_every_function_serves_every_policy(policy):
   assert loss < 0.9 * exact(PARAMS, X)[0]
   assert bool(metrics) == (policy.loss_scaling is not None)
   assert kept["count"] == 1
-
-
-MESH = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-P = PartitionSpec
-ROWS = np.float32(RNG.normal(size=(16, 8)))
-vary = lambda tree: jax.tree.map(lambda p: jax.lax.pcast(p, "d", to="varying"), tree)
-
-
-# The forms of docs/shard_map.md, and whether varying axes are tracked.
-RIGHT = [("pmean of the loss", True), ("pcast", True), ("pmean of gradients", False)]
-
-
-@pytest.mark.parametrize(("form", "check_vma"), RIGHT)
-def test_gradients_over_devices_are_the_mean_over_all_rows_and_cross_in_float32(form, check_vma):
-  autocast = mpjax.autocast(loss_fn, "bf16")
-  mean_loss = lambda params, x: jax.lax.pmean(autocast(params, x), "d")
-
-  def run(params, state, x):
-    of = mean_loss if form == "pmean of the loss" else autocast
-    _, grads = mpjax.value_and_grad(of, state)(vary(params) if form == "pcast" else params, x)
-    return grads if form == "pmean of the loss" else jax.lax.pmean(grads, "d")
-
-  specs = {"in_specs": (P(), P(), P("d")), "out_specs": P(), "check_vma": check_vma}
-  over_devices = jax.jit(jax.shard_map(run, mesh=MESH, **specs))
-  for tx, scale in ((SGD, 1), (mpjax.static_loss_scale(SGD, 8.0), 8)):
-    traced = over_devices.trace(PARAMS, tx.init(PARAMS), ROWS)
-    # What is summed over devices, but for scalars.
-    summed = re.findall(r"(\w+)\[\d[\d,]*\](?:\{[^}]*\})? = psum", str(traced.jaxpr))
-    assert set(summed) == {"f32"}
-    found = traced.lower().compile()(PARAMS, tx.init(PARAMS), ROWS)
-    close(jax.tree.map(lambda g, s=scale: g / s, found), exact(PARAMS, ROWS)[1], rtol=0.05, atol=2e-3)
 
 
 class NnxNormed(nnx.Module):

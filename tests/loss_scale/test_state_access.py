@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import mpjax
 
@@ -83,31 +82,6 @@ def test_the_norm_for_a_log_is_of_unscaled_gradients_of_modules_too(policy):
   assert float(mpjax.loss_scale.gradient_norm(grads, optimizer)) == 4
 
 
-def first_step(loss):
-  """The updates of SGD for gradients of what `loss(scale_loss, parameters)` returns, and the state."""
-  tx, params = mpjax.dynamic_loss_scale(optax.sgd(1.0)), {"w": np.asarray([1.0, 2.0], np.float32)}
-
-  def step(state):
-    scaled = functools.partial(mpjax.scale_loss, opt_state=state)
-    return tx.update(jax.grad(functools.partial(loss, scaled))(params), state, params)
-
-  return jax.jit(step)(tx.init(params))
-
-
-def test_gradients_decide_whether_a_step_is_taken():
-  # A loss that is NaN is for the user to look at.
-  updates, state = first_step(lambda scale, p: scale(p["w"].sum() + jax.lax.stop_gradient(jnp.nan)))
-  assert state.grads_finite
-  np.testing.assert_array_equal(updates["w"], [-1, -1])
-  # A scaled loss that float32 holds, whose first half-precision gradient float16 does not.
-  half = lambda scale, p: scale((p["w"].astype(jnp.float16) * 5).sum().astype(jnp.float32))
-  with jax.debug_nans(True):  # which an overflow that is skipped passes
-    updates, state = first_step(half)
-  assert (bool(state.grads_finite), float(state.scale)) == (False, 2.0**15)
-  assert not np.asarray(updates["w"]).any()
-  assert not bool(optax.tree.get(state, "grads_finite"))  # optax finds it by its name alone
-
-
 # What is no optimiser's state, and how an error shows it.
 NO_STATES = [
   ("fp16", "'fp16'"),
@@ -139,30 +113,6 @@ def test_what_is_no_optimisers_state_is_a_type_error_that_says_what_to_pass():
         call(value)
       assert "opt_state = tx.init(params)" in str(error.value), shown
       assert len(str(error.value)) < 300, shown
-
-
-# Of transforms of one's own, too.
-COUNT = np.zeros([], np.int32)
-STATES = {
-  "none": None,
-  "a tuple": optax.adam(0.1).init(PARAMS),
-  "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS),
-  "a count": COUNT,
-  "moments with a count": {"count": COUNT, "m": PARAMS},
-  "moments in a chain": (PARAMS,),
-  "an nnx.Optimizer": IN_NNX(optax.adam(0.1)),
-  "its state": IN_NNX(optax.adam(0.1)).opt_state,
-  "a TrainState": TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1)),
-}
-
-
-def test_every_optimisers_state_without_a_scale_is_taken():
-  fun = lambda params: (params["a"] ** 2).sum()
-  for name, state in STATES.items():
-    loss, grads = mpjax.value_and_grad(fun, state)(PARAMS)
-    assert (loss, *grads["a"]) == (2, 2, 2), name
-    assert mpjax.scale_loss(1.0, state) == 1, name
-    assert mpjax.keep_if_finite(state, 1.0, 2.0) == 1, name
 
 
 def test_all_finite():

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 import mpjax
-from mpjax.policy import Override
 from tests.numerics._by_hand import at_scale
 from tests.numerics._planted_models import chain
 
@@ -23,16 +22,12 @@ TX = optax.sign_sgd(RATE)
 FAULTS = {
   "overflow": {"big": 1e4},
   "underflow": {"small": 1e-7},
-  "lost updates": {"still": 32.0},
   "all": {"big": 1e4, "small": 1e-7, "still": 32.0},
   "none": {},
 }
 POLICIES = {
   "float16": "float16",
   "fp16": {"base": "fp16", "loss_scaling": {"kind": "dynamic", "init_scale": 2.0**12}},  # no step is skipped
-  "no scale": {"base": "fp16", "loss_scaling": None},
-  "static": {"base": "fp16", "loss_scaling": {"kind": "static", "init_scale": 1.0}},
-  "bf16_pure": "bf16_pure",
   "bf16": "bf16",
 }
 OVERFLOW, UNDERFLOW = ("overflow", "big"), ("underflow", "small")
@@ -41,14 +36,7 @@ WANTED = {
   ("overflow", "fp16"): {OVERFLOW},
   ("all", "float16"): {OVERFLOW, UNDERFLOW, STILL, BIG},
   ("all", "bf16"): set(),
-  ("all", "static"): {OVERFLOW, UNDERFLOW},
-  ("underflow", "float16"): {UNDERFLOW},
-  ("underflow", "static"): {UNDERFLOW},
-  ("lost updates", "bf16_pure"): {STILL},
-  ("none", "float16"): set(),
 }
-QUICK = [*WANTED][:3]
-CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in WANTED]
 
 
 def problems(report):
@@ -60,21 +48,16 @@ def model(fault):
   return chain(**FAULTS[fault])
 
 
-@functools.cache
-def inspected(fault, policy):
-  params, batch, loss_fn = model(fault)
-  return mpjax.inspect_numerics(loss_fn, params, batch, policy=POLICIES[policy], tx=TX)
-
-
 def left(report, loss_fn, params, batch, **options):
   """The problems under the advised policy."""
   policy = report.advice.policy
   return problems(mpjax.inspect_numerics(loss_fn, params, batch, policy=policy, advise=False, **options))
 
 
-@pytest.mark.parametrize(("fault", "policy"), CASES)
+@pytest.mark.parametrize(("fault", "policy"), WANTED)
 def test_a_fault_is_found_in_its_layer_and_the_advised_policy_leaves_no_problem(fault, policy):
-  report = inspected(fault, policy)
+  params, batch, loss_fn = model(fault)
+  report = mpjax.inspect_numerics(loss_fn, params, batch, policy=POLICIES[policy], tx=TX)
   assert problems(report) == WANTED[fault, policy]
   assert all(f.module.split("/")[0] in f.text for f in report.findings if f.module)
   order = [(f.severity != "problem", f.order) for f in report.findings]
@@ -88,44 +71,12 @@ def test_a_fault_is_found_in_its_layer_and_the_advised_policy_leaves_no_problem(
     assert advised == mpjax.get_policy(POLICIES[policy])
     assert "good as it is" in text
     return
-  if fault in ("overflow", "underflow") or policy == "static":
-    assert {pattern for pattern, _ in advised.overrides} <= {"big", "small"}
-  assert (fault in ("overflow", "all")) == ("big" in dict(advised.overrides))
+  assert "big" in dict(advised.overrides)
   assert all(f"{key}: {buys}" in everything for key, buys in advice.lines)
   [pasted] = re.findall(r"^(policy: \{.*\n(?:  .*\n)*)", text, re.MULTILINE)
   assert mpjax.get_policy(yaml.safe_load(pasted)["policy"]) == advised
   assert "the policy below should fix" in text.splitlines()[0]
-  params, batch, loss_fn = model(fault)
   assert left(report, loss_fn, params, batch, tx=TX) == set()
-
-
-@functools.cache
-def trained(fault, policy, advised=False):
-  """The loss after some steps, and how far each layer's weights have moved."""
-  params, batch, loss_fn = model(fault)
-  spec = inspected(fault, policy).advice.policy if advised else POLICIES.get(policy, policy)
-  step = mpjax.make_train_step(loss_fn, TX, spec)
-  state = step.init(params)
-  wide = lambda tree: {name: np.asarray(leaf["w"], np.float64) for name, leaf in tree.items()}
-  first = wide(state.params)
-  for _ in range(20):
-    state, _ = step(state, batch)
-  last = wide(state.params)
-  loss = float(jax.jit(loss_fn)({name: {"w": np.float32(w)} for name, w in last.items()}, batch))
-  return loss, {name: np.abs(last[name] - first[name]).mean() for name in last}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("fault", "policy", "layer"), [("underflow", "static", "small"), ("all", "float16", "still")]
-)
-def test_training_with_the_advice_is_as_in_float32(fault, policy, layer):
-  before, after, exact = trained(fault, policy), trained(fault, policy, True), trained(fault, "fp32")
-  assert before[1][layer] < 0.5 * exact[1][layer]  # its weights stand still
-  assert after[1][layer] == pytest.approx(exact[1][layer], rel=0.1)
-  if fault == "all":
-    assert abs(after[0] - exact[0]) < 0.5 * abs(before[0] - exact[0])
-    assert after[0] == pytest.approx(exact[0], rel=2e-2)
 
 
 RNG = np.random.default_rng(0)
@@ -185,33 +136,6 @@ def test_what_is_not_finite_in_float32_is_not_blamed_on_the_policy(place):
   assert "overflows" not in report.table("all")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("fault", "policy", "tx", "advised"),
-  [
-    (
-      "underflow",  # the optimiser's own loss scale is left to it
-      POLICIES["no scale"],
-      mpjax.static_loss_scale(optax.sgd(1e-2), 2.0),
-      {"loss_scaling": None, "overrides": (("small", Override("bfloat16")),)},
-    ),
-    (
-      "overflow",  # an override needs autocast, and that float32 weights
-      {"base": "float16", "master_weights": "stochastic"},
-      TX,
-      {"autocast": True, "param_dtype": "float32", "master_weights": None},
-    ),
-  ],
-  ids=["own scale", "stochastic weights"],
-)
-def test_the_advice_goes_with_what_the_optimiser_and_the_weights_have(fault, policy, tx, advised):
-  params, batch, loss_fn = model(fault)
-  report = mpjax.inspect_numerics(loss_fn, params, batch, policy=policy, tx=tx)
-  found = mpjax.get_policy(report.advice.policy)
-  assert {name: getattr(found, name) for name in advised} == advised
-  assert left(report, loss_fn, params, batch, tx=tx) == set()
-
-
 def test_gradients_too_large_for_any_loss_scale_are_said_to_overflow():
   loss_fn = lambda params, batch: 1e9 * plain_loss(params, batch)
   params = {"first": {"w": W}, "second": {"w": W}}
@@ -222,32 +146,6 @@ def test_gradients_too_large_for_any_loss_scale_are_said_to_overflow():
   assert "too small" not in report.table("all")
   assert left(report, loss_fn, params, X) == set()
   assert {spec for _, spec in report.advice.policy["overrides"]} <= {"bf16", "fp32"}
-
-
-@pytest.mark.slow
-def test_what_fp8_is_too_narrow_for_goes_back_to_bfloat16():
-  """Current scaling divides by the largest value: beside one of 1e7, E4M3 has nothing left for the others."""
-  spiky, size = W.copy(), np.ones(16, np.float32)
-  spiky[0], size[0] = spiky[0] * 1e-7, 1e7
-  params = {"first": {"w": W.T.copy()}, "spiky": {"w": spiky}, "last": {"w": W}}
-
-  def loss_fn(params, batch):
-    with jax.named_scope("first"):
-      x = jnp.tanh(batch["x"] @ params["first"]["w"])
-    with jax.named_scope("spiky"):
-      x = jnp.tanh((x * batch["size"]) @ params["spiky"]["w"])
-    with jax.named_scope("last"):
-      return jnp.mean(((x @ params["last"]["w"]).astype(jnp.float32) - 1) ** 2)
-
-  fp8 = {"emulate": True, "min_dim": 1, "first_layer": True, "last_layer": True}
-  policy = {"base": "fp8", "fp8": fp8}
-  report = mpjax.inspect_numerics(loss_fn, params, {"x": X, "size": size}, policy=policy)
-  assert ("error", "spiky") in problems(report)
-  advised = mpjax.get_policy(report.advice.policy)
-  assert "spiky" in dict(advised.overrides)
-  assert advised.fp8.emulate
-  after = left(report, loss_fn, params, {"x": X, "size": size})
-  assert "error" not in {kind for kind, _ in after}
 
 
 def bias_before_a_norm(size, scale=1.0):
@@ -273,22 +171,6 @@ def test_the_error_of_a_gradient_of_zero_is_said_to_say_nothing(size):
   assert note.text.startswith("layer/b: its gradient is 0 but for rounding")
   assert "of the norm of the values that it sums" in note.text
   assert "policy bf16: the policy is good as it is; on the errors of layer/b see the note" in str(report)
-
-
-def test_a_loss_scale_that_overflows_nothing_is_among_those_that_are_good():
-  loss_fn, params, batch = bias_before_a_norm(1.0, scale=2.0**12)
-  step = mpjax.make_train_step(loss_fn, optax.identity(), "fp16")
-  state, largest = step.init(params), None
-  for away in (None, -12, -8, 0, 1, 2):  # from the largest that the first report calls good
-    exponent = 16 if away is None else largest + away
-    report = mpjax.inspect_numerics(step, at_scale(state, 2.0**exponent), batch, advise=False)
-    [text] = [f.text for f in report.findings if f.kind == "range"]
-    low, high = (int(e) for e in re.search(r"loss scales from 2\^(\d+) to 2\^(\d+) keep", text).groups())
-    largest = largest or high
-    overflows = any(f.kind == "gradient overflow" for f in report.findings)
-    assert overflows == (exponent > high), exponent
-    small = f"at the run's 2^{exponent} the lost values are a small part" in text
-    assert overflows or low <= exponent <= high or (small and exponent < low), exponent
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -49,14 +48,3 @@ def test_distance_of_neighbouring_angles():
 
 def test_float32_has_no_such_finding():
   assert findings(difference(1.001), "fp32") == findings(angle(1.0), "fp32") == []
-
-
-def test_an_ordinary_network_has_no_such_finding():
-  def loss_fn(params, x):
-    q, k = x @ params["w"], x @ (2 * params["w"])
-    angle = jnp.arange(64.0)[:, None] * jnp.arange(16.0)
-    rotated = lambda x: x * jnp.cos(angle) + jnp.roll(x, 1, -1) * jnp.sin(angle)
-    h = x + jax.nn.softmax(rotated(q) @ rotated(k).T) @ x
-    return -jax.nn.log_softmax((h - h.mean(-1, keepdims=True)) @ params["w"])[:, 0].mean()
-
-  assert findings(loss_fn, "bf16") == []

@@ -28,15 +28,7 @@ from tests.numerics._by_hand import (
   near_counts,
   normal,
   report_of,
-  same,
 )
-
-
-def test_without_an_optimiser_nothing_is_said_of_updates():
-  report = look("bf16", tx=None)
-  assert not report.of("update")
-  assert not [f for f in report.findings if f.kind == "lost updates"]
-  assert report.lost_updates() == report.to_dict()["lost_updates"] == {}
 
 
 def test_steps_of_a_loop_are_layers():
@@ -184,18 +176,6 @@ def test_a_step_in_float32_with_another_loss_function_is_a_reference():
   report = mpjax.inspect_numerics(step, step.init(PARAMS), BATCH, reference=doubled, advise=False)
   assert report.reference_loss == pytest.approx(2 * report.loss, rel=1e-2)
   assert all(0.45 < t.error < 0.55 for t in report.of("weight gradient"))
-
-
-def test_a_batch_on_an_explicit_mesh_is_inspected():
-  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-  place = lambda tree, *axes: jax.device_put(tree, jax.NamedSharding(mesh, jax.P(*axes)))
-  params = {"w": np.eye(8, dtype=np.float32) * 0.5}
-  batch = np.arange(32, dtype=np.float32).reshape(4, 8) / 32
-  loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
-  expected = mpjax.inspect_numerics(loss, params, batch, policy="fp16", advise=False)
-  with jax.set_mesh(mesh):
-    found = mpjax.inspect_numerics(loss, place(params), place(batch, "data"), policy="fp16", advise=False)
-  assert all(same(a.magnitudes, b.magnitudes) for a, b in zip(found.tensors, expected.tensors, strict=True))
 
 
 @pytest.fixture

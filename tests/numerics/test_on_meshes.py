@@ -16,7 +16,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 import mpjax
 from mpjax.numerics import find_nonfinite, inspect_numerics
 from mpjax.numerics._tensors import KINDS
-from mpjax.numerics._watcher import Watcher
 from tests.numerics._faults import line_of
 
 RNG = np.random.default_rng(0)
@@ -75,14 +74,9 @@ OVER_TENSOR = {"sharding": {"in": ("fsdp", "tensor"), "out": ("tensor", None)}}
 BLOCK = {"gather": "block"}
 CASES = [
   Case(average, {"data": 4}),
-  Case(average, {"data": 8}),
-  Case(plain, {"fsdp": 4}, accumulate=4),
   Case(plain, {"fsdp": 8}, accumulate=2),
-  Case(average, {"data": 2, "fsdp": 2}, accumulate=4, options=BLOCK),
   Case(average, {"data": 4, "fsdp": 2}, accumulate=2, options=BLOCK),
-  Case(average, {"data": 4}, "batch", accumulate=2),
   Case(average, {"data": 2, "fsdp": 4}, "batch", accumulate=2),
-  Case(divided, {"fsdp": 2, "tensor": 2}, "all", options=OVER_TENSOR),
   Case(divided, {"data": 2, "fsdp": 2, "tensor": 2}, "all", accumulate=2, options=OVER_TENSOR | BLOCK),
 ]
 on_meshes = lambda cases: pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
@@ -116,11 +110,6 @@ def inspected_alone(loss, accumulate):
   return inspect_numerics(*alone(loss, accumulate), BATCH, advise=False)
 
 
-def watched(step, state, batch):
-  watcher = Watcher(step)
-  return watcher.figures(watcher.look(state, batch))
-
-
 def by_hand(loss, accumulate):
   """Returns the mean of the loss over micro-batches, in float64."""
   found = errors(*({k: np.float64(x) for k, x in tree.items()} for tree in (PARAMS, BATCH)), tanh=np.tanh)
@@ -146,27 +135,6 @@ def test_an_inspection(case):
     assert (tensor.norm or 0.0) == pytest.approx(expected[key].norm or 0.0, rel=1e-3), key
     if tensor.kind != "update":
       assert tensor.error == pytest.approx(expected[key].error, rel=0.2, abs=1e-4), key
-
-
-@on_meshes([case for case in CASES if case.explicit != "nothing" or case.loss is not plain])
-def test_the_watch_over_a_run(case):
-  expected = watched(*alone(case.loss, case.accumulate), BATCH)
-  with on_mesh(case, case.loss) as (step, state, place):
-    found = watched(step, state, place(BATCH))
-    step(state, place(BATCH))  # the state is still there
-  assert found.shares == pytest.approx(expected.shares, abs=1e-3)
-  assert found.histograms.keys() == expected.histograms.keys()
-  for path, (_, counts) in found.histograms.items():
-    assert sum(counts) == pytest.approx(sum(expected.histograms[path][1]), abs=2), path
-
-
-def test_the_watch_takes_batches_of_any_shape_and_scalars():
-  step, state = alone(plain, 2)
-  watcher = Watcher(step)
-  whole, half = (
-    watcher.look(state, {name: x[:n] for name, x in BATCH.items()} | {"t": 1.0}) for n in (16, 8)
-  )
-  assert watcher.figures(whole).histograms.keys() == watcher.figures(half).histograms.keys()
 
 
 @on_meshes([case for case in CASES if case.explicit != "nothing"])

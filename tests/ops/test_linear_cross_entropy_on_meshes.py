@@ -62,40 +62,6 @@ def test_a_divided_vocabulary_is_never_gathered(policy):
   assert_same(compiled(*args), MOST[policy])
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_it_is_the_same_in_shard_map_over_the_rows(check_vma):
-  on, args = put(AxisType.Auto)
-  mean = lambda a: jax.lax.pmean(a, "data")
-
-  def step(*args):
-    if check_vma:  # JAX sums what is the same on all devices
-      return jax.value_and_grad(lambda *args: mean(loss(*args)), (0, 1, 2))(*args)
-    value, (of_x, *others) = gradients()(*args)
-    return mean(value), (of_x / 4, *map(mean, others))
-
-  sharded = jax.shard_map(
-    step,
-    mesh=on,
-    in_specs=(P("data"), P(), P(), P("data")),
-    out_specs=(P(), (P("data"), P(), P())),
-    axis_names={"data"},
-    check_vma=check_vma,
-  )
-  compiled = jax.jit(sharded).lower(*args).compile()
-  assert_same(compiled(*args), 1e-6)
-  assert not gathered(compiled)
-
-
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
-def test_it_is_the_same_over_explicit_axes(policy):
-  on, args = put(AxisType.Explicit)
-  with jax.set_mesh(on):
-    got = jit(gradients(policy))(*args)
-    specs = [P("data", None, None), *SPECS[1:3]]
-    assert [jax.typeof(g).sharding.spec for g in got[1]] == specs
-  assert_same(got, MOST[policy])
-
-
 def test_a_divided_training_step_has_the_losses_of_whole_logits():
   params = {"up": RNG.normal(size=(D, D)).astype(np.float32), "head": KERNEL}
   batch = {"x": X, "y": LABELS}

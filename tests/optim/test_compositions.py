@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import mpjax
@@ -78,38 +77,6 @@ def test_a_skip_of_a_guard_inside_changes_no_weight_and_no_code(form):
   same_bits((optax.apply_updates(params, updates), after.correction), (params, state.correction))
   same_bits(mpjax.get_loss_scale(after).inner_state, mpjax.get_loss_scale(state).inner_state)
   assert not mpjax.get_loss_scale(after).grads_finite
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_multi_steps_outside_keeps_every_type(form):
-  """It takes the old state or the new one by a conditional, which refuses other types; sums are float32."""
-  wrap, dtype = FORMS[form]
-  tx = optax.MultiSteps(wrap(optax.adamw(0.1)), 2).gradient_transformation()
-  params = start(dtype)
-  state = jax.eval_shape(tx.init, params)
-  _, after = jax.eval_shape(tx.update, jax.tree.map(np.float32, params), state, params)
-  assert described(after.inner_opt_state) == described(state.inner_opt_state)
-  assert {x.dtype for x in jax.tree.leaves(after.acc_grads)} == {np.dtype("float32")}
-
-
-def test_in_an_nnx_optimizer():
-  wrap, dtype = FORMS["lean"]
-  model = nnx.Linear(64, 80, param_dtype=dtype, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, wrap(optax.adamw(0.1)), wrt=nnx.Param)
-  x = normal(32, 64)
-
-  @nnx.jit
-  def step(model, optimizer):
-    value, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
-    optimizer.update(model, grads)
-    return value
-
-  shapes = lambda: [(v.shape, v.dtype) for v in jax.tree.leaves(nnx.state(optimizer))]
-  before = shapes()
-  values = [float(step(model, optimizer)) for _ in range(20)]
-  assert values[-1] < 0.3 * values[0]
-  assert shapes() == before
-  assert {dtype for shape, dtype in before if shape == (64, 80)} == {np.dtype("int8")}
 
 
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "lean"])

@@ -168,13 +168,6 @@ def test_what_the_format_has_stays_and_what_is_too_large_becomes_its_largest(dty
     assert (F32(rounded(np.full(1000, beyond), dtype, seed)) == largest).all()
 
 
-def test_a_key_says_the_bits_and_another_says_others():
-  x = normal(1000)
-  first = rounded(x, "bfloat16")
-  np.testing.assert_array_equal(first, rounded(x, "bfloat16"))
-  assert (first != rounded(x, "bfloat16", 1)).any()
-
-
 def test_under_strict_promotion_and_with_other_dtypes():
   x = np.ones((2, 3), F32)
   with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):

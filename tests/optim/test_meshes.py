@@ -39,10 +39,7 @@ def values(dtype, scale=1.0):
 
 
 ROWS = [
-  ("int8", "rows"),
-  ("lean", "rows"),
   ("lean", "columns"),
-  ("bfloat16", "columns"),
   ("weights stochastic", "columns"),
 ]
 

@@ -8,7 +8,7 @@ import optax.contrib
 import pytest
 
 import mpjax
-from mpjax.optim import WeightAverageState, average_weights, evaluation_weights, join
+from mpjax.optim import WeightAverageState, average_weights, evaluation_weights
 
 F32 = np.float32
 RNG = np.random.default_rng(0)
@@ -56,23 +56,6 @@ def test_a_step_averages_its_master_weights(policy, options):
   assert found["w"].sharding.is_equivalent_to(state.params["w"].sharding, 2)
 
 
-def test_a_loop_of_bfloat16_parameters_averages_what_they_stand_for():
-  tx = mpjax.master_weights(average_weights(ADAM, 0.999))
-  params = mpjax.cast_floating(PARAMS, jnp.bfloat16)
-  state = tx.init(params)
-
-  @jax.jit
-  def update(params, state):
-    updates, state = tx.update(jax.grad(loss_fn)(params, BATCH), state, params)
-    return optax.apply_updates(params, updates), state
-
-  trees = [join(params, state.correction)]
-  for _ in range(50):
-    params, state = update(params, state)
-    trees.append(join(params, state.correction))
-  assert_near(evaluation_weights(params, state), averaged(trees, 0.999))
-
-
 def test_a_skipped_step_and_a_micro_batch_leave_the_average_as_it_was():
   inner = average_weights(ADAM)
   skips = mpjax.dynamic_loss_scale(inner)
@@ -115,20 +98,6 @@ def test_only_trained_floating_parameters_have_an_average():
   state = average_weights(optax.identity()).init(params)
   assert evaluation_weights(params, state)["count"] is params["count"]
   assert evaluation_weights(params, ADAM.init(params)) is params
-
-
-def test_each_part_of_the_parameters_can_have_its_own():
-  free = optax.contrib.schedule_free_sgd(0.1, b1=0.5)
-  parts = {"w": average_weights(optax.sgd(1.0), 0.5), "b": free}
-  tx = optax.partition(parts, {"w": "w", "b": "b"})
-  params = PARAMS | {"b": np.ones(64, F32)}
-  updates, state = tx.update(params, tx.init(params), params)
-  new = optax.apply_updates(params, updates)
-  found = evaluation_weights(new, state)
-  assert_near({"w": found["w"]}, averaged([{"w": params["w"]}, {"w": new["w"]}], 0.5))
-  updates, state = free.update(params["b"], free.init(params["b"]), params["b"])
-  x = optax.contrib.schedule_free_eval_params(state, params["b"] + updates)
-  assert_near({"b": found["b"]}, {"b": x})
 
 
 def test_bad_arguments():

@@ -10,18 +10,14 @@ import jmp
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings, strategies as st
 
 import mpjax
 from mpjax.fp8 import Recipe
-from mpjax.policy import Override
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
-NAMES = (F16, BF16, F32, "float64")
 # Specs of one policy, its dtypes, and whether it scales the loss.
 MEANINGS = [
   (("fp32", "32-true", np.float32), (F32, F32, F32), False),
-  (("tf32",), (F32, F32, F32), False),
   (("full",), (F32, F32, F32), False),
   (("bf16", "mixed_bfloat16", "bf16-mixed"), (F32, BF16, F32), False),
   (("fp8",), (F32, BF16, F32), False),
@@ -36,7 +32,6 @@ MEANINGS = [
   (("p=f16",), (F16, F16, F16), False),
   (("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")), (BF16, BF16, BF16), False),
   (("c=bf16", " p = f32 , c = bf16 ", {"compute_dtype": "bfloat16"}), (F32, BF16, BF16), False),
-  (("o=f16",), (F32, F32, F16), False),
   (({"base": "fp16", "output": "bfloat16"},), (F32, F16, BF16), True),
 ]
 
@@ -98,24 +93,17 @@ WRONG = [
   ("fp61", ["fp61", "fp16", "auto", "did you mean 'fp16'"]),
   ("compte=f16", ["'compte'", "compute", "did you mean 'compute'"]),
   ("c=f16,compute=f32", ["compute", "repeats"]),
-  ("c=f16,c=f32", ["'c'", "twice"]),
   ("c=f16,bf16", ["'bf16'", "key=value"]),
   ("c=f16,loss_scaling=sometimes", ["loss_scaling", "sometimes"]),
   ('c=f16,fp8={"recip":"current"}', ["recip", "did you mean 'recipe'"]),
-  (jnp.float8_e4m3fn, ["float8_e4m3fn"]),
   (np.dtype(np.int32), ["int32"]),
-  ("c=", ["''"]),
   ({"compute_dtyp": "f16"}, ["compute_dtyp", "did you mean 'compute_dtype'"]),
   ({"compute_dtype": jnp.float8_e4m3fn}, ["float8_e4m3fn", "fp8"]),
-  ({"compute_dtype": ["f16"]}, ["['f16']", "float32"]),
   ({"matmul_precision": "fast"}, ["matmul_precision", "fast", "bfloat16_x3"]),
   ({"base": "fp16", "loss_scaling": True}, ["loss_scaling", "boolean"]),
   ({"base": "bf16", "autocast": "yes"}, ["autocast='yes'", "true or false"]),
   ({"base": "fp16", "loss_scaling": {"init": 4}}, ["'init'", "init_scale"]),
-  ({"base": "fp16", "loss_scaling": {"kind": "adaptive"}}, ["adaptive", "dynamic"]),
   ({"overrides": {"(": "fp32"}}, ["'('", "regular expression"]),
-  ({"overrides": ["head"]}, ["overrides", "head", "mapping"]),
-  (None, ["None"]),
   ({"base": "bf16", "master_weights": "int16"}, ["param_dtype is float32: those are master weights"]),
   ({"param_dtype": "float16", "master_weights": "int8"}, ["for parameters in bfloat16"]),
   ({"base": "bf16", "optimizer_dtype": "int4"}, ["optimizer_dtype: int4", "float64, int8, float8_e4m3fn"]),
@@ -140,54 +128,21 @@ def test_yaml_1_1_numbers_and_booleans():
     mpjax.get_policy(yaml.safe_load("loss_scaling: {growth_interval: on}"))
 
 
-FRAGMENTS = [".*/", "head", r"\d+", "block_[0-3]", "(a|b)", *"\"',=é", ": ", " #", r"\{", r"\\", "true"]
-PATTERNS = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=4).map("".join)
-build, one, some = st.builds, st.one_of, lambda *values: st.sampled_from(values)
-SCALINGS = one(
-  st.none(),
-  build(mpjax.LossScaling, init_scale=st.integers(1, 2**20), backoff_factor=st.floats(0.1, 0.9)),
-  build(mpjax.LossScaling, kind=st.just("static"), init_scale=st.floats(1e-3, 1e6)),
-  build(mpjax.LossScaling.preset, st.just("megatron")),
-)
-RECIPES = one(
-  st.none(),
-  build(
-    Recipe,
-    recipe=some("current", "delayed"),
-    margin=st.integers(0, 4),
-    emulate=st.booleans(),
-  ),
-)
-OVERRIDES = one(
-  some("fp32", "bf16", "float16", "fp8", {"base": "fp8", "compute": "float16"}, {"fp8": None}),
-  build(
-    Override,
-    compute_dtype=some(None, "float32", "bfloat16", "float16"),
-    loop_carry=some("float32", "half"),
-    recompute=some(None, "islands", "nothing"),
-  ),
-)
-POLICIES = build(
-  mpjax.Policy,
-  *[some(*NAMES)] * 3,
-  reduce_dtype=some(None, *NAMES),
-  accum_dtype=some(None, "float32"),
-  grad_dtype=some(None, "float32", "bfloat16"),
-  optimizer_dtype=some(None, "float32", "bfloat16", "int8", "float8_e4m3fn"),
-  vector_dtype=some(None, "float32"),
-  matmul_precision=some(None, "highest", "tensorfloat32"),
-  loss_scaling=SCALINGS,
-  fp8=RECIPES,
-  autocast=st.booleans(),
-  overrides=st.lists(st.tuples(PATTERNS, OVERRIDES), max_size=3),
-)
+PATTERNS = ("head", r".*/block_[0-3]/(a|b)", "\"',=é: #", r"\{\\d", "true")
+ROUND = [
+  "fp16",
+  "bf16_lean",
+  {"base": "fp16", "loss_scaling": {"preset": "megatron"}, "matmul_precision": "highest"},
+  {"base": "float16", "loss_scaling": 0.125, "accum_dtype": "float32", "grad_dtype": "bfloat16"},
+  {"base": "bf16", "overrides": dict.fromkeys(PATTERNS, "fp32"), "reduce_dtype": "float64"},
+  {"base": "fp8", "fp8": {"recipe": "delayed", "margin": 2}, "optimizer_dtype": "float8_e4m3fn"},
+  {"base": "bf16", "overrides": {"a": {"loop_carry": "float32", "recompute": "nothing"}, "b": {"fp8": None}}},
+]
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_policies_round_trip_as_strings_mappings_yaml_and_json(count):
-  @settings(max_examples=count, deadline=None)
-  @given(policy=POLICIES, other=POLICIES)
-  def check(policy, other):
+def test_policies_round_trip_as_strings_mappings_yaml_and_json():
+  policies = [mpjax.get_policy(spec) for spec in ROUND]
+  for policy in policies:
     for data in (
       str(policy),
       yaml.safe_load(yaml.safe_dump({"policy": str(policy)}))["policy"],
@@ -198,11 +153,7 @@ def test_policies_round_trip_as_strings_mappings_yaml_and_json(count):
       again = mpjax.get_policy(data)
       assert again == policy
       assert hash(again) == hash(policy)
-    same = policy == other
-    assert same == (str(policy) == str(other)) == (policy.to_dict() == other.to_dict())
-    assert same == (hash(policy) == hash(other))
-
-  check()
+  assert len({*policies}) == len({*map(str, policies)}) == len(ROUND)
 
 
 def test_policies_differ_if_any_field_does_that_changes_a_program_or_a_run():
@@ -229,18 +180,6 @@ def test_policies_differ_if_any_field_does_that_changes_a_program_or_a_run():
   assert hash(renamed) == hash(base)
   with pytest.raises(dataclasses.FrozenInstanceError):
     base.compute_dtype = jnp.float32
-
-
-def test_no_policy_equals_one_of_jmp():
-  ours, theirs = mpjax.get_policy("c=bf16,o=f32"), jmp.get_policy("c=bf16,o=f32")
-  assert ours != theirs
-  assert theirs != ours
-  assert ours == mpjax.get_policy(theirs)
-  assert ours.same_dtypes(theirs)
-  assert mpjax.get_policy("bf16").same_dtypes(theirs)
-  assert not ours.same_dtypes(jmp.get_policy("half"))
-  assert ours != "bf16"
-  assert ours.with_output_dtype(jnp.float16).output_dtype == "float16"
 
 
 def test_a_string_is_one_of_jmp_where_the_rest_is_at_its_defaults():

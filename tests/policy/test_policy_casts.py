@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import jmp._src.policy_test as jmp_tests
 import ml_dtypes
 import numpy as np
-from flax import nnx
 
 import mpjax
 
@@ -43,24 +42,6 @@ def test_casts_touch_floating_leaves_alone():
   assert mpjax.get_policy("fp32").cast_to_param(tree)["f32"] is tree["f32"]
   assert jax.jit(mpjax.get_policy("fp16").cast_to_compute)(jnp.ones(2)).dtype == jnp.float16
   assert mpjax.get_policy("p=f32,c=f16,o=bf16").cast_to_output(jnp.ones(2)).dtype == jnp.bfloat16
-
-
-def test_casts_of_nnx_keep_shared_variables_shared():
-  class Tied(nnx.Module):
-    def __init__(self):
-      self.a = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-      self.b = self.a
-      self.count = nnx.Variable(jnp.zeros((), jnp.int32))
-
-  model = Tied()
-  cast = mpjax.get_policy("bf16").cast_to_compute(model)
-  assert cast.a is cast.b
-  assert cast.a.kernel.dtype == jnp.bfloat16
-  assert cast.count.dtype == jnp.int32
-  assert model.a.kernel.dtype == jnp.float32
-  state = mpjax.get_policy("bf16").cast_to_compute(nnx.state(model))
-  assert isinstance(state, nnx.State)
-  assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"bfloat16", "int32"}
 
 
 def test_vectors_have_a_dtype_of_their_own():

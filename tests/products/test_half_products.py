@@ -116,20 +116,6 @@ def test_gradients_of_shards_are_rounded_once():
     assert relative_error(a, b) < 1.5 * ROUNDING["bfloat16"]  # four parts are added
 
 
-def test_vmap_keeps_explicit_shardings():
-  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-  loss = lambda x, w: jnp.sum(jnp.einsum("btd,df->btf", x, w, out_sharding=P(None, None, "model")))
-  with jax.set_mesh(mesh):
-    x = jax.device_put(np.ones((4, 2, 8, 16), np.float32), P("data"))
-    w = jax.device_put(np.ones((16, 8), np.float32), P(None, "model"))
-    got, want = (
-      [x.sharding for x in jax.eval_shape(jax.grad(lambda *args: jnp.sum(rows(*args)), (0, 1)), x, w)]
-      for rows in (jax.vmap(mpjax.autocast(loss, "bf16"), (0, None)), jax.vmap(loss, (0, None)))
-    )
-  assert got == want
-  assert [{*sharding.spec} - {None} for sharding in want] == [{"data"}, {"model"}]
-
-
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_other_platforms_have_the_products_of_casts_by_hand(platform):
   dense = ("dense", "attend to a tied embedding", "attention scores", "vmap of weights")
@@ -170,26 +156,3 @@ def test_policies_of_a_checkpoint_outside_save_products():
   saved = jax.checkpoint(mpjax.autocast(loss, "bf16"), policy=jax.checkpoint_policies.dots_saveable)
   names = [e.primitive.name for e in equations(jax.grad(saved, (0, 1)), x, w)]
   assert names.count("dot_general") == 6  # two forward, and two for each of them backward
-
-
-def test_higher_derivatives_and_what_vmap_does_not_map():
-  x, w = operands(((8, 16), (16, 4)), "bfloat16")
-  zeros = functools.partial(np.zeros, dtype=np.float32)
-  loss = lambda x, w: jnp.sum(jnp.square(x @ w)) / 100
-  biased = lambda bias, w: jnp.sum(jnp.tanh(x @ w + bias) ** 2)
-
-  def derivatives(cast):
-    exact = jax.jacfwd(jax.jacrev(cast(loss), 1), 1)(x, w), jax.jvp(cast(loss), (x, w), (x, w))[1]
-    rows = jax.vmap(jax.grad(cast(biased), (0, 1)), (0, None))(zeros((3, 4)), w)
-    return [*exact, jax.hessian(cast(biased))(zeros(4), w), *rows]
-
-  got, want = jax.jit(lambda: (derivatives(mpjax.autocast(policy="bf16")), derivatives(lambda f: f)))()
-  for a, b, most in zip(got, want, (0.01, 0.01, 0.02, 0.02, 0.02), strict=True):
-    assert relative_error(a, b) < most
-
-
-def test_vmap_of_a_convolution_over_no_rows():
-  loss = lambda k, x: jnp.sum(jax.lax.conv(x, k, (1, 1), "SAME"))
-  grad = jax.vmap(jax.grad(mpjax.autocast(loss, "bf16")), (None, 0))
-  out = jax.eval_shape(grad, np.zeros((5, 4, 3, 3), np.float32), np.zeros((0, 2, 4, 6, 6), np.float32))
-  assert (out.shape, out.dtype) == ((0, 5, 4, 3, 3), jnp.float32)

@@ -44,11 +44,7 @@ ENSEMBLES = [
   (BLOCKS, "mxfp8", (0, None)),
   (BLOCKS, "mxfp4", (1, 0)),
   (BLOCKS, "nvfp4", (None, 2)),
-  (BLOCKS, "nvfp4", (1, 0)),
-  (PLAIN, "delayed", (None, None, 0, 0, 0)),
   (BATCHED, DELAYED, (0, None, None, None, None)),
-  (TWO, "delayed", (1, None, 0, None, None)),
-  (PLAIN, DELAYED, (-1, None, None, None, 0)),
   (BATCHED, "delayed", (None, 0, None, 0, None)),
   (TWO, DELAYED, (2, 1, None, 0, None)),
 ]
@@ -106,47 +102,7 @@ def test_members_that_share_an_operand_each_count_in_its_gradient():
     assert relative(d_w, np.einsum("vij,vik->jk", x, ct)) < GRADIENT_ERROR
 
 
-def test_members_of_members():
-  """Operands of two ensembles, each pair of which is a member: the gradient of one is a sum over the other."""
-  sizes = np.float32([1, 1e-5])[:, None, None]
-  x, w, ct = normal(2, 8, 16) * sizes, normal(2, 16, 4, seed=1) / sizes, normal(2, 2, 8, 4, seed=2)
-  pairs = jax.vmap(jax.vmap(matmul, (None, 0)), (0, None))
-  out, d_x, d_w = with_gradients(pairs)(x, w, ct)
-  for i in range(2):
-    for j in range(2):
-      np.testing.assert_allclose(out[i, j], compiled(matmul)(x[i], w[j]), rtol=1e-5)
-    assert relative(d_x[i], np.einsum("vik,vjk->ij", ct[i], w)) < GRADIENT_ERROR
-    assert relative(d_w[i], np.einsum("vij,vik->jk", x, ct[:, i])) < GRADIENT_ERROR
-
-
 # Transforms
-
-
-@pytest.mark.parametrize("recipe", ["current", "mx", SAVED], ids=str)
-def test_scan_remat_and_cond_change_nothing(recipe):
-  x, ws = normal(32, 32), normal(3, 32, 32, seed=1, scale=0.2)
-  layer = lambda x, w: jnp.tanh(matmul(x, w, recipe))
-
-  def loop(x, ws):
-    for w in ws:
-      x = layer(x, w)
-    return jnp.sum(jnp.square(x))
-
-  scanned = lambda body: (
-    lambda x, ws: jnp.sum(jnp.square(jax.lax.scan(lambda c, w: (body(c, w), None), x, ws)[0]))
-  )
-  programs = {
-    "scan": scanned(layer),
-    "scan of remat": scanned(jax.checkpoint(layer)),
-    "cond": lambda x, ws: jax.lax.cond(x[0, 0] < 1e9, jax.jit(loop), lambda *_: 0.0, x, ws),
-  }
-  gradients = lambda fun: jax.value_and_grad(fun, (0, 1))(x, ws)
-  want, results = compiled(
-    lambda: (gradients(loop), {name: gradients(fun) for name, fun in programs.items()})
-  )()
-  for name, result in results.items():
-    for got, reference in zip(jax.tree.leaves(result), jax.tree.leaves(want), strict=True):
-      np.testing.assert_allclose(got, reference, rtol=2e-2, atol=2e-2 * np.abs(reference).max(), err_msg=name)
 
 
 def test_scales_may_be_given_as_any_numbers():
@@ -266,32 +222,18 @@ def test_what_is_kept_is_fp8_where_asked_for():
   assert set(kept) == {E4M3}
 
 
-@pytest.mark.parametrize(
-  ("how", "dtype", "scales"),
-  [
-    ("eager", "float32", None),
-    ("jit", "bfloat16", (2.0, 3.0, 4.0)),
-    ("remat", "bfloat16", None),
-    ("vmap", "float32", (2.0, 3.0, 4.0)),
-  ],
-)
-def test_saved_fp8_gives_the_same_gradients_to_the_bit(scales, dtype, how):
-  x, w, ct = (jnp.asarray(normal(*s, seed=i), dtype) for i, s in enumerate([(16, 32), (32, 48), (16, 48)]))
+@pytest.mark.parametrize("how", ["jit", "remat", "vmap"])
+def test_saved_fp8_gives_the_same_gradients_to_the_bit(how):
+  x, w, ct = normal(16, 32), normal(32, 48, seed=1), normal(16, 48, seed=2)
+  scales = None if how == "remat" else tuple(map(jnp.float32, (2, 3, 4)))
   if how == "vmap":
-    x, ct = jnp.stack([x, 3 * x]), jnp.stack([ct, ct])
-  scales = scales and tuple(map(jnp.float32, scales))
+    x, ct = np.stack([x, 3 * x]), np.stack([ct, ct])
 
   def run(recipe):
     fun = lambda x, w: matmul(x, w, recipe, scales=scales)
-    fun = {"remat": jax.checkpoint(fun), "vmap": jax.vmap(fun, (0, None))}.get(how, fun)
+    return with_gradients({"remat": jax.checkpoint(fun), "vmap": jax.vmap(fun, (0, None))}.get(how, fun))
 
-    def grads(x, w, ct):
-      out, back = jax.vjp(fun, x, w)
-      return out, *back(ct)
-
-    return (grads if how == "eager" else compiled(grads))(x, w, ct)
-
-  for got, want in zip(run(SAVED), run("current"), strict=True):
+  for got, want in zip(run(SAVED)(x, w, ct), run("current")(x, w, ct), strict=True):
     np.testing.assert_array_equal(bits(got), bits(want))
 
 

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,7 +14,6 @@ from tests.fp8._reference import (
   E4M3,
   E4M3_TPU,
   E5M2,
-  bits,
   compiled,
   held,
   matmul,
@@ -124,13 +122,6 @@ def test_gradients_of_nvfp4_are_right_on_average():
   assert (d_x.std(0) > 0).all()
 
 
-def test_nvfp4_is_deterministic():
-  x, w, ct = normal(128, 64), normal(64, 128, seed=1), normal(128, 128, seed=2)
-  again = with_gradients(lambda x, w: matmul(x, w, "nvfp4"))(x, w, ct)
-  for first, second in zip(run_of("nvfp4")(x, w, ct), again, strict=True):
-    np.testing.assert_array_equal(bits(first), bits(second))
-
-
 def test_members_of_an_nvfp4_ensemble_have_scales_of_their_own():
   sizes = np.float32([1, 3e-6, 40])[:, None, None]
   x, w = normal(32, 64), normal(3, 64, 48, seed=1) * sizes
@@ -165,19 +156,3 @@ def test_a_backward_pass_in_the_compute_dtype_is_that_of_bfloat16(recipe):
   assert relative(mixed[0], half[0]) > 0.01
   for got, want in zip(mixed[1:], half[1:], strict=True):
     np.testing.assert_array_equal(got, want)
-
-
-def test_operands_saved_in_fp8_are_widened_for_a_backward_pass_in_the_compute_dtype():
-  x, w, ct = (
-    a.astype(jnp.bfloat16) for a in (normal(32, 64), normal(64, 48, seed=1), normal(32, 48, seed=2))
-  )
-  for recipe, scales in (("current", None), ("delayed", (np.float32(4), np.float32(8), np.float32(1)))):
-    spec = {"recipe": recipe, "backward": "compute", "saved_activations": "fp8"}
-    _, d_x, d_w = with_gradients(lambda x, w, spec=spec, scales=scales: matmul(x, w, spec, scales=scales))(
-      x, w, ct
-    )
-    wide = [np.asarray(a, np.float32) for a in (x, w, ct)]
-    own = scales[:2] if scales else [scale_for(a, E4M3) for a in wide[:2]]
-    x_held, w_held = (held(a, scale, E4M3) for a, scale in zip(wide[:2], own, strict=True))
-    assert relative(d_x, wide[2] @ w_held.T) < 0.004
-    assert relative(d_w, x_held.T @ wide[2]) < 0.004

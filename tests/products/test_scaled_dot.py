@@ -55,9 +55,11 @@ def test_values_and_gradients_are_those_of_blocks_by_hand(format):
 @FORMATS
 def test_products_whose_float32_sums_are_exact_are_so_to_the_bit(format):
   """A multiple of the identity picks what x is in its blocks; a few codes of two blocks give exact sums."""
-  x, size = operands()[0], by_hand.SIZES[format]
-  picked = compiled(of(format))(x, 6 * np.eye(96, dtype=np.float32))
-  np.testing.assert_array_equal(bits(picked), bits((6 * by_hand.held(x, format) + 0.0).astype(np.float32)))
+  pick, size = compiled(of(format)), by_hand.SIZES[format]
+  for magnitude in np.float32([1e-30, 1, 1e30]):
+    x = operands()[0] * magnitude
+    picked = pick(x, 6 * np.eye(96, dtype=np.float32))
+    np.testing.assert_array_equal(bits(picked), bits((6 * by_hand.held(x, format) + 0.0).astype(np.float32)))
   rng = np.random.default_rng(5)
   grid = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
   x, w = (rng.choice(np.r_[-grid, grid], shape) for shape in ((16, 2 * size), (2 * size, 32)))
@@ -65,24 +67,32 @@ def test_products_whose_float32_sums_are_exact_are_so_to_the_bit(format):
   np.testing.assert_array_equal(compiled(of(format))(x, w), want)
 
 
-@FORMATS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_operands_give_half_precision_and_float32_weights_float32_gradients(format, dtype):
+def test_half_precision_operands_give_half_precision_and_float32_weights_float32_gradients(dtype):
   x, w, ct = operands(dtype)
   wide = [np.asarray(a, np.float32) for a in (x, w, ct)]
-  want = by_hand.products(*wide, format)
-  sizes = by_hand.products(*map(abs, wide), format)
-  step = float(jnp.finfo(dtype).eps)
-  results = with_gradients(of(format))(x, w, ct)
-  of_mixed = with_gradients(of(format))(x, wide[1], ct)
-  assert [r.dtype for r in (*results, *of_mixed)] == [dtype] * 5 + ["float32"]
-  for got, exact, size in zip((*results, of_mixed[2]), (*want, want[2]), (*sizes, sizes[2]), strict=True):
-    tiny = float(jnp.finfo(got.dtype).tiny) if got.dtype == np.float16 else 0
-    bound = (0 if got.dtype == np.float32 else step) * np.abs(exact) + 1e-6 * size + tiny
+  want, sizes = by_hand.products(*wide, "mxfp8"), by_hand.products(*map(abs, wide), "mxfp8")
+  narrow = jnp.finfo(dtype)
+  for got, exact, size in zip(with_gradients(of("mxfp8"))(x, w, ct), want, sizes, strict=True):
+    assert got.dtype == dtype
+    bound = float(narrow.eps) * np.abs(exact) + 1e-6 * size + float(narrow.tiny)
     assert (np.abs(np.asarray(got, np.float64) - exact) <= bound).all()
-  out = compiled(of(format, preferred_element_type=jnp.float32))(x, w)
-  assert out.dtype == np.float32
+  *_, of_weight = with_gradients(of("mxfp8"))(x, wide[1], ct)
+  out = compiled(of("mxfp8", preferred_element_type=jnp.float32))(x, w)
+  assert (of_weight.dtype, out.dtype) == (np.float32, np.float32)
+  close(of_weight, want[2], sizes[2])
   close(out, want[0], sizes[0])
+
+
+@FORMATS
+def test_what_is_not_finite_reaches_its_own_row_alone(format):
+  for bad in (np.inf, -np.inf, np.nan):
+    x = operands()[0]
+    x[4, 70] = bad
+    picked = np.asarray(compiled(of(format))(x, 6 * np.eye(96, dtype=np.float32)))
+    assert np.isnan(picked[4]).all()
+    want = 6 * by_hand.held(x, format)
+    np.testing.assert_array_equal(np.delete(picked, 4, 0), np.delete(want, 4, 0).astype(np.float32))
 
 
 def test_a_float16_result_is_scaled_back_before_it_is_rounded():

@@ -48,7 +48,6 @@ PARTITION = optax.partition({"train": TX, "freeze": optax.set_to_zero()}, {"base
 AWAY = lambda path, u: jnp.zeros_like(u) if path[0].key == "base" else u
 WAYS = {
   "partition": {"tx": PARTITION},
-  "masked after": {"tx": optax.chain(TX, optax.masked(optax.set_to_zero(), {"base": True, "lora": False}))},
   "by path": {
     "tx": optax.chain(
       TX,
@@ -102,12 +101,6 @@ def test_what_is_not_chosen_has_neither_gradient_nor_state():
     assert all(leaf.shape != (D, D) for leaf in jax.tree.leaves(state.opt_state))
 
 
-def test_what_clips_all_gradients_together_reads_the_frozen_ones():
-  """As in plain optax: the norm is of all leaves, so that a NaN among them is one of each update."""
-  step = make(tx=optax.chain(optax.clip_by_global_norm(1.0), PARTITION), policy="fp32", skip_nonfinite=True)
-  assert step(step.init(PARAMS), BATCH)[1]["skipped_steps"] == 1
-
-
 @pytest.mark.parametrize(
   ("axes", "gather"), [({"fsdp": 3}, "block"), ({"data": 2, "fsdp": 4}, "step")], ids=str
 )
@@ -153,64 +146,6 @@ def test_a_frozen_base_of_a_module_is_divided_and_not_reduced():
   np.testing.assert_array_equal(state.params["l1"]["kernel"], base)
   assert not np.allclose(state.model_state["norm"]["mean"], before)
   assert last["loss"] < first["loss"]
-
-
-def test_a_frozen_base_in_place():
-  step = make(of_net, wrt=nnx.LoRAParam, mesh=mesh(fsdp=3))
-  model = Net(nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.LoRAParam)
-  base, b = np.asarray(model.l1.kernel[...]), np.asarray(model.l1.lora.lora_b[...])
-  for _ in range(2):
-    step(model, optimizer, BATCH)
-  np.testing.assert_array_equal(model.l1.kernel[...], base)
-  assert "fsdp" in model.l1.kernel[...].sharding.spec
-  assert not np.array_equal(model.l1.lora.lora_b[...], b)
-
-
-def test_weights_to_evaluate_are_found_for_what_is_trained_of_a_module():
-  free = optax.contrib.schedule_free_sgd(0.1)
-  for policy, tx in (("fp32", free), ("bf16_lean", mpjax.optim.average_weights(TX))):
-    step = make(of_net, tx, policy, wrt=nnx.LoRAParam)
-    state, _ = step(step.init(Net(nnx.Rngs(0))), BATCH)
-    found = mpjax.optim.evaluation_weights(state.params, state.opt_state)
-    assert_near(found["l1"]["kernel"], state.params["l1"]["kernel"])
-    params, opt_state = step.user_state(state)
-    assert_near(found["l1"]["lora"], mpjax.optim.evaluation_weights(params, opt_state)["l1"]["lora"])
-    if tx is free:
-      assert_near(
-        found["l1"]["lora"], optax.contrib.schedule_free_eval_params(opt_state, params)["l1"]["lora"]
-      )
-
-
-def test_few_bytes_and_another_policy():
-  step = make(policy="bf16_lean", wrt="lora")
-  state = step.init(PARAMS)
-  assert state.params["base"]["w"].dtype == jnp.float32  # as given
-  assert state.params["lora"]["a"].dtype == jnp.bfloat16
-  state, _ = step(state, BATCH)
-  other = step.with_policy("fp16")
-  adopted = other.adopt(state, step, warn=False)
-  assert adopted.params["lora"]["a"].dtype == jnp.float32
-  assert bits(adopted.params["base"]) == bits(PARAMS["base"])
-  jax.eval_shape(other.jitted, adopted, BATCH)
-  every = make(policy="bf16_lean")
-  narrow = step.adopt(every.init(PARAMS), every, warn=False)  # which trains less
-  assert narrow.params["base"]["w"].dtype == jnp.bfloat16
-  jax.eval_shape(step.jitted, narrow, BATCH)
-
-
-def test_optax_accumulates_round_a_partition():
-  step = make(tx=optax.MultiSteps(PARTITION, 2).gradient_transformation(), policy="fp16")
-  state, metrics = train(step, step.init(PARAMS), 2, BATCH)
-  assert metrics["skipped_steps"] == 0
-  assert bits(state.params["base"]) == bits(PARAMS["base"])
-  assert np.asarray(state.params["lora"]["b"]).any()
-
-
-def test_an_own_loop_does_not_pass_over_gradients_of_frozen_leaves():
-  tx = mpjax.dynamic_loss_scale(PARTITION)
-  update = jax.jit(lambda params: tx.update(jax.grad(loss_fn)(params, BATCH), tx.init(params), params))
-  assert update(PARAMS)[1].skipped_steps == 1
 
 
 def test_an_infinite_parameter_that_nobody_moves_decides_nothing():

@@ -1,4 +1,4 @@
-"""Parameters gathered where they are read: values and gradients of programs, and what residuals hold."""
+"""Parameters gathered where they are read: values and gradients of programs, and the dtypes in which they cross."""
 
 import functools
 
@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType
 
 import mpjax
-from mpjax.step._collectives import Part
-from mpjax.step._gather_where_read import gather_where_read  # any program, also such as no loss is
 
 DEVICES = 8
 N = 64  # size of every parameter's dimensions
@@ -21,7 +19,7 @@ normal = lambda *shape: (RNG.normal(size=shape) * N**-0.5).astype(np.float32)
 PARAMS = {"rows": normal(3, N), "stack": normal(3, N, N), "v": normal(N, N), "w": normal(N, N)}
 X = RNG.normal(size=(ROWS * DEVICES, N)).astype(np.float32)
 # The dimension that is divided; the second of `w`, which a product does not sum over.
-DIMENSIONS = {"rows": None, "stack": 1, "v": 0, "w": 1}
+RULES = {"rows": (), "stack": (None, "fsdp", None), "v": ("fsdp", None), "w": (None, "fsdp")}
 MESH = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
@@ -74,138 +72,33 @@ own_rule.defvjp(
 )
 
 
-FP8 = {"base": "fp8", "fp8": {"emulate": True}}
-add_product = lambda x, w: (x + jnp.tanh(x @ w), None)
 add_row = lambda p, made=lambda w: w: lambda x, row: (jnp.tanh(x @ made(p["w"]) + row), None)
-again = jax.checkpoint(add_product, prevent_cse=False)
 saving = lambda name: functools.partial(checkpointed, policy=getattr(jax.checkpoint_policies, name))
 PROGRAMS = {
   "unrolled": unrolled,
-  "scanned": lambda p, x, key: jax.lax.scan(add_product, x, p["stack"])[0],
   "scanned backwards with outputs": scanned_backwards_with_outputs,
   "the same in each step": lambda p, x, key: jax.lax.scan(add_row(p), x, x)[0],
-  "transposed in each step": lambda p, x, key: jax.lax.scan(add_row(p, jnp.transpose), x, x)[0],
   "checkpointed": checkpointed,
-  "checkpointed but for products": saving("dots_saveable"),
   "checkpointed but for everything": saving("everything_saveable"),
   "checkpointed behind some barriers": lambda p, x, key: jax.checkpoint(
     lambda x, w, v: jnp.tanh(x @ w) @ v, prevent_cse=(True, False, False)
   )(x, p["w"], p["v"]),
-  "scan of checkpoints": lambda p, x, key: jax.lax.scan(again, x, p["stack"])[0],
   # Devices have other rows, and choose other branches.
   "conditional": lambda p, x, key: jax.lax.cond(x.sum() > 0, lambda: x @ p["w"], lambda: x @ p["v"]),
-  "bounded loop": lambda p, x, key: jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["w"]), x),
   "read twice": lambda p, x, key: jnp.tanh(x @ p["w"]) @ p["w"].T,
-  "looked up": lambda p, x, key: p["w"][jnp.argmax(x, -1)] + x,
   "few rows looked up": few_rows_looked_up,
   "functions of parameters": functions_of_parameters,
   "sorted parameters": sorted_parameters,
   "with penalties": lambda p, x, key: x @ p["w"] + sum(jnp.sum(leaf**2) for leaf in p.values()),
-  "long chain": lambda p, x, key: (
-    x @ functools.reduce(lambda w, _: w - 0.01 * jnp.tanh(w) * w, range(40), p["w"])
-  ),
   "jitted and random": jitted_and_random,
   "returned": lambda p, x, key: p["w"] + x.sum(),
   "with a rule": lambda p, x, key: own_rule(own_rule(x, p["w"]), p["v"]),
-  "in fp8": lambda p, x, key: mpjax.autocast(lambda w, x: jnp.tanh(x @ w) @ w, FP8)(p["w"], x),
   "in bfloat16": lambda p, x, key: mpjax.autocast(functools.partial(unrolled, key=None), "bf16")(p, x),
 }
 
 
-def mapped(fun, outs):
-  """`fun(params, x, key)` on 8 devices, each with its rows and its parts of parameters."""
-  specs = {k: P() if d is None else P(*[None] * d, "fsdp") for k, d in DIMENSIONS.items()}
-  in_specs = (specs, P("fsdp"), P())
-  return jax.shard_map(fun, mesh=MESH, in_specs=in_specs, out_specs=outs(specs), check_vma=False)
-
-
 def loss_of(program, p, x, key=None):
   return jnp.mean(program(p, x, key).astype(jnp.float32) ** 2)
-
-
-def of_parts(program):
-  float32 = np.dtype("float32")
-  parts = [None if d is None else Part(P(*[None] * d, "fsdp"), float32, float32) for d in DIMENSIONS.values()]
-  return gather_where_read(functools.partial(loss_of, program), parts)
-
-
-def gradients(program):
-  """Losses and gradients by device: `rows` is whole, and each has a gradient of its own of it."""
-
-  def run(params, x, key):
-    loss, grads = jax.value_and_grad(of_parts(program))(params, x, key)
-    return loss[None], {**grads, "rows": grads["rows"][None]}
-
-  return mapped(run, lambda specs: (P("fsdp"), {**specs, "rows": P("fsdp")}))
-
-
-def shapes(*more):
-  return jax.eval_shape(lambda: (PARAMS, X, jax.random.key(0)))
-
-
-@pytest.mark.parametrize("programs", [list(PROGRAMS)[i::4] for i in range(4)], ids="; ".join)
-def test_values_and_gradients_are_those_of_whole_parameters(programs):
-  def whole(program, params, key):
-    parts = jnp.split(X, DEVICES)
-    return jnp.stack([loss_of(program, params, part, key) for part in parts])
-
-  def references(params, key):
-    for name in programs:
-      losses, pull = jax.vjp(lambda p, program=PROGRAMS[name]: whole(program, p, key), params)
-      yield losses, *pull(jnp.ones(DEVICES))
-
-  key = jax.random.key(1)
-  found = jax.jit(lambda *args: list(references(*args)))(PARAMS, key)
-  for name, (expected, reference) in zip(programs, found, strict=True):
-    losses, grads = jax.jit(gradients(PROGRAMS[name]))(PARAMS, X, key)
-    rtol = 2e-2 if name in ("in bfloat16", "in fp8") else 1e-5
-    np.testing.assert_allclose(losses, expected, rtol=rtol, err_msg=name)
-    for leaf, g in grads.items():
-      g, want = np.asarray(g), np.asarray(reference[leaf])
-      g = g.sum(0) if leaf == "rows" else g
-      scale = np.abs(want).max() or 1.0
-      np.testing.assert_allclose(g / scale, want / scale, atol=rtol, err_msg=f"{name}, {leaf}")
-
-
-def test_no_residual_holds_a_gathered_parameter():
-  """Neither as it is nor under a cast, a transpose or a function of it alone."""
-  for name, program in PROGRAMS.items():
-    # Branches of an older JAX hand out what they read as a residual of their own.
-    if name == "returned" or (name == "conditional" and jax.__version_info__ < (0, 12)):
-      continue
-
-    def residuals(params, x, key, program=program):
-      pull = jax.vjp(lambda p: of_parts(program)(p, x, key), params)[1]
-      return [leaf[None] for leaf in jax.tree.leaves(pull) if leaf.dtype != jax.dtypes.float0]
-
-    kept = jax.eval_shape(mapped(residuals, lambda specs: P("fsdp")), *shapes())
-    # Residuals are stacked over devices: a gathered parameter of N x N would be one of 8 N x N.
-    assert all(r.size < DEVICES * N * N for r in kept), (name, [(r.shape, r.dtype) for r in kept])
-
-
-@pytest.mark.slow
-def test_no_tracer_outlives_its_trace():
-  step, state, batch = in_fp8_by("block", gather_dtype="float8_e4m3fn")
-  with jax.checking_leaks():
-    step.jitted.trace(state, batch)
-    for program in PROGRAMS.values():
-      jax.jit(gradients(program)).trace(*shapes())
-
-
-def test_a_loop_of_unknown_length_reads_what_is_gathered_before_it():
-  def bounded_while(w, x):
-    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[1]
-
-  run = gather_where_read(bounded_while, [Part(P(None, "fsdp"), np.dtype("float32"), np.dtype("float32"))])
-  run = jax.shard_map(
-    run, mesh=MESH, in_specs=(P(None, "fsdp"), P("fsdp")), out_specs=P("fsdp"), check_vma=False
-  )
-  expected = np.ones((DEVICES, N), np.float32)
-  for _ in range(3):
-    expected = np.tanh(expected @ PARAMS["w"])
-  np.testing.assert_allclose(
-    jax.jit(run)(PARAMS["w"], np.ones((DEVICES, N), np.float32)), expected, rtol=1e-5, atol=1e-6
-  )
 
 
 def a_step(loss, policy="fp32", mesh=MESH, tx=None, gather="block", **options):
@@ -219,6 +112,22 @@ def program_of(step, params, rows=DEVICES):
 
 def lines_with(jaxpr, primitive):
   return [line for line in jaxpr.splitlines() if f"= {primitive}[" in line]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_gradients_are_those_of_whole_parameters(name):
+  key = jax.random.key(1)
+  loss = lambda p, x: loss_of(PROGRAMS[name], p, x, key)
+  step = a_step(loss, sharding=RULES)
+  value, grads = step.gradients(step.init(PARAMS), X)
+  # Each device has its own rows.
+  whole = lambda p: jnp.mean(jnp.stack([loss(p, part) for part in jnp.split(X, DEVICES)]))
+  expected, reference = jax.jit(jax.value_and_grad(whole))(PARAMS)
+  rtol = 2e-2 if name == "in bfloat16" else 1e-5
+  np.testing.assert_allclose(value, expected, rtol=rtol)
+  for leaf, want in reference.items():
+    scale = np.abs(want).max() or 1.0
+    np.testing.assert_allclose(grads[leaf] / scale, want / scale, atol=rtol, err_msg=leaf)
 
 
 STACK = {"stack": PARAMS["stack"]}
@@ -338,27 +247,18 @@ def either(w, x, other):
 
 READS = {
   "cast": (product, "bfloat16"),
-  "cast twice": (lambda w, x: product(w, x) + half(w), "bfloat16"),
   "moved, then cast": (lambda w, x: half(w.T.reshape(64)[:8]) * half(x[0]), "bfloat16"),
   "read as it is, too": (lambda w, x: product(w, x).astype(jnp.float32) + w, None),
   "in two dtypes": (lambda w, x: (product(w, x), w.astype(jnp.float16)), None),
-  "returned": (lambda w, x: (product(w, x), w), None),
   "inside jit": (jax.jit(product), "bfloat16"),
   "inside jit and outside": (lambda w, x: jax.jit(half)(w).sum() + w.sum(), None),
-  "inside checkpoint": (jax.checkpoint(product), "bfloat16"),
   "a constant of a loop": (lambda w, x: loop(lambda x, _: half(w) @ x, half(x)), "bfloat16"),
   "rows of a loop": (lambda w, x: loop(lambda x, row: x * half(row), half(x[0]), w), "bfloat16"),
   "carried by a loop": (lambda w, x: loop(lambda w, _: w * 1.0, w) @ x, None),
   "in both branches": (lambda w, x: either(w, x, lambda w: half(w) * 2), "bfloat16"),
-  "in one branch as it is": (lambda w, x: either(w, x, lambda w: half(w * 2)), None),
   "kept by a rule of its own": (with_rule, None),
   "kept narrow by a rule of its own": (narrow_in_its_rule, "bfloat16"),
   "by the loss of a large vocabulary": (mpjax.autocast(head, "bf16"), "bfloat16"),
-  "under a derivative": (
-    lambda w, x: jax.grad(lambda w: jnp.square(product(w, x)).sum().astype(jnp.float32))(w),
-    "bfloat16",
-  ),
-  "not at all": (lambda w, x: x, None),
 }
 
 
@@ -382,25 +282,10 @@ def test_what_tensor_divides_stays_divided():
 
 
 def test_rows_of_a_table_cross_instead_of_the_table():
-  jaxpr = str(jax.make_jaxpr(gradients(few_rows_looked_up))(*shapes()))
+  loss = lambda p, x: loss_of(few_rows_looked_up, p, x)
+  jaxpr = program_of(a_step(loss, sharding=RULES), PARAMS)
   assert not [line for line in lines_with(jaxpr, "all_gather") if "f32" in line]
   assert jaxpr.count("= all_to_all[") == 4  # two lookups, both ways
-
-
-def test_penalties_gather_one_parameter_at_a_time():
-  """And the two orders of a program are one: hosts compile the same."""
-  block = jax.checkpoint(lambda x, a, b, c: jnp.tanh(x @ a @ b @ c))
-  params = dict.fromkeys("abc", PARAMS["w"])
-  loss = lambda p, batch: jnp.mean(block(batch, *p.values())) + sum(jnp.sum(w**2) for w in p.values())
-  texts = set()
-  for _ in range(3):
-    jax.clear_caches()
-    texts.add(program_of(a_step(loss), params))
-  assert len(texts) == 1
-  forward = texts.pop().split("transpose")[0]
-  orders = [line.split("= ")[1].split("[")[0] for line in forward.splitlines() if "= " in line]
-  order = [name for name in orders if name in ("all_gather", "reduce_sum")]
-  assert "all_gather all_gather all_gather reduce_sum reduce_sum reduce_sum" not in " ".join(order)
 
 
 def test_a_callback_on_parameters_alone_is_called():

@@ -30,7 +30,6 @@ def loss_fn(params, batch, model_state):
   ("options", "moves"),
   [
     ({"model_state": "step"}, 1),
-    ({"model_state": "step", "accumulate": 4}, 1),
     ({"model_state": "step", "mesh": MESH, "accumulate": 2}, 1),
     ({"accumulate": 4}, 4),
   ],
@@ -79,10 +78,7 @@ def test_a_step_whose_model_state_is_not_finite_is_skipped(options):
   [
     *((policy, MAKES_NAN, 1.0) for policy in ("fp16", "bf16", "bf16_lean")),
     (FLOAT16, optax.sgd(1e4), 65e3),
-    *(
-      ({"base": "bf16_pure", "master_weights": master}, optax.sgd(3e38), 3e38)
-      for master in (None, "int16", "int8", "float32")
-    ),
+    *(({"base": "bf16_pure", "master_weights": master}, optax.sgd(3e38), 3e38) for master in (None, "int16")),
   ],
   ids=lambda value: str(value) if not isinstance(value, tuple) else "",
 )

@@ -15,7 +15,6 @@ from tests.step._problems import (
   PARAMS,
   X,
   assert_near,
-  assert_same,
   loss_and_gradients,
   loss_fn,
   mesh,
@@ -72,12 +71,6 @@ def test_value_and_grad_are_those_of_the_unscaled_loss(tx, policy):
   assert_near(found, loss_and_gradients(PARAMS)[1], rtol=0.02, atol=0.05)
 
 
-def test_a_wrapper_that_hands_everything_on_is_tried_without_an_init_too():
-  first, restored = (make(optax.chain(optax.clip(1.0), sam()), FP16, donate=False) for _ in range(2))
-  state = first.init(PARAMS)
-  assert_same(restored(state, BATCH), first(state, BATCH))
-
-
 def test_an_optimiser_with_fixed_arguments_updates_a_module_in_place():
   model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
   loss = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
@@ -85,12 +78,6 @@ def test_an_optimiser_with_fixed_arguments_updates_a_module_in_place():
   optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)
   losses = [step(model, optimizer, BATCH)["loss"] for _ in range(7)]
   assert losses[-1] < losses[0]
-
-
-def test_the_numerics_give_an_update_the_same():
-  step = make(sam(), FP16, donate=False)
-  report = mpjax.inspect_numerics(step, step.init(PARAMS), BATCH, advise=False)
-  assert "w" in str(report)
 
 
 def test_an_update_that_a_step_cannot_make_is_refused_by_init():
@@ -102,29 +89,6 @@ def test_an_update_that_a_step_cannot_make_is_refused_by_init():
   tx = own(lambda grads, state, params=None, *, value, hessian: (grads, state))
   with pytest.raises(ValueError, match=r"missing .*'hessian'.*write the loop yourself"):
     make(tx, "bf16").init(PARAMS)
-
-
-def test_the_loop_that_a_refusal_shows_runs():
-  tx = mpjax.dynamic_loss_scale(optax.lbfgs(), init_scale=256.0)
-
-  @jax.jit
-  def loop(params, opt_state, batch):
-    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)
-    updates, opt_state = tx.update(
-      grads, opt_state, params, value=loss, grad=grads, value_fn=lambda p: loss_fn(p, batch)
-    )
-    return mpjax.apply_updates(params, updates), opt_state
-
-  params, opt_state = PARAMS, tx.init(PARAMS)
-  for _ in range(3):
-    params, opt_state = loop(params, opt_state, BATCH)
-  assert loss_and_gradients(params)[0] < 0.5 * loss_and_gradients(PARAMS)[0]
-
-
-def test_the_state_of_an_optimiser_can_be_mapped_over():
-  step = make(optax.adam(1e-2))
-  moved = optax.tree_utils.tree_map_params(step.tx, lambda x: x + 1, step.init(PARAMS).opt_state)
-  assert float(moved[0].mu["b"][0]) == 1.0
 
 
 SCHEDULE = optax.linear_schedule(0.5, 0.1, 4)
@@ -153,15 +117,6 @@ def test_an_injected_schedule_is_logged_as_each_update_was_made(tx, policy, opti
     _, metrics = step(state, BATCH | {"x": X * np.float32(np.inf)})
     assert not metrics["grads_finite"]
     assert float(metrics["learning_rate"]) == pytest.approx(0.3)  # that of the update before
-
-
-def test_a_rate_that_is_set_by_hand_is_the_next_steps():
-  step = make(INJECTED(0.25), "bf16")
-  state, metrics = step(step.init(PARAMS), BATCH)
-  assert metrics["learning_rate"] == 0.25
-  state.opt_state.hyperparams["learning_rate"] = np.float32(0.125)
-  _, metrics = step(state, BATCH)
-  assert metrics["learning_rate"] == 0.125
 
 
 def test_a_state_that_says_no_rate_adds_nothing_and_a_metric_of_that_name_stays_the_loss_functions():

@@ -17,8 +17,6 @@ from tests.step._problems import (
   Y,
   assert_near,
   assert_same,
-  linen_loss,
-  linen_variables,
   loss_and_gradients,
   loss_fn,
   nnx_loss,
@@ -146,36 +144,6 @@ def test_metrics_report_the_scale_that_was_used_and_what_is_unscaled_by_it(scale
   assert float(step(state, BATCH)[1]["loss_scale"]) == scale * factor
 
 
-def test_metrics_report_the_scale_of_the_users_own():
-  own = optax.chain(mpjax.dynamic_loss_scale(optax.sgd(0.01), init_scale=64.0))
-  step = mpjax.make_train_step(loss_fn, own, {"base": "fp16", "loss_scaling": None})
-  assert float(step(step.init(PARAMS), BATCH)[1]["loss_scale"]) == 64
-
-
-def test_linen_learns_as_in_float32_with_statistics_in_it_which_a_skip_keeps():
-  params, statistics = linen_variables()
-  runs = []
-  for policy in ("fp32", "bf16", FP16):
-    options = {"accumulate": 2, "skip_nonfinite": True}
-    step = mpjax.make_train_step(linen_loss, optax.adam(0.03), policy, **options)
-    state, losses, means = step.init(params, model_state=statistics), [], []
-    for _ in range(30):
-      state, metrics = step(state, BATCH)
-      losses.append(float(metrics["loss"]))
-      means.append(np.asarray(state.model_state["batch_stats"]["norm"]["mean"]))
-    mean = means[-1]
-    runs.append((losses, means[0]))
-    assert_near(runs[-1], runs[0], rtol=0.05, atol=0.002)
-    kept = jax.tree.leaves((state.params, state.model_state, metrics["largest"]))
-    assert {leaf.dtype.name for leaf in kept} == {"float32"}
-    state, metrics = step(state, BATCH | {"x": X * np.nan})
-    assert not metrics["grads_finite"]
-    np.testing.assert_array_equal(state.model_state["batch_stats"]["norm"]["mean"], mean)
-    assert step.jitted._cache_size() == 1
-  assert losses[-1] < losses[0] / 2
-  assert mean.any()
-
-
 def test_nnx_modules_train_as_a_state_and_in_place_alike_and_skip():
   step = mpjax.make_train_step(nnx_loss, optax.adam(0.02), FP16)
   state = step.init(Model(nnx.Rngs(0)))
@@ -225,15 +193,3 @@ def test_matmul_precision_is_the_policys_or_the_callers():
   with jax.default_matmul_precision("highest"):
     assert "HIGHEST" in precisions("fp32")
   assert "HIGHEST" not in precisions("fp32")
-
-
-def test_float16_learns_as_float32_does_once_the_loss_is_scaled():
-  # A small loss, as of a well-trained or down-weighted head: its gradients are below float16's 6e-8.
-  loss = lambda params, batch: 1e-9 * loss_fn(PARAMS | params, batch)
-  for scaling, least, most in (("dynamic", 0, 0.05), (None, 0.999, 1.001)):
-    # Adam's own epsilon would hide gradients of this size.
-    tx = optax.adam(0.3, eps=1e-20)
-    step = mpjax.make_train_step(loss, tx, {"base": "fp16", "loss_scaling": scaling})
-    state, first = step(step.init({"w": PARAMS["w"]}), BATCH)
-    _, last = train(step, state, 99)
-    assert least <= last["loss"] / first["loss"] <= most

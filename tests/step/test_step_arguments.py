@@ -1,7 +1,6 @@
 """What `make_train_step` and a step are given: what they refuse, and how they show themselves."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -45,41 +44,27 @@ by_casts = {"base": "bf16", "autocast": False}
 to_gather = lambda dtype: {"base": "bf16", "gather_dtype": dtype}
 TO_FP8 = {"base": "bf16", "reduce_dtype": "float8_e5m2"}
 SCALED = mpjax.dynamic_loss_scale(optax.sgd(0.1))
-TWO_SCALES = optax.partition({"a": SCALED, "b": SCALED}, {"w": "a", "b": "b"})
 INTEGERS = {"w": np.ones(2, np.float32), "i": np.arange(2)}
 stateful = lambda p, b, model_state: loss_fn(p, b)
 VALUE_ERRORS = [
   (lambda: make(policy={"base": "fp8", "autocast": False}), ["fp8", "autocast: true"]),
-  (lambda: make(policy={"base": "fp8", "compute_dtype": "float32"}), ["fp8", "compute_dtype='float32'"]),
   (lambda: make(policy=by_casts | {"overrides": {"head": "fp32"}}), ["overrides", "autocast: true"]),
   (lambda: make(policy={"base": "bf16", "reduce_dtype": "float32"}), ["reduce_dtype='float32'", "mesh="]),
   (lambda: make(policy=TO_FP8, mesh=mesh(data=8)), ["float8_e5m2", "float32"]),
-  (lambda: make(mesh=8), ["mesh=8", "jax.sharding.Mesh"]),
   (lambda: make(mesh=jax.make_mesh((8,), ("rows",))), ["'rows'", "data, fsdp, tensor"]),
   (lambda: make(sharding={}), ["mesh="]),
   (lambda: run(loss_fn, mesh=mesh(data=3)), ["batch['x']", "[16, 4]", "3 devices"]),
-  (lambda: run(loss_fn, accumulate=8, mesh=mesh(data=8)), ["accumulate=8"]),
-  (lambda: make(gather="layer"), ["gather='layer': expected one of step, block"]),
   (lambda: make(gather="block"), ["gather='block' says when to gather", "pass mesh="]),
   (lambda: make(gather="block", mesh=mesh(data=8)), ["gather='block' needs", "axis fsdp: the mesh has"]),
   (lambda: make(policy=to_gather("float64")), ["gather_dtype='float64': expected compute_dtype"]),
-  (lambda: make(policy=to_gather("float8_e5m2")), ["gather_dtype"]),
   (lambda: make(policy=to_gather("float8_e4m3fn")), ["gather_dtype='float8_e4m3fn'", "needs a mesh"]),
   (lambda: make(lambda p, b, rng, row_rngs: 0.0), ["'rng' and 'row_rngs'"]),
   (lambda: make(policy=by_casts | {"accum_dtype": "float32"}), ["accum_dtype", "autocast: true"]),
-  (lambda: make(policy=by_casts | {"grad_dtype": "bfloat16"}), ["grad_dtype", "autocast: true"]),
-  (lambda: make(policy={"base": "bf16", "optimizer_dtype": "float16"}), ["optimizer_dtype"]),
-  (lambda: make(policy="fp61"), ["fp61"]),
   (lambda: make(tx=SCALED, policy="fp16").init(PARAMS), ["2 loss scales", "pass tx without its own"]),
-  (lambda: make(tx=TWO_SCALES).init(PARAMS), ["2 loss scales", "pass tx without its own"]),
   (lambda: make(offload="optimizer"), ["pass mesh=", "one device is enough"]),
-  (lambda: make(offload="optimiser", mesh=mesh(data=1)), ["'optimizer', or None"]),
   (lambda: make(lambda p, b: p["w"].sum()).init(INTEGERS), ["'i' is int", "model_state"]),
-  (lambda: make(accumulate=0), ["accumulate=0"]),
   (lambda: run(loss_fn, accumulate=3), ["16 rows", "accumulate=3"]),
   (lambda: run(lambda p, b: p["w"]), ["floating scalar", "[4,1]"]),
-  (lambda: run(lambda p, b: jnp.int32(1)), ["int32"]),
-  (lambda: run(lambda p, b: (loss_fn(p, b), {}, {})), ["3 value(s)", "(loss, metrics)"]),
   (lambda: run(lambda p, b: (loss_fn(p, b), 1.0)), ["metrics", "dict"]),
   (lambda: run(lambda p, b: (loss_fn(p, b), {"loss": 1.0})), ["'loss'", "rename"]),
   (lambda: run(lambda p, b, rng: loss_fn(p, b)), ["takes 'rng'", "step.init(..., rng=...)"]),
@@ -93,36 +78,31 @@ VALUE_ERRORS = [
   (lambda: in_place(loss=nnx_dropout), ["takes 'rng'", "step(model, optimizer, batch, rng=...)"]),
   (lambda: in_place(rng=KEY), ["does not take 'rng'"]),
   (lambda: used_twice(STEP), ["this TrainState is deleted", "donate=False"]),
-  (lambda: used_twice(STEP, lambda step: step.gradients), ["deleted", "the new one"]),
-  (lambda: used_twice(make(mesh=mesh(data=8))), ["this TrainState is deleted"]),
   (lambda: run(lambda params, batch: None), ["loss of type NoneType"]),
-  (lambda: run(lambda params, batch: [loss_fn(params, batch), {}]), ["loss of type list"]),
   (lambda: STEP.init({"w": 1.0}), ["parameter 'w' is a float", "an array"]),
-  (lambda: STEP.init(jax.nn.gelu), ["params is a", "expected a tree of parameters"]),
 ]
 first = lambda: STEP.init(PARAMS)
 TYPE_ERRORS = [
   (lambda: STEP(first(), first()), ["a TrainState instead of a batch"]),
   (lambda: STEP(PARAMS, BATCH), ["expected a TrainState, not a dict", "step.init(params)"]),
   (lambda: STEP(BATCH, first()), ["swapped", "step(state, batch)"]),
-  (lambda: STEP.gradients(BATCH, first()), ["swapped", "step(state, batch)"]),
-  (lambda: STEP.explain(PARAMS, BATCH), ["expected a TrainState, not a dict"]),
   (lambda: STEP(Model(nnx.Rngs(0)), BATCH), ["not a Model", "step.init(model)", "optimizer"]),
   (lambda: STEP(first()), ["1 argument(s)", "step(state, batch)"]),
-  (lambda: STEP(first(), BATCH, rng=KEY), ["step.init(..., rng=...)"]),
   (lambda: STEP(first(), optax.sgd(0.1), BATCH), ["3 arguments", "step(state, (x, y))"]),
   (lambda: mpjax.make_train_step(optax.sgd(0.1), loss_fn, "fp32"), ["swapped"]),
-  (lambda: make(tx=3), ["tx is a int: expected an optax transform"]),
   (lambda: make(3), ["loss_fn is a int: expected a function"]),
 ]
 
 
-def test_misuse_is_named():
-  for kind, rows in ((ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS)):
-    for act, words in rows:
-      with pytest.raises(kind) as error:
-        act()
-      assert all(word in str(error.value) for word in words), (words, error.value)
+@pytest.mark.parametrize(
+  ("kind", "act", "words"),
+  [(kind, *row) for kind, rows in ((ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS)) for row in rows],
+  ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_misuse_is_named(kind, act, words):
+  with pytest.raises(kind) as error:
+    act()
+  assert [word for word in words if word not in str(error.value)] == []
 
 
 def test_leaves_of_different_numbers_of_rows_are_named_where_rows_are_divided():
@@ -151,27 +131,6 @@ def test_a_step_and_a_state_are_shown_in_a_few_words():
   state, _ = step(step.init(PARAMS), BATCH)
   assert repr(state).startswith("TrainState(step=1; params: 2 arrays, 20 B, float32; opt_state: ")
   assert len(repr(state)) < 160
-  step(state, BATCH)
-  assert repr(state).startswith("TrainState(step=ArrayImpl; params: 2 arrays")  # reused by the new state
   shapes = jax.eval_shape(step.init, PARAMS)
   assert "params: 2 arrays, 20 B, float32" in repr(shapes)
   assert "NamedSharding" in repr(step.layout.shardings(shapes))
-  shown = []
-  jax.jit(lambda state: shown.append(repr(state)) or state.step)(step.init(PARAMS, rng=None))
-  assert "params: 2 arrays, 20 B, float32" in shown[0]
-
-
-def test_other_policies_and_no_mesh_keep_the_other_options():
-  tx = optax.sgd(0.1)
-  options = {"accumulate": 2, "recompute": "nothing", "donate": False, "mesh": mesh(data=4)}
-  step = make(tx=tx, policy={"base": "bf16", "reduce_dtype": "bfloat16"}, **options)
-  other, whole = step.with_policy("fp16"), step.without_mesh()
-  for made in (other, whole):
-    assert made.fun is loss_fn
-    assert made.inner_tx is tx
-    assert (made.accumulate, made.options.recompute, made.options.donate) == (2, "nothing", False)
-  assert other.layout is step.layout
-  assert other.policy == mpjax.get_policy("fp16")
-  assert whole.layout is None
-  assert whole.policy.reduce_dtype is None
-  assert whole.without_mesh() is whole

@@ -81,15 +81,6 @@ def test_a_step_leaves_arrays_as_their_types_say():
   np.testing.assert_allclose(losses, expected, rtol=1e-2)
 
 
-def test_moments_of_weakly_typed_parameters_are_divided_as_they_are():
-  with jax.set_mesh(MESH):
-    params = {"w": jax.device_put(jnp.full((8, 8), 0.1), P(None, "tensor"))}
-    step = mpjax.make_train_step(lambda p, batch: (p["w"] * batch).mean(), optax.adam(1e-2), "fp16")
-    state = step.init(params)
-    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-    assert [jax.typeof(leaf) for leaf in moments] == [jax.typeof(state.params["w"])] * 2
-
-
 def test_a_module_of_nnx_keeps_its_shardings():
   _, _, expected = trained(nnx_loss, "bf16", Divided(nnx.Rngs(0)), BATCH)
   with jax.set_mesh(MESH):
@@ -107,11 +98,3 @@ def test_a_mesh_of_its_own_may_be_the_one_that_is_set():
       assert state.params["in"].sharding == jax.NamedSharding(MESH, P("fsdp", None))
     for same in (step.gradients(state, placed)[1], jax.jit(step.user_state)(state)[0]):
       assert types(same) == types(state.params)
-
-
-def test_a_state_may_be_made_where_it_lies():
-  with jax.set_mesh(MESH):
-    step = mpjax.make_train_step(plain, optax.adam(1e-2), "bf16", mesh=MESH)
-    make = lambda: step.init(jax.tree.map(jnp.asarray, WEIGHTS))
-    state = jax.jit(make, out_shardings=step.layout.shardings(jax.eval_shape(make)))()
-    assert types(state) == types(step.init(WEIGHTS))

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax.contrib as contrib
 import pytest
 
 import mpjax
@@ -12,9 +11,7 @@ from tests.step._problems import (
   FP16,
   WIDE_BATCH,
   WIDE_PARAMS,
-  assert_near,
   assert_same,
-  mesh,
   np_tree,
   train,
   wide_loss,
@@ -72,21 +69,3 @@ def test_a_later_step_does_not_take_the_arrays(policy, options):
   assert_same((params, opt_state), before)
   with pytest.raises(ValueError, match="deleted"):
     step.user_state(state)
-
-
-def test_schedule_free_parameters_for_evaluation_on_a_mesh_and_inside_jit():
-  tx = contrib.schedule_free_adamw(1e-2)
-  step = make("bf16_lean", tx, mesh=mesh(data=2, fsdp=4), sharding={"w": ("fsdp", None)})
-  alone = make("fp32", tx)
-  state = trained(step)
-  params, opt_state = step.user_state(state)
-  for tree in (params, opt_state.z, opt_state.base_optimizer_state[0].nu):
-    assert tree["w"].sharding.is_equivalent_to(state.params["w"].sharding, 2)
-  assert_same(jax.jit(step.user_state)(state)[0], params)
-  expected, its_state = alone.user_state(trained(alone))
-  way = lambda tree: np.asarray(tree["w"]) - WIDE_PARAMS["w"]
-  assert np.abs(way(params) - way(expected)).mean() < 1e-3
-  found = contrib.schedule_free_eval_params(opt_state, params)
-  want = way(contrib.schedule_free_eval_params(its_state, expected))
-  assert_near(mpjax.optim.evaluation_weights(state.params, state.opt_state), found, rtol=1e-6)
-  assert np.linalg.norm(way(found) - want) < 0.1 * np.linalg.norm(want)

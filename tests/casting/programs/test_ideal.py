@@ -1,7 +1,6 @@
 """The reference of the corpus: products of rounded operands, derivatives of any order, and what fails it."""
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,16 +21,6 @@ def rounded(x, dtype):
 
 
 @half
-def test_product_and_its_gradients_have_rounded_operands_and_float32_results(dtype):
-  x, w, g = operands((4, 6), (6, 5), (4, 5))
-  out, pull = jax.vjp(Products(dtype).dot, x, w)
-  dx, dw = pull(g)
-  x, w, g = (rounded(a, dtype) for a in (x, w, g))
-  for got, want in ((out, x @ w), (dx, g @ w.T), (dw, x.T @ g)):
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-@half
 def test_second_derivatives_round_what_they_multiply(dtype):
   """The gradient of a gradient, and a tangent through one."""
   x, w, v = operands((6,), (6, 5), (6,))
@@ -41,11 +30,6 @@ def test_second_derivatives_round_what_they_multiply(dtype):
   np.testing.assert_allclose(got, np.outer(rounded(v, dtype), np.ones(5)), rtol=1e-6)
   _, tangent = jax.jvp(lambda x: Products(dtype).dot(x, w), (x,), (v,))
   np.testing.assert_allclose(tangent, rounded(v, dtype) @ rounded(w, dtype), rtol=1e-5, atol=1e-5)
-
-
-def test_products_without_a_dtype_leave_the_program_as_it_is():
-  x, w = operands((4, 6), (6, 5))
-  assert str(jax.make_jaxpr(Products().dot)(x, w)) == str(jax.make_jaxpr(jnp.matmul)(x, w))
 
 
 @pytest.mark.parametrize(
