@@ -324,6 +324,10 @@ class _Way(enum.Flag):
   NONE = 0  # it is moved
   ADDED = enum.auto()
   SCALED = enum.auto()
+  LOGARITHM = enum.auto()  # of a value from products with it
+
+
+_LOGARITHMS = frozenset({jax.lax.log_p, jax.lax.log1p_p})
 
 
 def _way(equation: JaxprEqn) -> _Way:
@@ -368,12 +372,16 @@ def _flow(
     if past and (node.listed == "infer" or exact):
       way = _Way.SCALED if exact else _way(equation)
       ways.update(dict.fromkeys(equation.outvars, functools.reduce(operator.or_, past, way)))
+    elif equation.primitive in _LOGARITHMS and any(a in reached for a in variables):
+      ways.update(dict.fromkeys(equation.outvars, _Way.LOGARITHM))
   if half is None:
     return None, (bodies.solver or Code.MODULE).sentence()
   if not product:
     return None, "no matrix product in the loop reads it: a sum or a state over many steps"
   if not is_variable(after) or after not in ways:
     return half, "each step makes it anew by matrix products: activations that pass through layers"
+  if _Way.LOGARITHM in ways[after]:
+    return None, "each step goes on from a logarithm: a log-probability of many steps"
   if _Way.SCALED in ways[after]:
     return None, "it is multiplied on its way to the next step: a memory that decays"
   if not ways[after]:

@@ -191,8 +191,8 @@ def _transpose(
   x, y = cast(ad.UndefinedPrimal, operands[place]), cast(Array, operands[1 - side])
   if ct.dtype == FLOAT32:  # of a product with a float32 result, which a half product reads
     ct = ct.astype(y.dtype)
-  if x.aval.dtype == FLOAT32:
-    parameters["preferred_element_type"] = FLOAT32
+  if FLOAT32 in (x.aval.dtype, parameters["preferred_element_type"]):
+    parameters["preferred_element_type"] = x.aval.dtype
   if own is half_dot_general_p:
     out[place] = _dot_gradient(ct, x, y, side, parameters)
   else:

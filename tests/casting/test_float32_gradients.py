@@ -143,3 +143,10 @@ def test_gradients_of_activations_are_half_precision_and_of_a_weight_of_several_
       by_dtype = [str(e.outvars[0].aval.dtype) for e in dots]
       assert by_dtype.count("float32") == 3
       assert set(by_dtype) == {"float32", "bfloat16"}
+
+
+def test_a_gradient_of_an_activation_is_half_precision_though_the_result_is_float32():
+  loss = lambda w: jnp.sum(jnp.tanh(ROWS @ w) @ w)
+  cast = mpjax.autocast(loss, {"base": "bf16", "accum_dtype": "float32"})
+  dtypes = [str(e.outvars[0].aval.dtype) for e in named("dot_general", jax.grad(cast), HALVES)]
+  assert sorted(dtypes) == ["bfloat16"] + ["float32"] * 4
