@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -21,7 +22,7 @@ from mpjax._types import Array, Atom, Fp8State, Literal, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Call, CastPlan, Emit, Island, Mode, Node, Tap
 from mpjax.casting._fp8_products import SideInputs
-from mpjax.casting._gradient_sums import MANY, look_up, store_gradient_p, use
+from mpjax.casting._gradient_sums import MANY, derivative_apart, look_up, store_gradient_p, use
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._islands import is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
@@ -174,13 +175,40 @@ class Emitter(Emit):
     return keep_in_fp8(inside, [*narrow, *(False,) * len(arrays)], dtype)(*operands, *arrays)
 
   def _inside(self, island: Island, held: Mapping[Var, Held], leave_out: int, *arrays: Array) -> list[Array]:
-    """Returns the results of an island from its inputs, without the scopes that its caller entered."""
+    """Returns the results of an island from its inputs, without the scopes that its caller entered.
+
+    The backward pass computes what products at its end read, and the derivative of that, apart: from one
+    computation of both, XLA for a GPU keeps the inside in float32.
+    """
+    ends = [node for node in island.nodes if node.listed == "allow"]
+    others = [node for node in island.nodes if node.listed != "allow"]
     local = _Environment(held, frozenset())
     for (variable, _), array in zip(island.inputs, arrays, strict=True):
       local.write(variable, array)
-    for node in island.nodes:
+    if ends and island.fenced:
+      before = dataclasses.replace(island, nodes=others, outputs=_read_of(others, ends, island.outputs))
+      apart = derivative_apart(functools.partial(self._inside, before, held, leave_out))
+      for (variable, _), array in zip(before.outputs, apart(*arrays), strict=True):
+        local.write(variable, array)
+    else:
+      ends = [*others, *ends]
+    for node in ends:
       self._emit(node, local, leave_out)
     return [local.read(v, dtype) for v, dtype in island.outputs]
+
+
+def _read_of(
+  nodes: Sequence[Node], readers: Sequence[Node], outputs: Sequence[tuple[Var, np.dtype]]
+) -> tuple[tuple[Var, np.dtype], ...]:
+  """Returns which results of some equations others read, or are returned, each with its dtypes."""
+  made = {v for node in nodes for v in node.equation.outvars}
+  read = [
+    (a, FLOAT32 if i in node.own_casts | node.widened else dtype or dtype_of(a))
+    for node in readers
+    for i, (a, dtype) in enumerate(zip(node.equation.invars, node.reads, strict=True))
+    if is_variable(a)
+  ]
+  return tuple(dict.fromkeys((v, dtype) for v, dtype in (*read, *outputs) if v in made))
 
 
 class _Environment:

@@ -8,7 +8,7 @@ value, and its gradient goes to a float32 copy, which no program computes: its o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -96,20 +96,35 @@ batching.primitive_batchers[_use_p] = _batch
 lower_as(_use_p, _first)
 
 
-store_gradient_p = Primitive("store_gradient")  # the identity; its transpose is an optimisation barrier
-register_as(store_gradient_p, jax.lax.copy_p)
-
-
 def _itself(x: AbstractValue) -> AbstractValue:
   return x
 
 
-def _transposed(ct: Array | ad.Zero, _: object) -> list[Array | ad.Zero]:
+def _stored(ct: Array | ad.Zero, _: object) -> list[Array | ad.Zero]:
   return [ct if isinstance(ct, ad.Zero) else jax.lax.optimization_barrier(ct)]
 
 
-store_gradient_p.def_impl(_itself)
-store_gradient_p.def_abstract_eval(_itself)
-ad.deflinear2(store_gradient_p, _transposed)
-batching.defvectorized(store_gradient_p)
-lower_as(store_gradient_p, _itself)
+# The identity; its transpose is an optimisation barrier.
+store_gradient_p = Primitive("store_gradient")
+# The identity; on a GPU it is an optimisation barrier.
+apart_p = Primitive("apart")
+for _primitive, _transposed in ((store_gradient_p, _stored), (apart_p, lambda ct, _: [ct])):
+  register_as(_primitive, jax.lax.copy_p)
+  _primitive.def_impl(_itself)
+  _primitive.def_abstract_eval(_itself)
+  ad.deflinear2(_primitive, _transposed)
+  batching.defvectorized(_primitive)
+  lower_as(_primitive, _itself)
+for _platform in ("cuda", "rocm"):
+  lower_as(apart_p, jax.lax.optimization_barrier, _platform)
+
+
+def derivative_apart(fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+  """Returns a function whose derivative, on a GPU, shares nothing with the computation of its results."""
+  apart = jax.custom_jvp(fun)
+
+  @apart.defjvp
+  def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    return fun(*primals), jax.jvp(fun, list(map(apart_p.bind, primals)), list(tangents))[1]
+
+  return apart
