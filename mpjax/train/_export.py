@@ -7,9 +7,7 @@ An FP8 export stores only the weights of FP8 products in FP8: `name` in E4M3, an
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-import math
 import os
 import pathlib
 import stat
@@ -77,10 +75,7 @@ class ExportedModel:
     leaves = jax.tree.leaves(self.params)
     dtypes = ", ".join(sorted({leaf.dtype.name for leaf in leaves}))
     parameters = f"{sum(leaf.size for leaf in leaves):,} parameters in {dtypes}"
-    logits = self.task.logits
-    call = "" if logits is None else f".logits({list(inspect.signature(logits).parameters)[1]}), "
-    named = f"{self.config.model.kind}, {parameters}, policy {self.policy.label}"
-    return f"ExportedModel({named}; {call}.params, .model_state)"
+    return f"ExportedModel({self.config.model.kind}, {parameters}, policy {self.policy.label})"
 
   def logits(self, inputs: ArrayLike) -> Float[Array, "*rows classes"]:
     """Returns logits in the policy's `output_dtype`.
@@ -168,14 +163,8 @@ def save_safetensors(
 
 def export_text(path: pathlib.Path) -> str:
   """Describes a file that `save_safetensors` wrote, and says how to read it: two lines."""
-  with safetensors.safe_open(path, framework="numpy") as file:
-    slices = [file.get_slice(name) for name in file.keys() if name.startswith("params/")]  # noqa: SIM118
-    counts: dict[str, int] = {}
-    for tensor in slices:
-      counts[tensor.get_dtype()] = counts.get(tensor.get_dtype(), 0) + math.prod(tensor.get_shape())
-  parts = " and ".join(f"{count:,} in {_NAMES.get(dtype, dtype)}" for dtype, count in counts.items())
   return (
-    f"exported {path}: {bytes_text(path.stat().st_size)}, parameters: {parts}\n"
+    f"exported {path}: {bytes_text(path.stat().st_size)}\n"
     f'read it by mpjax.train.load_safetensors("{path}"), whose .logits(...) runs the model'
   )
 
@@ -188,9 +177,6 @@ def _without_folders(tree: Any) -> Any:
     return [_without_folders(value) for value in tree]
   is_path = isinstance(tree, str) and pathlib.PurePath(tree).is_absolute()
   return pathlib.PurePath(tree).name if is_path else tree
-
-
-_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 
 
 def load_safetensors(path: str | pathlib.Path) -> ExportedModel:

@@ -10,7 +10,16 @@ import sys
 import traceback
 from collections.abc import Iterable
 
-from mpjax.registry._kinds import DATASETS, MODELS, TARGETS, Registered
+from mpjax.registry._kinds import (
+  DATASETS,
+  MODELS,
+  TARGETS,
+  Registered,
+  register_data as register_data,
+  register_model as register_model,
+  register_optimizer as register_optimizer,
+)
+from mpjax.registry._task import DataInfo as DataInfo, ModelInfo as ModelInfo, Task as Task
 from mpjax.train._errors import ConfigError
 
 # Names of the modules that are plug-ins.
