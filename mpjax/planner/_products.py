@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -151,26 +151,24 @@ def _precision_of(equation: JaxprEqn) -> str:
 
 def _row(operation: Operation, target: Target) -> ProductGroup:
   """Returns an operation's products or kernel as a row without its FLOPs."""
-  place: dict[str, Any] = {
-    "path": layer_pattern(operation.path),
-    "source": operation.source,
-    "phase": operation.phase,
-  }
+  path, source, phase = layer_pattern(operation.path), operation.source, operation.phase
   if operation.kernel:
     dtypes = [dtype_of(atom) for atom in operation.made.invars]
     floats = [dtype.name for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
     name = str(operation.made.params.get("name") or operation.name)
-    return ProductGroup(**place, operation="kernel", dtype=", ".join(dict.fromkeys(floats)), kernel=name)
+    return ProductGroup(path, source, phase, "kernel", ", ".join(dict.fromkeys(floats)), kernel=name)
   (product,) = operation.products
   wanted = formats.padded(target.matrix_units, product.dtype, *product.shape)
   fits = formats.eligible(target.matrix_units, product.dtype, *product.shape)
   return ProductGroup(
-    **place,
-    operation=operation.name,
-    dtype=product.dtype,
-    shape=product.shape,
-    padded=wanted,
-    batch=product.batch,
+    path,
+    source,
+    phase,
+    operation.name,
+    product.dtype,
+    product.shape,
+    wanted,
+    product.batch,
     eligible=fits,
     why="" if fits else _why(product.dtype, product.shape, wanted, target),
     passes=product.passes,
