@@ -43,8 +43,7 @@ from mpjax.jaxpr import (
   times_run,
   variables_of,
 )
-from mpjax.planner._arguments import Argument, argument_bytes
-from mpjax.planner._array_bytes import itemsize, tiled_bytes
+from mpjax.planner._arguments import Argument, argument_bytes, itemsize, tiled_bytes
 from mpjax.planner._products import kernel_flops, product_of
 from mpjax.planner._program import Buffer, Exchange, Operation, Program, total_bytes
 from mpjax.planner._results import Collective

@@ -18,8 +18,7 @@ import numpy as np
 
 from mpjax.formats import narrow_bits
 from mpjax.jaxpr import BACKWARD, OTHER, Trait, has
-from mpjax.planner._arguments import Argument
-from mpjax.planner._array_bytes import itemsize
+from mpjax.planner._arguments import Argument, itemsize
 from mpjax.planner._from_jaxpr import Sizes, like_weight
 from mpjax.planner._program import Buffer, Operation, Program
 from mpjax.products import is_fp8
