@@ -220,7 +220,7 @@ class _Reader:
       dict.fromkeys(operands, 0.0),
       results,
       bodies=bodies,
-      times=times_run(equation),
+      times=None if equation.primitive is jax.lax.while_p else times_run(equation),
       chooses=kind is CallKind.COND,
       region=here.region,
       local=bool(here.axes),

@@ -87,7 +87,8 @@ class Operation:
     writes: the buffers that it writes.
     spare: operands whose memory a result of as many bytes may take, if nothing reads them later.
     extra: bytes that it needs while it runs, its bodies apart.
-    bodies: what it runs `times` times: a loop's body, or one of a conditional's (`chooses`).
+    bodies: what it runs: a loop's body, or one of a conditional's (`chooses`).
+    times: how often its bodies run; `None` if the program does not say it.
     region: number of its rematerialised region, 0 without one.
     local: whether it is inside a `shard_map`, with the shapes of one device.
     crosses: whether it copies an array between a device and the host's memory.
@@ -117,7 +118,7 @@ class Operation:
   spare: Collection[Buffer] = ()
   extra: int = 0
   bodies: Sequence[Program] = ()
-  times: int = 1
+  times: int | None = 1
   chooses: bool = False
   region: int = 0
   local: bool = False
@@ -175,7 +176,7 @@ class Program:
     for operation in self.operations:
       yield operation, times
       for body in [choose(operation.bodies, key=measure)] if operation.chooses else operation.bodies:
-        yield from body.each(times * operation.times, worth=worth, choose=choose)
+        yield from body.each(times * (operation.times or 1), worth=worth, choose=choose)
 
 
 class Peak(NamedTuple):

@@ -122,7 +122,7 @@ def _spent(program: Program, target: Target, slowed: float = 0.0) -> _Spent:
       took.by_place[place] = seconds
     bodies = [_spent(body, target, slowed) for body in operation.bodies]
     for body in [max(bodies, key=lambda body: body.seconds)] if operation.chooses else bodies:
-      took.add(body, operation.times)
+      took.add(body, operation.times or 1)
     spent.add(took)
     now += took.seconds
   spent.hidden += sum(seconds for seconds, _ in began.values())  # what ends in another computation

@@ -89,7 +89,7 @@ class _Reader:
         operation.spare = [b for b in alone if (b.shape, b.dtype) in made]
       if instruction.op in _CONTROL:
         operation.bodies = [self.program(called) for called in instruction.called]
-        operation.times = trips(instruction) or 1 if instruction.op == "while" else 1
+        operation.times = trips(instruction) if instruction.op == "while" else 1
         operation.chooses = instruction.op == "conditional"
       else:
         key = _begins(instruction)
