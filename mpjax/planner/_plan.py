@@ -16,7 +16,7 @@ from mpjax.jaxpr import constants_of
 from mpjax.planner._from_jaxpr import from_jaxpr
 from mpjax.planner._memory import analytic_memory, host_memory, time_floor
 from mpjax.planner._products import list_products, model_flops, serving_dtype
-from mpjax.planner._program import Program, collectives_of
+from mpjax.planner._program import Program, collectives_of, loops_of
 from mpjax.planner._report import Plan
 from mpjax.planner._results import Note, ProductGroup
 from mpjax.planner._stored import stored_program
@@ -120,15 +120,6 @@ def plan(
   )
 
 
-def _loops(program: Program, whose: str) -> Iterator[Note]:
-  """Yields a sentence on the loops of unknown length in a program."""
-  loops = [operation for operation, _ in program.each() if operation.times is None]
-  if loops:
-    where = f", the first at {loops[0].source}" if loops[0].source else ""
-    text = f"{whose} does not say how often {len(loops)} of its loops run{where}: what they do counts once"
-    yield Note(text, "loops")
-
-
 def _by_the_compiler(
   traced: TracedStep, step: Program, device: Target, compile: bool | str
 ) -> tuple[Reading | None, tuple[Note, ...]]:
@@ -138,7 +129,7 @@ def _by_the_compiler(
     ValueError: if `compile` is True and the compiler is not installed.
     CompileError: if `compile` is True and the compiler fails.
   """
-  loops = tuple(_loops(step, "the step"))
+  loops = loops_of(step, "the step")
   if compile is False:
     return None, loops
   if lacks := missing(device):
@@ -154,10 +145,7 @@ def _by_the_compiler(
     text = f"the compiler failed{', out of memory' if error.out_of_memory else ''}: {error}"
     return None, (*loops, Note(text, "out of memory" if error.out_of_memory else "failed"))
   reading = read_program(made, traced.arguments, device, traced_kernels(step))
-  return reading, (
-    *(_loops(reading.program, "the compiled program") if reading.program else ()),
-    *reading.notes,
-  )
+  return reading, reading.notes
 
 
 def _inference(traced: TracedStep, step: Program) -> int:

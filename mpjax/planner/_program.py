@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.jaxpr import BACKWARD, FORWARD, layer_pattern
-from mpjax.planner._results import Collective, Saved, add_up, add_up_saved
+from mpjax.planner._results import Collective, Note, Saved, add_up, add_up_saved
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -275,3 +275,13 @@ def collectives_of(program: Program, *, least: bool = False) -> tuple[Collective
     for operation, times in every
     for one in operation.collectives
   )
+
+
+def loops_of(program: Program, whose: str) -> tuple[Note, ...]:
+  """Returns a sentence on the loops of unknown length in a program; none without them."""
+  loops = [operation for operation, _ in program.each() if operation.times is None]
+  if not loops:
+    return ()
+  where = f", the first at {loops[0].source}" if loops[0].source else ""
+  text = f"{whose} does not say how often {len(loops)} of its loops run{where}: what they do counts once"
+  return (Note(text, "loops"),)

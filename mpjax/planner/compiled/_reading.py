@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mpjax._render.plain_text import bytes_text
 from mpjax.planner._arguments import Argument, argument_parts
-from mpjax.planner._program import Program, by_part, collectives_of, live_at_peak, saved_of
+from mpjax.planner._program import Program, by_part, collectives_of, live_at_peak, loops_of, saved_of
 from mpjax.planner._results import TRANSIENT_PARTS, Collective, Compiled, Memory, Note
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled._compile import CompiledProgram
@@ -66,7 +66,7 @@ def read_program(
       "parts, kernels and collectives"
     )
     return Reading(whole, (), (Note(text, "program"),), None)
-  notes = []
+  notes = [*loops_of(program, "the compiled program")]
   if explained < _EXPLAINED:
     missed = bytes_text((1 - explained) * whole.peak)
     text = f"temporaries: the buffers in the program do not explain {missed} of the compiler's "
