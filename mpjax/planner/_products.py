@@ -71,7 +71,7 @@ def list_products(program: Program, target: Target, *, least: bool = False) -> t
 def model_flops(program: Program) -> int:
   """Returns the FLOPs of products and kernels on one device, without those of a recomputation."""
   every = program.each()
-  return sum(int(o.flops * times) for o, times in every if o.flops and not is_recomputation(o.made))
+  return sum(int(o.flops * times) for o, times in every if o.flops and not is_recomputation(o.origin))
 
 
 def _sizes(equation: JaxprEqn, stated: int) -> tuple[int, int, int]:
@@ -153,9 +153,9 @@ def _row(operation: Operation, target: Target) -> ProductGroup:
   """Returns an operation's products or kernel as a row without its FLOPs."""
   path, source, phase = layer_pattern(operation.path), operation.source, operation.phase
   if operation.kernel:
-    dtypes = [dtype_of(atom) for atom in operation.made.invars]
+    dtypes = [dtype_of(atom) for atom in operation.origin.invars]
     floats = [dtype.name for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
-    name = str(operation.made.params.get("name") or operation.name)
+    name = str(operation.origin.params.get("name") or operation.name)
     return ProductGroup(path, source, phase, "kernel", ", ".join(dict.fromkeys(floats)), kernel=name)
   (product,) = operation.products
   wanted = formats.padded(target.matrix_units, product.dtype, *product.shape)
@@ -194,7 +194,7 @@ def serving_dtype(program: Program) -> np.dtype:
   total = Counter({np.dtype(np.float32): 0})
   for operation, times in program.each():
     if operation.products:
-      dtype = jnp.dtype(jnp.bfloat16) if is_fp8(operation.made) else _operand_dtype(operation.made)
+      dtype = jnp.dtype(jnp.bfloat16) if is_fp8(operation.origin) else _operand_dtype(operation.origin)
       total[dtype] += int(operation.flops * times)
   return jax.dtypes.canonicalize_dtype(total.most_common(1)[0][0])
 

@@ -78,7 +78,7 @@ class Operation:
   """An operation that reads and writes memory.
 
   Attributes:
-    made: the equation or the instruction.
+    origin: the equation or the instruction.
     name: the primitive, or what is said of it in the traced program.
     phase: FORWARD or BACKWARD in a derivative, else OTHER.
     path, source: modules, such as `GPT/blocks/0/up`, and line, such as `model.py:31`.
@@ -107,7 +107,7 @@ class Operation:
     awaits: the start that it waits for.
   """
 
-  made: Any
+  origin: Any
   name: str = ""
   phase: str = ""
   path: str = ""
