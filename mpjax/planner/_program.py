@@ -96,7 +96,7 @@ class Operation:
     devices: number of devices that divide the work of its shapes.
     part: kind of work, by the names of TIME_PARTS; empty for none.
     products: its matrix products.
-    kernel: FLOPs of a fused kernel on one device, and whether in FP8.
+    kernel: FLOPs of a fused kernel, for its shapes, and whether in FP8.
     collectives: what crosses devices, for one run.
     exchange: the same, as what takes time.
     host: bytes that cross to the host or back.

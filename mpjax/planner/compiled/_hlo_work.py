@@ -78,6 +78,9 @@ def set_work(
     return instruction
   inner = list(_inside(instruction))
   operation.collectives = [row for one, _ in inner for row in _rows(one, chains)]
+  products = [(made, one) for one, fusions in inner if (made := product_of(one, fusions, kind)) is not None]
+  operation.products = [made for made, _ in products]
+  operation.flops = sum(made.flops for made, _ in products)
   if instruction.op.endswith("-done"):
     return instruction
   for one, _ in inner:
@@ -88,9 +91,6 @@ def set_work(
   if operation.starts:
     _set_copy(operation, scope)
     return instruction
-  products = [(made, one) for one, fusions in inner if (made := product_of(one, fusions, kind)) is not None]
-  operation.products = [made for made, _ in products]
-  operation.flops = sum(made.flops for made, _ in products)
   operation.moved = moved_bytes(instruction)
   cycles = int(instruction.config.get("window_config", {}).get("estimated_cycles", _SENTINEL))
   operation.cycles = cycles if cycles < _SENTINEL else None
