@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +39,8 @@ def product_of(equation: JaxprEqn, stated: int, devices: int, target: Target) ->
   sizes = _sizes(equation, stated)
   one = 2 * math.prod(sizes)
   batch = max(1, round(stated / one)) if one else 1
-  units = _units_of(equation, target)
-  return Product(
-    units.dtype, sizes, batch, stated / devices, "lhs_dilation" in equation.params, passes=units.passes
-  )
+  dtype, passes = _units_of(equation, target)
+  return Product(dtype, sizes, batch, stated / devices, "lhs_dilation" in equation.params, passes)
 
 
 def list_products(program: Program, target: Target, *, least: bool = False) -> tuple[ProductGroup, ...]:
@@ -94,28 +91,21 @@ def _sizes(equation: JaxprEqn, stated: int) -> tuple[int, int, int]:
   return m, n, math.prod(lhs[i] for i in contracted)
 
 
-class Units(NamedTuple):
-  """The dtype in which matrix units multiply, and the number of their passes for one product."""
-
-  dtype: str
-  passes: int = 1
-
-
-def _units_of(equation: JaxprEqn, target: Target) -> Units:
-  """Returns how a target's units multiply: float32 operands in TensorFloat-32, or in bfloat16 passes."""
+def _units_of(equation: JaxprEqn, target: Target) -> tuple[str, int]:
+  """Returns the dtype in which units multiply (float32 in TensorFloat-32 or bfloat16), and their passes."""
   if is_fp8(equation):
-    return Units(_narrow_dtype(equation.params["spec"], target))
+    return _narrow_dtype(equation.params["spec"], target), 1
   dtype = _operand_dtype(equation)
   if dtype != np.float32:
-    return Units(dtype.name)
+    return dtype.name, 1
   passes = passes_of(equation.params.get("precision"))
   if passes and plain_primitive(equation.primitive) is jax.lax.dot_general_p:  # JAX drops those of others
-    return Units(passes.dtype, passes.products)
+    return passes.dtype, passes.products
   precision = _precision_of(equation)
   if target.kind == "tpu":
-    return Units("bfloat16", _TPU_PASSES[precision])
+    return "bfloat16", _TPU_PASSES[precision]
   on_units = target.kind == "gpu" and formats.runs_on(target.matrix_units, "tensorfloat32")
-  return Units("tensorfloat32" if on_units and precision != "HIGHEST" else "float32")
+  return ("tensorfloat32" if on_units and precision != "HIGHEST" else "float32"), 1
 
 
 def _operand_dtype(equation: JaxprEqn) -> np.dtype:
