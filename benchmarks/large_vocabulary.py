@@ -53,7 +53,7 @@ def figures(target: str, policy: str, loss: str) -> dict[str, Any]:
   args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
   program = jax.jit(jax.value_and_grad(under, (0, 1)))
   traced = from_jaxpr(program.trace(*args).jaxpr)
-  flops = sum(operation.flops * times for operation, times in traced.each())
+  flops = int(sum(operation.flops * times for operation, times in traced.each()))
   return memory(compile_for(target, program, *args)) | {"flops": flops}
 
 

@@ -52,14 +52,9 @@ def table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> lis
     rows: cells, the heading included. A cell with line breaks takes several lines.
     left: indices of the columns that are aligned left. The others are aligned right.
   """
-  widths = _widths(rows)
+  columns = zip(*rows, strict=True)
+  widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
   return [_row_lines(row, widths, left) for row in rows]
-
-
-def table_width(rows: Sequence[Sequence[str]]) -> int:
-  """Returns the width of `table` in characters."""
-  widths = _widths(rows)
-  return sum(widths) + _GAP * (len(widths) - 1)
 
 
 def fold(text: str, width: int) -> str:
@@ -80,11 +75,6 @@ def fold(text: str, width: int) -> str:
         folded[-1:], word = [word[:room], ""], word[room:]
     folded[-1] += word
   return "\n".join(indent + line.rstrip() for line in folded if line)
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-  columns = zip(*rows, strict=True)
-  return [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
 
 
 def _row_lines(row: Sequence[str], widths: Sequence[int], left: Collection[int]) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import html
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mpjax._gone import instead
-from mpjax._render.plain_text import fold, table, table_width
+from mpjax._render.plain_text import fold, table
 from mpjax.dtypes import did_you_mean
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class Table:
     filled = [row for row in self.rows if row]
     widths = self._widths(filled, width)
     folded = [[fold(cell, room) for cell, room in zip(row, widths, strict=True)] for row in filled]
-    rule = ["-" * table_width(folded)]
     heading, *body = table(folded, left=self.left)
+    rule = ["-" * max(len(line) for row in (heading, *body) for line in row)]
     drawn = iter(body)
     parts = [heading, *([rule] if body else []), *(next(drawn) if row else rule for row in self.rows[1:])]
     return [line for part in parts for line in part]
@@ -63,14 +63,11 @@ class Table:
     widths, least = [], []
     for i, (heading, *cells) in enumerate(zip(*rows, strict=True)):
       full = max(map(len, cells), default=0)
-      if i in self.left:
-        words = [len(word.rstrip()) for cell in cells for word in re.split(r"(?<=[ ,/])", cell)]
-        widths.append(max(full, len(heading)))
-        least.append(max(_LEAST_WIDTH, *words, 0))
-      else:
-        word = max(map(len, heading.split()), default=0)
-        widths.append(max(full, min(len(heading), _HEADING_WIDTH)))
-        least.append(max(full, min(word, _HEADING_WIDTH)))
+      words = [len(word.rstrip()) for cell in cells for word in re.split(r"(?<=[ ,/])", cell)]
+      word = min(max(map(len, heading.split()), default=0), _HEADING_WIDTH)
+      is_text = i in self.left
+      widths.append(max(full, len(heading) if is_text else min(len(heading), _HEADING_WIDTH)))
+      least.append(max(_LEAST_WIDTH, *words, 0) if is_text else max(full, word))
     while sum(widths) + _GAP * (len(widths) - 1) > width:
       broad = [i for i in range(len(widths)) if widths[i] > least[i]]
       if not broad:
@@ -114,7 +111,8 @@ class Shown:
     return tables_text(_part(self, name))
 
   def __str__(self) -> str:
-    return tables_text(_answer_of(self, _asked_in_python))
+    names = [f'"{name}"' for name in (*self.tables, "all")]
+    return tables_text(_answer_of(self, f".table({names[0]}), or {', '.join(names[1:])}"))
 
   def __repr__(self) -> str:
     return str(self)
@@ -145,21 +143,8 @@ def tables_text(tables: Iterable[Table], width: int = TEXT_WIDTH) -> str:
   return "\n\n".join(table.text(width) for table in tables)
 
 
-def print_tables(tables: Iterable[Table], console: rich.console.Console, alarm: str = "") -> None:
-  """Prints tables in the width and the colours of a console; matches of `alarm` are red."""
-  import rich.text
-
-  text = rich.text.Text(tables_text(tables, console.width))
-  text.highlight_regex(r"(?m)(\A|(?<=\n\n)).+", "bold cyan")
-  text.highlight_regex(r"(?m)^-+$", "dim")
-  if alarm:
-    text.highlight_regex(f"(?m){alarm}", "bold red")
-  # A number that the terminal wraps can still be read; a number that is cut cannot.
-  console.print(text, soft_wrap=True)
-
-
 def print_shown(shown: Shown, console: rich.console.Console, name: str | None, alarm: str = "") -> None:
-  """Prints a result or one of its tables, as `print_tables` does.
+  """Prints a result or one of its tables in the width and the colours of a console.
 
   Args:
     shown: the result.
@@ -170,7 +155,17 @@ def print_shown(shown: Shown, console: rich.console.Console, name: str | None, a
   Raises:
     ValueError: if no table has that name.
   """
-  print_tables(_part(shown, name) if name else _answer_of(shown, _asked_in_a_shell), console, alarm)
+  import rich.text
+
+  first, *others = *shown.tables, "all"
+  tables = _part(shown, name) if name else _answer_of(shown, f"--table {first}, or {', '.join(others)}")
+  text = rich.text.Text(tables_text(tables, console.width))
+  text.highlight_regex(r"(?m)(\A|(?<=\n\n)).+", "bold cyan")
+  text.highlight_regex(r"(?m)^-+$", "dim")
+  if alarm:
+    text.highlight_regex(f"(?m){alarm}", "bold red")
+  # A number that the terminal wraps can still be read; a number that is cut cannot.
+  console.print(text, soft_wrap=True)
 
 
 def _part(shown: Shown, name: str) -> list[Table]:
@@ -184,22 +179,11 @@ def _part(shown: Shown, name: str) -> list[Table]:
   return found
 
 
-def _answer_of(shown: Shown, asked: Callable[[Sequence[str]], str] | None = None) -> list[Table]:
+def _answer_of(shown: Shown, more: str = "") -> list[Table]:
   """Returns the answer, with a last line that says how to ask for tables."""
   lines = list(shown._answer())
-  names = shown.tables
-  if lines and names and asked:
-    lines.append(f"more: {asked(names)}")
+  lines += [f"more: {more}"] if lines and more and shown.tables else []
   return [Table("", lines[0], lines=lines[1:])] if lines else []
-
-
-def _asked_in_python(names: Sequence[str]) -> str:
-  first, *others = (f'"{name}"' for name in (*names, "all"))
-  return f".table({first}), or {', '.join(others)}"
-
-
-def _asked_in_a_shell(names: Sequence[str]) -> str:
-  return f"--table {names[0]}, or {', '.join((*names[1:], 'all'))}"
 
 
 def answer_lines(
@@ -213,14 +197,13 @@ def answer_lines(
     last: lines at the end that are always shown.
     rest: a line for the lines of `more` that are left out, with `{}` for their number.
   """
-  height = lambda line: len(fold(line, TEXT_WIDTH).split("\n"))
-  if sum(map(height, (*first, *last))) > ANSWER_LINES:
+  height = lambda lines: sum(len(fold(line, TEXT_WIDTH).split("\n")) for line in lines)
+  if height((*first, *last)) > ANSWER_LINES:
     cut = lambda line: line if len(line) <= TEXT_WIDTH else f"{line[: TEXT_WIDTH - 3]}..."
     first, last = (list(map(cut, lines)) for lines in (first, last))
-  room = ANSWER_LINES - sum(map(height, (*first, *last)))
-  for i, line in enumerate(more):
-    lines = height(line)
-    if lines + (i + 1 < len(more)) > room:
-      return [*first, *more[:i], *([rest.format(len(more) - i)] if room else []), *last]
-    room -= lines
-  return [*first, *more, *last]
+  room = ANSWER_LINES - height((*first, *last))
+  shown = len(more)
+  while shown and height(more[:shown]) + (shown < len(more)) > room:
+    shown -= 1
+  left = [rest.format(len(more) - shown)] if shown < len(more) and room else []
+  return [*first, *more[:shown], *left, *last]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpjax._gone import missing as _missing
-from mpjax.planner._array_bytes import tiled_bytes
+from mpjax.planner._arguments import tiled_bytes
 from mpjax.planner._fits import Fit, cheapest, largest_batch
 from mpjax.planner._plan import plan
 from mpjax.planner._report import Plan

@@ -91,23 +91,36 @@ def largest_batch(
     raise ValueError(f"most={most}: expected at least one multiple of {multiple}")
   plans: dict[int, Plan] = {}
 
-  def peak(units: int, how: bool | str, low: int, high: int) -> float:
-    """Returns the bytes that a batch needs: infinity if its compiler gave up."""
-    if progress is not None:
-      progress(units * multiple, low * multiple, high * multiple)
-    try:
-      plans[units] = found = plan_of(units * multiple, how)
-    except CompileError as error:
-      if not error.out_of_memory:
-        raise
-      return math.inf
-    return math.inf if how is not False and found.out_of_memory else found.peak
+  def search(how: bool | str, start: int, close: float = 0.0, most: float = math.inf) -> dict[int, float]:
+    """Returns the bytes of sizes up to the largest that fits and the next, in the order of the search.
+
+    They are infinity where the compiler gave up. The search ends at a size whose bytes differ from the memory
+    by less than the share `close`, or after `most` sizes.
+    """
+    tried: dict[int, float] = {}
+    units = start
+    while len(tried) < most:
+      low, high = (0, 0) if close else _bounds(tried, memory)
+      if progress is not None:
+        progress(units * multiple, low * multiple, high * multiple)
+      try:
+        plans[units] = found = plan_of(units * multiple, how)
+        tried[units] = math.inf if how is not False and found.out_of_memory else found.peak
+      except CompileError as error:
+        if not error.out_of_memory:
+          raise
+        tried[units] = math.inf
+      low, high = _bounds(tried, memory)
+      if high - low == 1 or low >= limit or abs(tried[units] - memory) < close * memory:
+        break
+      units = min(_next(low, high, tried, memory), limit)
+    return tried
 
   start = 1
   if compile is not False:
-    guesses = _search(lambda units, *_: peak(units, False, 0, 0), memory, 1, limit, _CLOSE, _GUESSES)
+    guesses = search(False, 1, _CLOSE, _GUESSES)
     start = min(guesses, key=lambda units: abs(guesses[units] - memory))
-  tried = _search(lambda units, *bounds: peak(units, compile, *bounds), memory, start, limit)
+  tried = search(compile, start)
   low, high = _bounds(tried, memory)
   if not low:
     known = f"it needs {bytes_text(tried[1])}" if tried[1] < math.inf else "its compiler gives up"
@@ -161,35 +174,6 @@ def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
   if len(times) < len(fitting):
     times = [float(sum(plan.matrix_flops().values())) for plan in fitting]
   return min(zip(times, fitting, strict=True), key=lambda choice: (choice[0], choice[1].peak))[1]
-
-
-def _search(
-  peak: Callable[[int, int, int], float],
-  memory: int,
-  start: int,
-  limit: int,
-  close: float = 0,
-  most: float = math.inf,
-) -> dict[int, float]:
-  """Returns the bytes of sizes up to the largest that fits and the next, in the order of the search.
-
-  Args:
-    peak: the bytes of a size; takes the bounds that are known, too.
-    memory: bytes to fill.
-    start: the first size.
-    limit: the largest size.
-    close: the search ends at a size whose bytes differ from `memory` by less than this share.
-    most: the search ends after so many sizes.
-  """
-  tried: dict[int, float] = {}
-  low, high, units = 0, 0, start
-  while len(tried) < most:
-    tried[units] = peak(units, low, high)
-    low, high = _bounds(tried, memory)
-    if high - low == 1 or low >= limit or abs(tried[units] - memory) < close * memory:
-      break
-    units = min(_next(low, high, tried, memory), limit)
-  return tried
 
 
 def _bounds(tried: dict[int, float], memory: int) -> tuple[int, int]:

@@ -43,8 +43,7 @@ from mpjax.jaxpr import (
   times_run,
   variables_of,
 )
-from mpjax.planner._arguments import Argument, argument_bytes
-from mpjax.planner._array_bytes import itemsize, tiled_bytes
+from mpjax.planner._arguments import Argument, argument_bytes, itemsize, tiled_bytes
 from mpjax.planner._products import kernel_flops, product_of
 from mpjax.planner._program import Buffer, Exchange, Operation, Program, total_bytes
 from mpjax.planner._results import Collective
@@ -121,7 +120,7 @@ def from_jaxpr(
 
 def viewed(value: Buffer) -> Buffer:
   """Returns the value that a value is a view of."""
-  while value.maker is not None and has(value.maker.made, Trait.ALIAS):
+  while value.maker is not None and has(value.maker.origin, Trait.ALIAS):
     value = value.maker.operands[0]
   return value
 
@@ -221,7 +220,7 @@ class _Reader:
       dict.fromkeys(operands, 0.0),
       results,
       bodies=bodies,
-      times=times_run(equation),
+      times=None if equation.primitive is jax.lax.while_p else times_run(equation),
       chooses=kind is CallKind.COND,
       region=here.region,
       local=bool(here.axes),
@@ -241,7 +240,7 @@ class _Reader:
 
   def _set_work(self, operation: Operation, here: _Context) -> None:
     """Sets what takes time: products, a kernel, a collective, or a transfer to or from the host."""
-    equation = operation.made
+    equation = operation.origin
     pairs = zip(operation.operands, operation.writes, strict=False)
     stated = flops(equation)
     operation.flops = stated / operation.devices
@@ -306,7 +305,7 @@ def _needed(operations: list[Operation], results: list[Buffer]) -> list[Operatio
   live = set(results)
   kept = []
   for operation in reversed(operations):
-    if operation.made.effects or not live.isdisjoint(operation.writes):
+    if operation.origin.effects or not live.isdisjoint(operation.writes):
       kept.append(operation)
       live.update(operation.operands)
   return kept[::-1]

@@ -84,7 +84,7 @@ def _workspace(program: Program, target: Target) -> int:
 
 def _multiplies_slices(loop: Operation) -> bool:
   """Returns whether a product in a scan directly reads a slice of its input or makes one of its output."""
-  layout = call_layout(loop.made)
+  layout = call_layout(loop.origin)
   if layout.rows is None:
     return False
   (body,) = loop.bodies
@@ -145,7 +145,7 @@ def _unread_bytes(program: Program, arguments: Sequence[Argument], kind: str) ->
       if value.argument is None:
         continue
       updated = i == 0 and _in_place(operation) and operation.writes[0] not in used
-      part = i == 0 and operation.made.primitive in _IN_PARTS
+      part = i == 0 and operation.origin.primitive in _IN_PARTS
       if not updated:
         read[value.argument] += total_bytes(operation.writes) if part else whole[value.argument]
   return sum(max(0, nbytes - read[i]) for i, nbytes in enumerate(whole))
@@ -164,4 +164,4 @@ def _written_bytes(program: Program) -> int:
 
 def _in_place(operation: Operation) -> bool:
   """Returns whether an operation writes a part of its first operand."""
-  return has(operation.made, Trait.IN_PLACE) and not operation.bodies
+  return has(operation.origin, Trait.IN_PLACE) and not operation.bodies

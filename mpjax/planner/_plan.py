@@ -16,7 +16,7 @@ from mpjax.jaxpr import constants_of
 from mpjax.planner._from_jaxpr import from_jaxpr
 from mpjax.planner._memory import analytic_memory, host_memory, time_floor
 from mpjax.planner._products import list_products, model_flops, serving_dtype
-from mpjax.planner._program import Program, collectives_of
+from mpjax.planner._program import Program, collectives_of, loops_of
 from mpjax.planner._report import Plan
 from mpjax.planner._results import Note, ProductGroup
 from mpjax.planner._stored import stored_program
@@ -111,22 +111,13 @@ def plan(
     products=products,
     collectives=reading.collectives if reading else collectives_of(step),
     floor=time_floor(step, traced.arguments, compiled.memory if compiled else memory, sent, device),
-    notes=(*_notes(traced, step, products, device), *(() if reading else _loops(step)), *notes),
+    notes=(*_notes(traced, step, products, device), *notes),
     fp8=traced.fp8,
     model_flops=model_flops(step),
     peak_flops=device.flops.get("bfloat16") or max(device.flops.values(), default=0.0),
     time=time or traced_time(program, device),
     host=host_memory(step, traced.arguments, device.kind),
   )
-
-
-def _loops(step: Program) -> Iterator[Note]:
-  """Yields a sentence on the loops of unknown length in a traced program."""
-  loops = [o for o, _ in step.each() if o.made.primitive is jax.lax.while_p]
-  if loops:
-    where = f", the first at {loops[0].source}" if loops[0].source else ""
-    text = f"the step does not say how often {len(loops)} of its loops run{where}: what they do counts once"
-    yield Note(text, "loops")
 
 
 def _by_the_compiler(
@@ -138,12 +129,13 @@ def _by_the_compiler(
     ValueError: if `compile` is True and the compiler is not installed.
     CompileError: if `compile` is True and the compiler fails.
   """
+  loops = loops_of(step, "the step")
   if compile is False:
-    return None, ()
+    return None, loops
   if lacks := missing(device):
     if compile is True:
       raise ValueError(f"compile=True: {lacks}")
-    return None, (Note(lacks, "install"),)
+    return None, (*loops, Note(lacks, "install"))
   donated = [i for i, given in enumerate(traced.donated) if given]
   try:
     made = compile_step(traced.jitted, traced.args, donated, device)
@@ -151,7 +143,7 @@ def _by_the_compiler(
     if compile is True:
       raise
     text = f"the compiler failed{', out of memory' if error.out_of_memory else ''}: {error}"
-    return None, (Note(text, "out of memory" if error.out_of_memory else "failed"),)
+    return None, (*loops, Note(text, "out of memory" if error.out_of_memory else "failed"))
   reading = read_program(made, traced.arguments, device, traced_kernels(step))
   return reading, reading.notes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +39,8 @@ def product_of(equation: JaxprEqn, stated: int, devices: int, target: Target) ->
   sizes = _sizes(equation, stated)
   one = 2 * math.prod(sizes)
   batch = max(1, round(stated / one)) if one else 1
-  units = _units_of(equation, target)
-  return Product(
-    units.dtype, sizes, batch, stated / devices, "lhs_dilation" in equation.params, passes=units.passes
-  )
+  dtype, passes = _units_of(equation, target)
+  return Product(dtype, sizes, batch, stated / devices, "lhs_dilation" in equation.params, passes)
 
 
 def list_products(program: Program, target: Target, *, least: bool = False) -> tuple[ProductGroup, ...]:
@@ -71,7 +68,7 @@ def list_products(program: Program, target: Target, *, least: bool = False) -> t
 def model_flops(program: Program) -> int:
   """Returns the FLOPs of products and kernels on one device, without those of a recomputation."""
   every = program.each()
-  return sum(int(o.flops * times) for o, times in every if o.flops and not is_recomputation(o.made))
+  return sum(int(o.flops * times) for o, times in every if o.flops and not is_recomputation(o.origin))
 
 
 def _sizes(equation: JaxprEqn, stated: int) -> tuple[int, int, int]:
@@ -94,28 +91,21 @@ def _sizes(equation: JaxprEqn, stated: int) -> tuple[int, int, int]:
   return m, n, math.prod(lhs[i] for i in contracted)
 
 
-class Units(NamedTuple):
-  """The dtype in which matrix units multiply, and the number of their passes for one product."""
-
-  dtype: str
-  passes: int = 1
-
-
-def _units_of(equation: JaxprEqn, target: Target) -> Units:
-  """Returns how a target's units multiply: float32 operands in TensorFloat-32, or in bfloat16 passes."""
+def _units_of(equation: JaxprEqn, target: Target) -> tuple[str, int]:
+  """Returns the dtype in which units multiply (float32 in TensorFloat-32 or bfloat16), and their passes."""
   if is_fp8(equation):
-    return Units(_narrow_dtype(equation.params["spec"], target))
+    return _narrow_dtype(equation.params["spec"], target), 1
   dtype = _operand_dtype(equation)
   if dtype != np.float32:
-    return Units(dtype.name)
+    return dtype.name, 1
   passes = passes_of(equation.params.get("precision"))
   if passes and plain_primitive(equation.primitive) is jax.lax.dot_general_p:  # JAX drops those of others
-    return Units(passes.dtype, passes.products)
+    return passes.dtype, passes.products
   precision = _precision_of(equation)
   if target.kind == "tpu":
-    return Units("bfloat16", _TPU_PASSES[precision])
+    return "bfloat16", _TPU_PASSES[precision]
   on_units = target.kind == "gpu" and formats.runs_on(target.matrix_units, "tensorfloat32")
-  return Units("tensorfloat32" if on_units and precision != "HIGHEST" else "float32")
+  return ("tensorfloat32" if on_units and precision != "HIGHEST" else "float32"), 1
 
 
 def _operand_dtype(equation: JaxprEqn) -> np.dtype:
@@ -151,26 +141,24 @@ def _precision_of(equation: JaxprEqn) -> str:
 
 def _row(operation: Operation, target: Target) -> ProductGroup:
   """Returns an operation's products or kernel as a row without its FLOPs."""
-  place: dict[str, Any] = {
-    "path": layer_pattern(operation.path),
-    "source": operation.source,
-    "phase": operation.phase,
-  }
+  path, source, phase = layer_pattern(operation.path), operation.source, operation.phase
   if operation.kernel:
-    dtypes = [dtype_of(atom) for atom in operation.made.invars]
+    dtypes = [dtype_of(atom) for atom in operation.origin.invars]
     floats = [dtype.name for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
-    name = str(operation.made.params.get("name") or operation.name)
-    return ProductGroup(**place, operation="kernel", dtype=", ".join(dict.fromkeys(floats)), kernel=name)
+    name = str(operation.origin.params.get("name") or operation.name)
+    return ProductGroup(path, source, phase, "kernel", ", ".join(dict.fromkeys(floats)), kernel=name)
   (product,) = operation.products
   wanted = formats.padded(target.matrix_units, product.dtype, *product.shape)
   fits = formats.eligible(target.matrix_units, product.dtype, *product.shape)
   return ProductGroup(
-    **place,
-    operation=operation.name,
-    dtype=product.dtype,
-    shape=product.shape,
-    padded=wanted,
-    batch=product.batch,
+    path,
+    source,
+    phase,
+    operation.name,
+    product.dtype,
+    product.shape,
+    wanted,
+    product.batch,
     eligible=fits,
     why="" if fits else _why(product.dtype, product.shape, wanted, target),
     passes=product.passes,
@@ -196,7 +184,7 @@ def serving_dtype(program: Program) -> np.dtype:
   total = Counter({np.dtype(np.float32): 0})
   for operation, times in program.each():
     if operation.products:
-      dtype = jnp.dtype(jnp.bfloat16) if is_fp8(operation.made) else _operand_dtype(operation.made)
+      dtype = jnp.dtype(jnp.bfloat16) if is_fp8(operation.origin) else _operand_dtype(operation.origin)
       total[dtype] += int(operation.flops * times)
   return jax.dtypes.canonicalize_dtype(total.most_common(1)[0][0])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.jaxpr import BACKWARD, FORWARD, layer_pattern
-from mpjax.planner._results import Collective, Saved, add_up, add_up_saved
+from mpjax.planner._results import Collective, Note, Saved, add_up, add_up_saved
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -78,7 +78,7 @@ class Operation:
   """An operation that reads and writes memory.
 
   Attributes:
-    made: the equation or the instruction.
+    origin: the equation or the instruction.
     name: the primitive, or what is said of it in the traced program.
     phase: FORWARD or BACKWARD in a derivative, else OTHER.
     path, source: modules, such as `GPT/blocks/0/up`, and line, such as `model.py:31`.
@@ -87,7 +87,8 @@ class Operation:
     writes: the buffers that it writes.
     spare: operands whose memory a result of as many bytes may take, if nothing reads them later.
     extra: bytes that it needs while it runs, its bodies apart.
-    bodies: what it runs `times` times: a loop's body, or one of a conditional's (`chooses`).
+    bodies: what it runs: a loop's body, or one of a conditional's (`chooses`).
+    times: how often its bodies run; `None` if the program does not say it.
     region: number of its rematerialised region, 0 without one.
     local: whether it is inside a `shard_map`, with the shapes of one device.
     crosses: whether it copies an array between a device and the host's memory.
@@ -95,7 +96,7 @@ class Operation:
     devices: number of devices that divide the work of its shapes.
     part: kind of work, by the names of TIME_PARTS; empty for none.
     products: its matrix products.
-    kernel: FLOPs of a fused kernel on one device, and whether in FP8.
+    kernel: FLOPs of a fused kernel, for its shapes, and whether in FP8.
     collectives: what crosses devices, for one run.
     exchange: the same, as what takes time.
     host: bytes that cross to the host or back.
@@ -106,7 +107,7 @@ class Operation:
     awaits: the start that it waits for.
   """
 
-  made: Any
+  origin: Any
   name: str = ""
   phase: str = ""
   path: str = ""
@@ -117,7 +118,7 @@ class Operation:
   spare: Collection[Buffer] = ()
   extra: int = 0
   bodies: Sequence[Program] = ()
-  times: int = 1
+  times: int | None = 1
   chooses: bool = False
   region: int = 0
   local: bool = False
@@ -175,7 +176,7 @@ class Program:
     for operation in self.operations:
       yield operation, times
       for body in [choose(operation.bodies, key=measure)] if operation.chooses else operation.bodies:
-        yield from body.each(times * operation.times, worth=worth, choose=choose)
+        yield from body.each(times * (operation.times or 1), worth=worth, choose=choose)
 
 
 class Peak(NamedTuple):
@@ -274,3 +275,13 @@ def collectives_of(program: Program, *, least: bool = False) -> tuple[Collective
     for operation, times in every
     for one in operation.collectives
   )
+
+
+def loops_of(program: Program, whose: str) -> tuple[Note, ...]:
+  """Returns a sentence on the loops of unknown length in a program; none without them."""
+  loops = [operation for operation, _ in program.each() if operation.times is None]
+  if not loops:
+    return ()
+  where = f", the first at {loops[0].source}" if loops[0].source else ""
+  text = f"{whose} does not say how often {len(loops)} of its loops run{where}: what they do counts once"
+  return (Note(text, "loops"),)

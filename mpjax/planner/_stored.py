@@ -18,8 +18,7 @@ import numpy as np
 
 from mpjax.formats import narrow_bits
 from mpjax.jaxpr import BACKWARD, OTHER, Trait, has
-from mpjax.planner._arguments import Argument
-from mpjax.planner._array_bytes import itemsize
+from mpjax.planner._arguments import Argument, itemsize
 from mpjax.planner._from_jaxpr import Sizes, like_weight
 from mpjax.planner._program import Buffer, Operation, Program
 from mpjax.products import is_fp8
@@ -47,10 +46,10 @@ def _stored(program: Program, divided: _DividedWeights, kind: str, donated: Sequ
   results = [storage.root(value) for value in program.results]
   arguments = [storage.root(value) for value in program.arguments]
   operations = [
-    _operation(made, writes, storage, divided, kind)
-    for made in program.operations
-    if not is_view(made)
-    and ((writes := [v for v in made.writes if storage.is_stored(v)]) or made.made.effects)
+    _operation(operation, writes, storage, divided, kind)
+    for operation in program.operations
+    if not is_view(operation)
+    and ((writes := [v for v in operation.writes if storage.is_stored(v)]) or operation.origin.effects)
   ]
   written: set[Buffer] = set()
   for operation in operations:
@@ -65,24 +64,24 @@ def _stored(program: Program, divided: _DividedWeights, kind: str, donated: Sequ
 
 
 def _operation(
-  made: Operation, writes: list[Buffer], storage: _Storage, divided: _DividedWeights, kind: str
+  operation: Operation, writes: list[Buffer], storage: _Storage, divided: _DividedWeights, kind: str
 ) -> Operation:
   reads: dict[Buffer, float] = {}
-  for value in made.operands:
+  for value in operation.operands:
     for source, nbytes in storage.sources(storage.root(value)).items():
       reads[source] = min(source.nbytes, reads.get(source, 0) + nbytes)
-  extra = divided.gradients(made)
-  if is_fp8(made.made):  # the quantised operands
-    spec = made.made.params["spec"]
-    for value, dtype in zip(made.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), strict=True):
+  extra = divided.gradients(operation)
+  if is_fp8(operation.origin):  # the quantised operands
+    spec = operation.origin.params["spec"]
+    for value, dtype in zip(operation.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), strict=True):
       extra += math.prod(value.shape) * narrow_bits(dtype) // 8
   return dataclasses.replace(
-    made,
+    operation,
     reads=reads,
     writes=writes,
-    spare=() if is_heavy(made) and not has(made.made, Trait.IN_PLACE) else reads,
+    spare=() if is_heavy(operation) and not has(operation.origin, Trait.IN_PLACE) else reads,
     extra=extra,
-    bodies=[_stored(body, divided, kind, body.arguments) for body in made.bodies],
+    bodies=[_stored(body, divided, kind, body.arguments) for body in operation.bodies],
   )
 
 
@@ -90,13 +89,13 @@ def _copies(program: Program, storage: _Storage, donated: Sequence[Buffer]) -> l
   """Returns copies that a compiler adds: results that are views of arguments, and what is updated."""
   copied = [(value, value.maker) for value in dict.fromkeys(program.results) if value.maker is not None]
   copied = [(value, maker) for value, maker in copied if storage.root(value).argument is not None]
-  for made in program.operations:
-    if has(made.made, Trait.IN_PLACE) and made.operands and not made.bodies:
-      whole = storage.root(made.operands[0])
+  for operation in program.operations:
+    if has(operation.origin, Trait.IN_PLACE) and operation.operands and not operation.bodies:
+      whole = storage.root(operation.operands[0])
       if whole.argument is not None and whole not in donated:
-        copied.append((whole, made))
+        copied.append((whole, operation))
   return [
-    Operation(maker.made, path=maker.path, reads={value: 2.0 * value.nbytes}, part="copies")
+    Operation(maker.origin, path=maker.path, reads={value: 2.0 * value.nbytes}, part="copies")
     for value, maker in copied
   ]
 
@@ -162,13 +161,13 @@ class _DividedWeights:
 
   def _crosses_in(self, operation: Operation, value: Buffer) -> np.dtype:
     """Returns the dtype in which a weight crosses: a TPU casts to half precision first, for products."""
-    is_product = has(operation.made, Trait.PRODUCT) and operation.made.params.get("precision") is None
+    is_product = has(operation.origin, Trait.PRODUCT) and operation.origin.params.get("precision") is None
     halved = self._kind == "tpu" and is_product and itemsize(value.dtype) == 4
     return np.dtype(jnp.bfloat16) if halved else np.dtype(value.dtype)
 
 
 def _is_divided(operation: Operation) -> bool:
-  return not operation.local and not operation.bodies and has(operation.made, Trait.READS_STORED)
+  return not operation.local and not operation.bodies and has(operation.origin, Trait.READS_STORED)
 
 
 def _axes(argument: Argument) -> dict[str, int]:
@@ -199,7 +198,7 @@ class _Storage:
         continue
       for value in operation.operands:
         self._readers[self.root(value)].append(operation)
-      if is_heavy(operation) or has(operation.made, Trait.STORES_RESULT):
+      if is_heavy(operation) or has(operation.origin, Trait.STORES_RESULT):
         self._stored.update(operation.writes)
       if is_heavy(operation):
         self._stored.update(
@@ -227,7 +226,7 @@ class _Storage:
     if value not in self._reach:
       found: dict[Buffer, float] = {}
       most = math.inf
-      if value.maker is not None and value.maker.made.primitive in _SLICES:
+      if value.maker is not None and value.maker.origin.primitive in _SLICES:
         most = value.nbytes
       for operand in value.maker.operands if value.maker else ():
         for source, nbytes in self.sources(self.root(operand)).items():
@@ -238,13 +237,13 @@ class _Storage:
   def _fused_cast(self, operation: Operation, value: Buffer) -> bool:
     """Returns whether a TPU's product computes an operand itself."""
     maker = value.maker
-    if not self._on_tpu or maker is None or not has(operation.made, Trait.PRODUCT):
+    if not self._on_tpu or maker is None or not has(operation.origin, Trait.PRODUCT):
       return False
-    return not (is_heavy(maker) or has(maker.made, Trait.STORES_RESULT))
+    return not (is_heavy(maker) or has(maker.origin, Trait.STORES_RESULT))
 
   def _only_multiplied(self, value: Buffer) -> bool:
     """Returns whether only products read a value, and round it to half precision anyway."""
-    rounds = lambda r: has(r.made, Trait.PRODUCT) and r.made.params.get("precision") is None
+    rounds = lambda r: has(r.origin, Trait.PRODUCT) and r.origin.params.get("precision") is None
     readers = self._readers[value]
     return (
       value.argument is None and value.dtype == np.float32 and bool(readers) and all(map(rounds, readers))
@@ -269,7 +268,7 @@ class _Storage:
         if self.is_stored(value) or value in self._view:
           continue
         readers = self._readers[value]
-        if has(operation.made, Trait.COSTLY) and len(readers) > 1:
+        if has(operation.origin, Trait.COSTLY) and len(readers) > 1:
           self._stored.add(value)
         elif operation.phase != BACKWARD and any(r.phase == BACKWARD for r in readers):
           sources = self.sources(value)
@@ -283,19 +282,19 @@ class _Storage:
 
 def is_heavy(operation: Operation) -> bool:
   """Returns whether an operation reads its operands from memory, and writes its results to it."""
-  return has(operation.made, Trait.READS_STORED) or bool(operation.bodies) or operation.crosses
+  return has(operation.origin, Trait.READS_STORED) or bool(operation.bodies) or operation.crosses
 
 
 def is_view(operation: Operation) -> bool:
   """Returns whether the result of an operation is the memory of its operand."""
-  if has(operation.made, Trait.ALIAS):
+  if has(operation.origin, Trait.ALIAS):
     return True
   if len(operation.operands) != 1 or len(operation.writes) != 1:
     return False
   operand, result = operation.operands[0], operation.writes[0]
-  if operation.made.primitive is jax.lax.broadcast_in_dim_p:
+  if operation.origin.primitive is jax.lax.broadcast_in_dim_p:
     return math.prod(operand.shape) == math.prod(result.shape)
-  is_cast = operation.made.primitive is jax.lax.convert_element_type_p
+  is_cast = operation.origin.primitive is jax.lax.convert_element_type_p
   return is_cast and operand.dtype == result.dtype
 
 

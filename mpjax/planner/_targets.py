@@ -154,25 +154,20 @@ def get_target(name: str | Target | None = None) -> Target:
       f"v5e:2x4{did_you_mean(base, known)}"
     )
   data = described_devices()[base]
-  if data["kind"] == "tpu":
-    least = str(data["tpu"]["default"])
-    shape = shape or least
-    sides = least.count("x")
-    if not re.fullmatch(rf"\d+(x\d+){{{sides}}}", shape) or 0 in map(int, shape.split("x")):
-      example = "2x2x1" if sides == 2 else "2x4"
-      raise ValueError(f"target {name!r}: expected a slice of chips, such as {base}:{example}, not {shape!r}")
-    topology = f"{data['tpu']['topology']}:{shape}"
-    count = math.prod(map(int, shape.split("x"))) * int(data["tpu"].get("devices", 1))
-  else:
-    shape = shape or "1"
-    if not re.fullmatch(r"\d+(x\d+)?", shape) or 0 in map(int, shape.split("x")):
-      raise ValueError(
-        f"target {name!r}: expected a number of GPUs, such as {base}:8 or {base}:2x8, not {shape!r}"
-      )
-    hosts, _, each = shape.rpartition("x")
-    topology = f"1x{hosts or 1}x{each}"
-    count = int(hosts or 1) * int(each)
-  return _from_data(str(name), data, count, topology)
+  chips = data.get("tpu")
+  least = str(chips["default"]) if chips else "1"
+  shape = shape or least
+  sides = least.count("x")
+  form = rf"\d+(x\d+){{{sides}}}" if chips else r"\d+(x\d+)?"
+  if not re.fullmatch(form, shape) or 0 in map(int, shape.split("x")):
+    slices = f"a slice of chips, such as {base}:{'2x2x1' if sides == 2 else '2x4'}"
+    wanted = slices if chips else f"a number of GPUs, such as {base}:8 or {base}:2x8"
+    raise ValueError(f"target {name!r}: expected {wanted}, not {shape!r}")
+  count = math.prod(map(int, shape.split("x")))
+  if chips:
+    return _from_data(str(name), data, count * chips.get("devices", 1), f"{chips['topology']}:{shape}")
+  hosts, _, each = shape.rpartition("x")
+  return _from_data(str(name), data, count, f"1x{hosts or 1}x{each}")
 
 
 def _from_data(name: str, data: DeviceData, count: int, topology: str) -> Target:

@@ -122,7 +122,7 @@ def _spent(program: Program, target: Target, slowed: float = 0.0) -> _Spent:
       took.by_place[place] = seconds
     bodies = [_spent(body, target, slowed) for body in operation.bodies]
     for body in [max(bodies, key=lambda body: body.seconds)] if operation.chooses else bodies:
-      took.add(body, operation.times)
+      took.add(body, operation.times or 1)
     spent.add(took)
     now += took.seconds
   spent.hidden += sum(seconds for seconds, _ in began.values())  # what ends in another computation
@@ -185,10 +185,10 @@ def _merged(program: Program) -> Iterator[_Kernel]:
     depth = max((level.get(b, 0) for b in reads), default=0)
     is_copy = operation.part == "copies" and not writes
     heavy = is_copy or is_heavy(operation)
-    level.update(dict.fromkeys(writes, depth + (heavy or has(operation.made, Trait.STORES_RESULT))))
-    alone = Operation(operation.made, path=operation.path, part="element-wise")
+    level.update(dict.fromkeys(writes, depth + (heavy or has(operation.origin, Trait.STORES_RESULT))))
+    alone = Operation(operation.origin, path=operation.path, part="element-wise")
     if heavy:
-      if is_fp8(operation.made):
+      if is_fp8(operation.origin):
         yield _Kernel(alone, {Buffer((), None): _quantised_bytes(operation)}, {})
       kernel = _Kernel(operation, reads, writes)
       if not operation.bodies and not is_copy:
@@ -234,7 +234,7 @@ def _moved(kernels: Sequence[_Kernel], program: Program, room: float) -> Iterato
 
 def _in_part(kernel: _Kernel) -> None:
   """Corrects the bytes of an operation that reads or writes a part of a value."""
-  made = kernel.operation.made
+  made = kernel.operation.origin
   if made.primitive is jax.lax.gather_p:
     kernel.reads = {b: min(nbytes, sum(kernel.writes.values())) for b, nbytes in kernel.reads.items()}
   elif has(made, Trait.IN_PLACE) and len(kernel.operation.operands) > 1:
@@ -245,7 +245,7 @@ def _in_part(kernel: _Kernel) -> None:
 
 def _quantised_bytes(product: Operation) -> float:
   """Returns the bytes that move while the operands of an FP8 product are quantised."""
-  spec = product.made.params["spec"]
+  spec = product.origin.params["spec"]
   nbytes = 0.0
   for value, dtype, given in zip(
     product.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), spec.given[:2], strict=True

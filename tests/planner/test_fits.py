@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings, strategies as st
 
 import mpjax
 from mpjax.planner import CompileError, Memory, Note, cheapest, largest_batch
@@ -101,21 +100,6 @@ def test_largest_batch_fits_and_the_next_does_not(name):
       assert_is_largest(fit, planned, memory, multiple)
       assert len(planned.calls) <= most_calls, multiple
       assert len(planned.guesses) <= 10, multiple
-
-
-numbers = st.integers
-
-
-@settings(max_examples=60, deadline=None)
-@given(numbers(0, 10**6), numbers(8, 10**4), st.floats(0.25, 4), numbers(1, 64), numbers(0, 10**7))
-def test_largest_batch_of_any_straight_line(constant, slope, error, multiple, room):
-  compiled = line(constant, slope)
-  planned = Planned(compiled, line(constant, error * slope))
-  memory = compiled(multiple) + room
-  fit = largest_batch(planned, memory, multiple=multiple)
-  assert fit.batch == (multiple + room // slope) // multiple * multiple
-  assert_is_largest(fit, planned, memory, multiple)
-  assert len(planned.calls) <= 40  # halving, where a line is of no help
 
 
 def test_a_compiler_that_gives_up_is_taken_for_too_large():

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from hypothesis import given, settings, strategies as st
 
-from mpjax.jaxpr import FORWARD
 from mpjax.planner._from_jaxpr import from_jaxpr
 from mpjax.planner._program import live_at_peak, total_bytes  # a plan shows the peak of a whole step alone
 from mpjax.planner._stored import stored_program
@@ -116,24 +115,3 @@ CASES = {
 def test_peak_of_a_small_program():
   for name, (function, least, most) in CASES.items():
     assert least * SQUARE <= peak_of(function, *MATRIX).nbytes <= most * SQUARE, name
-
-
-ROWS = S((64 * N, N), F32)
-ACTIVATION = 4 * 64 * N * N
-
-
-def layers(ws, x):
-  for w in ws:
-    x = jnp.tanh(x @ w)
-  return jnp.sum(x * x)
-
-
-def test_the_backward_pass_keeps_an_activation_a_layer():
-  for length in (1, 2, 8):
-    found = peak_of(jax.grad(layers), [MATRIX[0]] * length, ROWS)
-    assert total_bytes(found.saved) == length * ACTIVATION, length
-    assert {(v.maker.name, v.maker.phase) for v in found.saved} == {("tanh", FORWARD)}, length
-    assert length * ACTIVATION <= found.nbytes <= (length + 2) * ACTIVATION + length * SQUARE, length
-
-
-# The graph that the peak is of.

@@ -85,11 +85,11 @@ class _Reader:
       speaker = instruction
       if instruction.proto.fusion_kind == "kLoop":  # writes over what it is the last to read
         made = {(b.shape, b.dtype) for b in operation.writes if b not in results}
-        alone = [b for b in operation.reads if b.maker is not None and len(b.maker.made.shapes) == 1]
+        alone = [b for b in operation.reads if b.maker is not None and len(b.maker.origin.shapes) == 1]
         operation.spare = [b for b in alone if (b.shape, b.dtype) in made]
       if instruction.op in _CONTROL:
         operation.bodies = [self.program(called) for called in instruction.called]
-        operation.times = trips(instruction) or 1 if instruction.op == "while" else 1
+        operation.times = trips(instruction) if instruction.op == "while" else 1
         operation.chooses = instruction.op == "conditional"
       else:
         key = _begins(instruction)
@@ -170,7 +170,7 @@ def kept_of(program: Program) -> set[Buffer]:
   kept = read_backward(program)
   if not any(operation.phase == BACKWARD for operation in operations):
     return kept
-  named = ((i, o) for i, o in enumerate(operations) if o.made.op_name and o.made.op in _PRODUCTS)
+  named = ((i, o) for i, o in enumerate(operations) if o.origin.op_name and o.origin.op in _PRODUCTS)
   end = max((i for i, o in named if o.phase == FORWARD), default=0)
   before = {b for operation in operations[:end] for b in operation.writes}
   return kept | before & {b for operation in operations[end + 1 :] for b in operation.reads}

@@ -56,7 +56,7 @@ def traced_kernels(program: Program) -> Kernels:
   found: dict[tuple[str, Shapes], list[float]] = collections.defaultdict(list)
   for operation, _ in program.each():
     if operation.kernel:
-      shapes = tuple(shape_of(value) for value in (*operation.made.invars, *operation.made.outvars))
+      shapes = tuple(shape_of(value) for value in (*operation.origin.invars, *operation.origin.outvars))
       found[layer_pattern(operation.path), shapes].append(operation.kernel[0])
   return {place: statistics.mean(several) for place, several in found.items()}
 
@@ -73,11 +73,14 @@ def set_work(
     kernels: FLOPs of fused kernels.
     chains: chains of collectives that count already; those of this operation are added.
   """
-  instruction: HloInstruction = operation.made
+  instruction: HloInstruction = operation.origin
   if instruction.op in _FREE:
     return instruction
   inner = list(_inside(instruction))
   operation.collectives = [row for one, _ in inner for row in _rows(one, chains)]
+  products = [(made, one) for one, fusions in inner if (made := product_of(one, fusions, kind)) is not None]
+  operation.products = [made for made, _ in products]
+  operation.flops = sum(made.flops for made, _ in products)
   if instruction.op.endswith("-done"):
     return instruction
   for one, _ in inner:
@@ -88,9 +91,6 @@ def set_work(
   if operation.starts:
     _set_copy(operation, scope)
     return instruction
-  products = [(made, one) for one, fusions in inner if (made := product_of(one, fusions, kind)) is not None]
-  operation.products = [made for made, _ in products]
-  operation.flops = sum(made.flops for made, _ in products)
   operation.moved = moved_bytes(instruction)
   cycles = int(instruction.config.get("window_config", {}).get("estimated_cycles", _SENTINEL))
   operation.cycles = cycles if cycles < _SENTINEL else None
@@ -136,7 +136,7 @@ def _rows(instruction: HloInstruction, chains: set[str]) -> Iterator[Collective]
 
 
 def _exchange(collective: HloInstruction, operation: Operation, scope: HloComputation) -> Exchange:
-  name, instruction = collective.op.removesuffix("-start"), operation.made
+  name, instruction = collective.op.removesuffix("-start"), operation.origin
   end = done_of(instruction, scope) if collective is instruction and operation.starts else None
   nbytes = sum(shape.nbytes for shape in (end or collective).shapes)
   kept = sum(shape.nbytes for shape in instruction.shapes)
@@ -147,7 +147,7 @@ def _exchange(collective: HloInstruction, operation: Operation, scope: HloComput
 
 def _set_copy(operation: Operation, scope: HloComputation) -> None:
   """Sets the bytes of a copy that an instruction starts: to or from the host, or on the device."""
-  start = operation.made
+  start = operation.origin
   nbytes = sum(shape.nbytes for shape in (done_of(start, scope) or start).shapes)
   spaces = [shape.space for shape in start.shapes]
   root = start.called[0].root if start.called else None

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from mpjax._render.plain_text import bytes_text
 from mpjax.planner._arguments import Argument, argument_parts
-from mpjax.planner._program import Program, by_part, collectives_of, live_at_peak, saved_of
+from mpjax.planner._program import Program, by_part, collectives_of, live_at_peak, loops_of, saved_of
 from mpjax.planner._results import TRANSIENT_PARTS, Collective, Compiled, Memory, Note
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled._compile import CompiledProgram
 from mpjax.planner.compiled._from_hlo import from_hlo, kept_of
-from mpjax.planner.compiled._hlo import HloModule, parse, trips
+from mpjax.planner.compiled._hlo import parse
 from mpjax.planner.compiled._hlo_work import Kernels
 
 # The share of the peak that the program's buffers must explain to be shown.
@@ -51,8 +51,7 @@ def read_program(
   whole = _totals(made, arguments, target)
   weights = {shape for a in arguments if a.part == "master weights" for shape in (a.shape, a.local)}
   try:
-    module = parse(made.proto)
-    program = from_hlo(module, target.kind, weights, kernels)
+    program = from_hlo(parse(made.proto), target.kind, weights, kernels)
     memory, explained = _divided(program, whole, made.live)
     counts: collections.Counter[str] = collections.Counter()
     for operation, times in program.each():
@@ -67,7 +66,7 @@ def read_program(
       "parts, kernels and collectives"
     )
     return Reading(whole, (), (Note(text, "program"),), None)
-  notes = [*_loops(module)]
+  notes = [*loops_of(program, "the compiled program")]
   if explained < _EXPLAINED:
     missed = bytes_text((1 - explained) * whole.peak)
     text = f"temporaries: the buffers in the program do not explain {missed} of the compiler's "
@@ -100,15 +99,6 @@ def _divided(program: Program, whole: Compiled, known_live: int) -> tuple[Memory
     whole.memory, parts={name: n for name, n in every.items() if n}, saved=saved, saved_bytes=saved_bytes
   )
   return memory, max(0.0, 1 - missed / whole.peak) if whole.peak else 1.0
-
-
-def _loops(module: HloModule) -> list[Note]:
-  """Returns a sentence on the loops of unknown length in a compiled program."""
-  every = (one for computation in module.computations.values() for one in computation.instructions)
-  loops = [one for one in every if one.op == "while" and trips(one) is None]
-  text = f"the compiled program does not say how often {len(loops)} of its loops run, the first "
-  text += f"{loops[0].name}: their products, collectives and time count once" if loops else ""
-  return [Note(text, "loops")] if loops else []
 
 
 def _totals(made: CompiledProgram, arguments: Sequence[Argument], target: Target) -> Compiled:

@@ -24,21 +24,6 @@ def shapes(text):
   return [(s.dtype, s.dims, s.nbytes, s.space) for s in found]
 
 
-def test_types_of_instructions():
-  nested = "(f32[2]{0}, /*index=1*/(s8[3]{0}, token[]), pred[])"
-  for text, want in {
-    "f32[]": [("f32", (), 4, 0)],
-    "f32[3,5]{1,0}": [("f32", (3, 5), 60, 0)],
-    "bf16[0,5]{1,0}": [("bf16", (0, 5), 0, 0)],
-    "f32[64,100]{1,0:T(8,128)S(1)}": [("f32", (64, 100), 64 * 128 * 4, 1)],
-    "f32[8]{0:S(5)}": [("f32", (8,), 32, 5)],
-    nested: [("f32", (2,), 8, 0), ("s8", (3,), 3, 0), ("pred", (), 1, 0)],
-    "token[]": [],
-    "()": [],
-  }.items():
-    assert shapes(text) == want, text
-
-
 def test_bytes_of_a_type_are_of_whole_tiles_and_elements_below_a_byte_are_packed():
   for text, nbytes in (
     ("f32[100,260]{1,0}", 4 * 100 * 260),
