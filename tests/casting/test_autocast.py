@@ -1,4 +1,4 @@
-"""The contract of `mpjax.autocast`: forms, dtypes in and out, composition with JAX's transformations, errors."""
+"""The contract of `mpjax.autocast`: forms, static arguments, dtypes in and out."""
 
 import functools
 import inspect

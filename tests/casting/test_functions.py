@@ -1,4 +1,4 @@
-"""Autocast over every function of jax.nn and optax.losses, and over jax.lax, of which all others are made."""
+"""Lists, dtypes and products of every function of jax.nn, optax.losses and jax.lax, of which others are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autocast over every layer of flax.linen and flax.nnx, used as their users use them."""
+"""Autocast over every layer of flax.linen and flax.nnx: lists, dtypes and products."""
 
 from __future__ import annotations
 

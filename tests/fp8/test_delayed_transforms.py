@@ -1,4 +1,4 @@
-"""Delayed scaling inside scan, cond, remat, vmap and shardings, round them, and under derivatives."""
+"""Delayed scaling inside scan, remat, vmap and shardings, round them, and under derivatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`value_and_grad` and `keep_if_finite`: one loop of one's own for every policy, and over devices."""
+"""`value_and_grad` and `keep_if_finite`: one loop of one's own for every policy."""
 
 import functools
 import re

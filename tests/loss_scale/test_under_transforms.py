@@ -1,4 +1,4 @@
-"""Loss scaling under jit, donation, scan, vmap, shard_map, pmap and sharded parameters."""
+"""Loss scaling under vmap, shard_map, pmap and sharded parameters."""
 
 import re
 

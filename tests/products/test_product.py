@@ -1,4 +1,4 @@
-"""The FP8 product and its derivatives against float64, within what rounding to FP8 explains."""
+"""The FP8 product and its derivatives are products of rounded operands, in float64."""
 
 import functools
 import itertools
