@@ -250,9 +250,7 @@ EVERY = {"first_layer": True, "last_layer": True}
 # keep_last, and the kinds of ten products with a weight, unrolled and with eight in a scan.
 KEPT = [
   (0, "8888888888", "888"),
-  (0.1, "888888888b", "88b"),
   (0.15, "88888888bb", "88b"),
-  (0.5, "88888bbbbb", "88b"),
   (0.9, "8bbbbbbbbb", "8bb"),
   (1, "bbbbbbbbbb", "bbb"),
 ]
