@@ -189,7 +189,7 @@ ERRORS = [  # (call, its error)
 ]  # fmt: skip
 
 
-def test_errors_say_what_is_wrong_and_the_way_out():
-  for call, kind, message in ERRORS:
-    with pytest.raises(kind, match=f"(?s){message}"):
-      call()
+@pytest.mark.parametrize(("call", "kind", "message"), ERRORS)
+def test_errors_say_what_is_wrong_and_the_way_out(call, kind, message):
+  with pytest.raises(kind, match=f"(?s){message}"):
+    call()

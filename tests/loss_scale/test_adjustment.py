@@ -141,11 +141,14 @@ NO_SPECS = [
 ]
 
 
-def test_what_is_no_loss_scaling_is_named_in_short():
-  for spec, message in NO_SPECS:
-    with pytest.raises(ValueError, match=f"(?s){message}") as error:
-      mpjax.with_loss_scaling(SGD, spec)
-    assert len(str(error.value)) < 450 or isinstance(spec, str), spec
+@pytest.mark.parametrize(("spec", "message"), NO_SPECS)
+def test_what_is_no_loss_scaling_is_named_in_short(spec, message):
+  with pytest.raises(ValueError, match=f"(?s){message}") as error:
+    mpjax.with_loss_scaling(SGD, spec)
+  assert len(str(error.value)) < 450 or isinstance(spec, str)
+
+
+def test_swapped_arguments_are_named():
   with pytest.raises(TypeError, match=r"swapped: call mpjax.with_loss_scaling\(tx, loss_scaling\)"):
     mpjax.with_loss_scaling("dynamic", SGD)
 

@@ -235,11 +235,12 @@ MISUSES = [
 ]
 
 
-def test_each_way_to_get_wrong_numbers_is_an_error_with_the_way_out():
-  traced = lambda act: jax.eval_shape(lambda: (act(), ())[1])
-  for act, message in MISUSES:
-    with pytest.raises((TypeError, ValueError), match=message):
-      traced(act)
-  # The ways out of two of them.
-  traced(lambda: SCALING.layer(both, TWO, start(), kernel=lambda p: p["up"], fan_in=16))
+@pytest.mark.parametrize(("act", "message"), MISUSES)
+def test_each_way_to_get_wrong_numbers_is_an_error_with_the_way_out(act, message):
+  with pytest.raises((TypeError, ValueError), match=message):
+    jax.eval_shape(lambda: (act(), ())[1])
+
+
+def test_the_ways_out_of_two_errors():
+  jax.eval_shape(lambda: (SCALING.layer(both, TWO, start(), kernel=lambda p: p["up"], fan_in=16), ())[1])
   np.testing.assert_array_equal(jit(lambda x: jax.vmap(SCALING.finish)(jax.vmap(SCALING.start)(x)))(X), X)

@@ -257,7 +257,7 @@ WRONG = [
 ]
 
 
-def test_a_wrong_argument_is_an_error_that_names_it():
-  for changes, kind, message in WRONG:
-    with pytest.raises(kind, match=rf"^{message}$"):
-      mpjax.linear_cross_entropy(**{"x": X, "kernel": KERNEL, "labels": LABELS, **changes})
+@pytest.mark.parametrize(("changes", "kind", "message"), WRONG)
+def test_a_wrong_argument_is_an_error_that_names_it(changes, kind, message):
+  with pytest.raises(kind, match=rf"^{message}$"):
+    mpjax.linear_cross_entropy(**{"x": X, "kernel": KERNEL, "labels": LABELS, **changes})

@@ -110,13 +110,12 @@ WRONG = [
 ]
 
 
-def test_what_is_not_a_policy_is_named_in_few_words():
-  for spec, words, most in [*((*row, 700) for row in WRONG), ([list(range(10_000))], ["list"], 300)]:
-    with pytest.raises(ValueError) as error:
-      mpjax.get_policy(spec)
-    text = str(error.value)
-    assert all(word in text for word in words), text
-    assert len(text) < most, spec
+@pytest.mark.parametrize(("spec", "words"), [*WRONG, ([[0] * 10_000], ["list"])], ids=lambda v: str(v)[:50])
+def test_what_is_not_a_policy_is_named_in_few_words(spec, words):
+  with pytest.raises(ValueError) as error:
+    mpjax.get_policy(spec)
+  assert [word for word in words if word not in str(error.value)] == []
+  assert len(str(error.value)) < 700
 
 
 def test_yaml_1_1_numbers_and_booleans():
