@@ -42,12 +42,14 @@ class Case:
     build: given what to apply (autocast or nothing), the function to call.
     args: pytrees of float32 arrays and of anything else that `jax.jit` takes.
     alone: the function of a `case`, without the products before it.
+    grad: whether it has gradients too; false for what float32 cannot differentiate.
     selects: whether its own products are selections or Gram matrices, which stay in float32.
   """
 
   build: Callable[[Callable[[Function], Function]], Function]
   args: tuple[Any, ...]
   alone: Function | None = None
+  grad: bool = True
   selects: bool = False
 
 
@@ -161,6 +163,45 @@ def outside_of_solvers(jaxpr: Any) -> Iterator[Any]:
 
 def has_products(jaxpr: Any) -> bool:
   return any(e.primitive.name in PRODUCTS for e in walk(jaxpr))
+
+
+def gradients(case: Case, fun: Function) -> Function:
+  """The outputs, and the gradients of their random projection, as one function of the floating args."""
+
+  def value(floating: dict[str, Any], args: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+    out = fun(*combine(floating, args))
+    return sum((jnp.sum(leaf * along) for leaf, along in projections(out)), np.float32(0)), out
+
+  if not case.grad:
+    return lambda floating, args: (value(floating, args)[1], {})
+
+  def both(floating: dict[str, Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    (_, out), grads = jax.value_and_grad(value, has_aux=True)(floating, args)
+    return out, grads
+
+  return both
+
+
+def floating(args: Any) -> dict[str, Any]:
+  leaves = jax.tree_util.tree_leaves_with_path(args)
+  return {jax.tree_util.keystr(path): x for path, x in leaves if is_floating(x)}
+
+
+def combine(floating: dict[str, Any], args: Any) -> Any:
+  return jax.tree_util.tree_map_with_path(lambda path, x: floating.get(jax.tree_util.keystr(path), x), args)
+
+
+def is_floating(x: Any) -> bool:
+  # False also for keys and for the scales of FP8, whose gradients are new values.
+  return getattr(x, "dtype", None) == np.float32
+
+
+def projections(out: Any) -> Iterator[tuple[jax.Array, np.ndarray]]:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(out):
+    seed = zlib.crc32(jax.tree_util.keystr(path).encode())
+    parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf] if is_floating(leaf) else []
+    for i, part in enumerate(parts):
+      yield part, np.random.default_rng(seed + i).standard_normal(part.shape).astype(np.float32)
 
 
 def leaf_failures(kind: str, got: Any, want: Any, tolerance: float, least: float = 1e-2) -> Iterator[str]:

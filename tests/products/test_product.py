@@ -55,7 +55,6 @@ CASES = [
   Product("bik", "kjb", "b", "k", {"b": 2, "i": 4, "k": 6, "j": 1}),
   Product("kilm", "lckb", "", "lk", {"k": 3, "i": 2, "l": 4, "m": 5, "c": 1, "b": 2}),
   Product("ab", "ba", "ab", "", {"a": 3, "b": 4}),
-  Product("k", "k", "", "k", {"k": 7}),
 ]
 
 
