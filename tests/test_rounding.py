@@ -1,4 +1,4 @@
-"""Rounding in programs as XLA optimises them for a user: casts, the skip, FP8.
+"""Rounding in programs as XLA optimises them for a user: casts, the skip.
 
 XLA may keep more precision than a program asks for, merge casts and reorder products with a scale; most of the
 suite compiles without such passes, since it asks what a program says.

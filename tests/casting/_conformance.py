@@ -18,12 +18,10 @@ from tests.casting._jaxprs import (
   bodies,
   is_matrix_product,
   multiplied,
-  trace_together,
   walk,
 )
 
 Function = Callable[..., Any]
-Cast = Callable[[Function], Function]
 # Of optax.losses.
 OF_SOME_RELEASES = {
   "binary_dice_loss", "dice_loss", "generalized_kl_divergence", "multiclass_generalized_dice_loss",
@@ -44,19 +42,15 @@ class Case:
     build: given what to apply (autocast or nothing), the function to call.
     args: pytrees of float32 arrays and of anything else that `jax.jit` takes.
     alone: the function of a `case`, without the products before it.
-    grad: whether to compare gradients too; false for what float32 cannot differentiate.
+    grad: whether it has gradients too; false for what float32 cannot differentiate.
     selects: whether its own products are selections or Gram matrices, which stay in float32.
-    slack: multiplies the tolerance of outputs, where the function amplifies the rounding of its inputs.
-    grad_slack: the same for gradients.
   """
 
-  build: Callable[[Cast], Function]
+  build: Callable[[Callable[[Function], Function]], Function]
   args: tuple[Any, ...]
   alone: Function | None = None
   grad: bool = True
   selects: bool = False
-  slack: float = 1.0
-  grad_slack: float = 1.0
 
 
 def case(fun: Function, *args: Any, **options: Any) -> Case:
@@ -171,47 +165,6 @@ def has_products(jaxpr: Any) -> bool:
   return any(e.primitive.name in PRODUCTS for e in walk(jaxpr))
 
 
-def check(cases: dict[str, Case], policies: tuple[str, ...] = ("fp16", "bf16")) -> None:
-  """Compiles one program of all cases; fails with a line for each leaf and policy that breaks a promise.
-
-  A policy whose program is that of the first but for the dtype, forward and backward, is not run.
-  """
-  lines, functions, args = [], {}, {}
-  casts: dict[str, Cast] = {policy: mpjax.autocast(policy=policy) for policy in ("fp32", *policies)}
-  for name, case in cases.items():
-    build, args[name] = case.build, (floating(case.args), case.args)
-    if case.alone is not None and has_products(jax.make_jaxpr(case.alone)(*case.args).jaxpr):
-      build = with_alone(case)
-    elif case.alone is not None:
-      assert "f16" not in str(jax.make_jaxpr(mpjax.autocast(case.alone, "fp16"))(*case.args)), name
-    own = {policy: gradients(case, build(cast)) for policy, cast in {**casts, "plain": lambda f: f}.items()}
-    texts = {policy: without_dtype(jax.make_jaxpr(fun)(*args[name])) for policy, fun in own.items()}
-    lines += [] if texts["fp32"] == texts["plain"] else [f"{name}, fp32: another program"]
-    different = {texts[policy]: policy for policy in reversed(policies)}.values()
-    for policy in ("plain", *different):
-      functions[name, policy] = lambda args, name=name, fun=own[policy]: fun(*args[name])
-    for policy in different:
-      jaxpr, _ = traced(build(casts[policy]), case.args)
-      lines += [f"{name}, {line}" for line in listed_failures(jaxpr, policy, case.selects)]
-  results = trace_together(functions, args)[0].lower().compile()(args)
-  for name, policy in functions:
-    if policy != "plain":
-      found = failures(cases[name], TOLERANCE[policy], results[name, policy], results[name, "plain"])
-      lines += [f"{name}, {policy}: {line}" for line in found]
-  assert not lines, "\n" + "\n".join(lines)
-
-
-def with_alone(case: Case) -> Callable[[Cast], Function]:
-  """Builds the function behind products and on its arguments as they are."""
-  return lambda cast: lambda *args: {"alone": cast(case.alone)(*args), "behind": case.build(cast)(*args)}
-
-
-def without_dtype(jaxpr: Any) -> str:
-  """The text of a jaxpr, but for which half precision it is, what that rounds, and addresses."""
-  same = str(jaxpr).replace("bf16", "f16").replace("bfloat", "float")
-  return re.sub(r"0x[0-9a-f]+|-?\d+\.\d*(e[+-]?\d+)?|-?\d+e[+-]?\d+", "", same)
-
-
 def gradients(case: Case, fun: Function) -> Function:
   """The outputs, and the gradients of their random projection, as one function of the floating args."""
 
@@ -249,17 +202,6 @@ def projections(out: Any) -> Iterator[tuple[jax.Array, np.ndarray]]:
     parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf] if is_floating(leaf) else []
     for i, part in enumerate(parts):
       yield part, np.random.default_rng(seed + i).standard_normal(part.shape).astype(np.float32)
-
-
-def failures(case: Case, tolerance: float, got: tuple[Any, Any], want: tuple[Any, Any]) -> Iterator[str]:
-  """Lines for the leaves that are not as promised: tree, shapes, dtypes, finiteness, values."""
-  if jax.tree.structure(got) != jax.tree.structure(want):
-    yield f"tree {jax.tree.structure(got)} instead of {jax.tree.structure(want)}"
-    return
-  yield from leaf_failures("output", got[0], want[0], tolerance * case.slack)
-  # A gradient that is zero but for rounding (the bias of keys) is measured against the others.
-  largest = max((magnitude(g) for g in jax.tree.leaves(want[1])), default=0.0)
-  yield from leaf_failures("gradient", got[1], want[1], tolerance * case.grad_slack, 0.1 * largest)
 
 
 def leaf_failures(kind: str, got: Any, want: Any, tolerance: float, least: float = 1e-2) -> Iterator[str]:

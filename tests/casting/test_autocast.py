@@ -1,4 +1,4 @@
-"""The contract of `mpjax.autocast`: forms, dtypes in and out, composition with JAX's transformations, errors."""
+"""The contract of `mpjax.autocast`: forms, static arguments, dtypes in and out."""
 
 import functools
 import inspect
@@ -189,7 +189,7 @@ ERRORS = [  # (call, its error)
 ]  # fmt: skip
 
 
-def test_errors_say_what_is_wrong_and_the_way_out():
-  for call, kind, message in ERRORS:
-    with pytest.raises(kind, match=f"(?s){message}"):
-      call()
+@pytest.mark.parametrize(("call", "kind", "message"), ERRORS)
+def test_errors_say_what_is_wrong_and_the_way_out(call, kind, message):
+  with pytest.raises(kind, match=f"(?s){message}"):
+    call()

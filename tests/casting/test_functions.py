@@ -1,4 +1,4 @@
-"""Autocast over every function of jax.nn and optax.losses, and over jax.lax, of which all others are made."""
+"""Lists, dtypes and products of every function of jax.nn, optax.losses and jax.lax, of which others are made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from optax import losses
 
 from tests.casting._conformance import (
   case,
-  check,
   check_traced,
   each,
   exact,
@@ -122,7 +121,7 @@ LAX = {
   **each(lax, "batch_matmul", normal(2, 3, 4), normal(2, 4, 5)),
   **{name: case(lambda x, name=name: getattr(lax, name)(x, k=3), X) for name in
     ("top_k", "approx_max_k", "approx_min_k")},
-  **each(lax.linalg, "cholesky", SYMMETRIC, slack=2, grad_slack=2),
+  **each(lax.linalg, "cholesky", SYMMETRIC),
   **each(lax.linalg, "lu qr", MATRIX),
   **each(lax.linalg, "hessenberg schur tridiagonal", MATRIX, grad=False),
   "argmax": case(lambda x: (lax.argmax(x, 1, jnp.int32), lax.argmin(x, 0, jnp.int32)), X),
@@ -207,31 +206,11 @@ LAX = {
     lax.pmax(lax.stop_gradient(r), "i"), lax.all_gather(r, "i")], axis_name="i")(x), X),
 }  # fmt: skip
 TABLES = {"nn": NN, "losses": LOSSES, "lax": LAX}
-# What is compiled: about the smallest set that has each primitive in each pass.
-COMPILED = {
-  "nn": "dot_product_attention causal, gelu exact, glu, log1mexp, logmeanexp, relu6, squareplus",
-  "losses": "multiclass_sparsemax_loss, ranking_softmax_loss, safe_softmax_cross_entropy",
-  "lax": "acos, acosh, approx_max_k, argmax, asin, asinh, atan, atan2, atanh, bessel_i0e, bessel_i1e, betainc, "
-  "cbrt, ceil, cholesky, clamp, collectives, composite, conv batch groups, conv dilated, conv grouped, "
-  "cosh, cumlogsumexp, cummax, cummin, cumprod, cumsum, custom_root, custom_vjp with constants, digamma, "
-  "dot preferring float32, dynamic slices, eigh, erf, exp2, fft, floor, hessenberg, householder_product, "
-  "igamma, igammac, index_take, le, lgamma, lu, movement, nextafter, optimization_barrier, "
-  "platform_dependent, polygamma, pow, qr, ragged_dot, random, reciprocal, reduce, reduce_precision, "
-  "reduce_window, reductions, rem, round, rsqrt, scan reversed with a product, scatter_add, "
-  "scatter_apply, scatter_max, scatter_min, scatter_mul, scatter_sub, schur, sinh, svd, tan, top_k, "
-  "triangular_solve, tridiagonal, tridiagonal_solve, while_loop on a value, zeta",
-}
-NAMES = [(table, name) for table, names in COMPILED.items() for name in names.split(", ")]
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_lists_dtypes_and_products_of_every_function(table):
   check_traced(TABLES[table])
-
-
-@pytest.mark.parametrize("part", range(8))
-def test_values_and_gradients(part):
-  check({f"{table} {name}": TABLES[table][name] for table, name in NAMES[part::8]})
 
 
 @pytest.mark.parametrize(

@@ -167,20 +167,6 @@ def test_half_precision_of_the_users_own_stays():
   assert seen[-1] == ("bfloat16", "bfloat16")
 
 
-def test_a_function_is_traced_once_for_each_dtype():
-  seen = []
-
-  @jax.jit
-  @half
-  def region(x):
-    seen.append(str(x.dtype))
-    return x * 2
-
-  for f in (region, mpjax.autocast(region, "bf16"), mpjax.autocast(region, "fp16"), region):
-    jax.eval_shape(f, X)
-  assert seen == ["float32", "bfloat16", "float16"]
-
-
 def test_a_loop_whose_product_is_in_a_region_carries_half_precision():
   f = lambda x, ws: jax.lax.scan(lambda x, w: (half(jnp.matmul)(x, w), None), x, ws)[0]
   [carry] = mpjax.explain(f, X, np.stack([W["q"]] * 3), policy="bf16").carries

@@ -34,14 +34,11 @@ def chosen_by_iota(logits, labels):
 
 integer_labels = lambda y, labels: optax.softmax_cross_entropy_with_integer_labels(y, labels).mean()
 one_hot = lambda y, labels: optax.softmax_cross_entropy(y, jax.nn.one_hot(labels, V)).mean()
-smooth = lambda labels: optax.smooth_labels(jax.nn.one_hot(labels, V), 0.1)
 LOSSES = {
   "integer labels": integer_labels,
-  "gathered": lambda y, labels: -jnp.take_along_axis(jax.nn.log_softmax(y), labels[..., None], -1).mean(),
   "z loss": z_loss,
   "soft capped": lambda y, labels: integer_labels(30 * jnp.tanh(y / 30), labels),
   "one hot": one_hot,
-  "smoothed": lambda y, labels: optax.softmax_cross_entropy(y, smooth(labels)).mean(),
   "chosen by iota": chosen_by_iota,
 }
 

@@ -1,4 +1,4 @@
-"""Autocast over every layer of flax.linen and flax.nnx, used as their users use them."""
+"""Autocast over every layer of flax.linen and flax.nnx: lists, dtypes and products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from tests.casting._conformance import Case, check, check_traced, filled, normal, product
+from tests.casting._conformance import Case, check_traced, filled, normal, product
 
 KEY = jax.random.key(0)
 X, CARRY = normal(3, 8), normal(3, 6, seed=1)
@@ -77,7 +77,7 @@ LINEN: Rows = {
   **of_linen("Bidirectional", linen.RNN(linen.LSTMCell(6)), linen.RNN(linen.GRUCell(6)), of=(SEQUENCES,)),
   **of_linen("RNN", linen.OptimizedLSTMCell(6), return_carry=True, of=(SEQUENCES,)),
   # Values are rounded to FP8, which a rounding to half precision before it moves by a step of FP8.
-  **{name: as_linen(functools.partial(linen.Dense, 6, dot_general_cls=getattr(linen, name)), X, slack=4, grad_slack=4)
+  **{name: as_linen(functools.partial(linen.Dense, 6, dot_general_cls=getattr(linen, name)), X)
     for name in ("Fp8DirectDotGeneralOp", "Fp8DotGeneral")},
   "BatchNorm evaluation": as_linen(lambda: linen.BatchNorm(use_running_average=True), IMAGES),
   "MultiHeadAttention": as_linen(lambda: linen.MultiHeadAttention(2, dropout_rate=0.2, deterministic=False),
@@ -138,12 +138,6 @@ NNX: Rows = {
 
 
 TABLES = {"linen": LINEN, "nnx": NNX}
-# Each primitive of a library's layers in each pass once, and what has state or a dtype of its own.
-COMPILED = {
-  "linen": "BatchNorm, ConvLSTMCell, Dropout, Embed, Fp8DirectDotGeneralOp, MultiHeadAttention, RNN lengths, "
-  "SpectralNorm, lifted transforms",
-  "nnx": "Bidirectional, Conv, Dropout, LoRALinear, MultiHeadAttention, Sequential, SpectralNorm",
-}
 # Containers, what is abstract, deprecated (nnx.RoPE calls what is), or for one GPU.
 EXCLUDED = {
   "linen": "Fp8DotGeneralOp Fp8Einsum Module NANOOFp8DotGeneralOp RNNCellBase SelfAttention",
@@ -154,11 +148,6 @@ EXCLUDED = {
 @pytest.mark.parametrize("table", TABLES)
 def test_lists_dtypes_and_products_of_every_layer(table):
   check_traced(TABLES[table])
-
-
-@pytest.mark.parametrize("table", TABLES)
-def test_values_gradients_and_state(table):
-  check({name: TABLES[table][name]() for name in COMPILED[table].split(", ")})
 
 
 @pytest.mark.parametrize(("table", "library"), [("linen", linen), ("nnx", nnx)])

@@ -2,7 +2,6 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import pytest
 from flax import linen as nn, nnx
 
@@ -157,25 +156,3 @@ def test_overrides_by_module():
   ):
     found = by_path(fun, policy, overrides, *args)
     assert found == dict(zip(PATHS, ["fp16"] * 4 + ["fp32"], strict=True)), (policy, overrides)
-
-
-TRANSFORMED = {
-  "jit": lambda m, x: jax.jit(lambda x: m(x))(x),
-  "checkpoint": lambda m, x: jax.checkpoint(lambda x: m(x))(x),
-  "vmap": lambda m, x: jax.vmap(lambda x: m(x))(x),
-  "grad": lambda m, x: jax.grad(lambda x: jnp.sum(m(x)))(x),
-  "scan": lambda m, x: jax.lax.scan(lambda c, x: (c, m(x)), 0, x)[1],
-  "cond": lambda m, x: jax.lax.cond(x.sum() > 0, lambda x: m(x), lambda x: x[:, :3], x),
-  "nnx.grad of nnx.jit": lambda m, x: nnx.grad(nnx.jit(lambda m, x: m(x).sum()))(m, x),
-  "nnx.vmap": lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, x),
-  "nnx.cond": lambda m, x: nnx.cond(x.sum() > 0, lambda m, x: m(x), lambda m, x: x[:, :3], m, x),
-  "a copy": lambda m, x: nnx.merge(*nnx.split(m))(x),
-}
-
-
-def test_paths_under_transformations():
-  for name, fun in TRANSFORMED.items():
-    found = {True: set(), False: set()}
-    for path, policy in by_path(fun, "bf16", {"GPT/head": "fp32"}, nnx_model(), X).items():
-      found["head" in path.split("/")].add(policy)
-    assert found == {True: {"fp32"}, False: {"bf16"}}, name

@@ -35,20 +35,16 @@ PROGRAMS = {
   "counts of what a product chose": (lambda x, _: jnp.ones(64) @ hot(jnp.argmax(x @ W, -1)), [HALF, EXACT]),
   # Nothing contracted.
   "angles by einsum": (lambda x, _: rotated(x @ W, jnp.einsum("i,j->ij", positions(), jnp.arange(8.0))), [HALF, EXACT]),
-  "angles by tensordot": (lambda x, _: rotated(x @ W, jnp.tensordot(positions(), jnp.arange(8.0), 0)), [HALF, EXACT]),
   "angles by matmul": (lambda x, _: rotated(x @ W, positions()[:, None] @ jnp.arange(8.0)[None]), [HALF, EXACT]),
   "an outer product of activations": (lambda x, _: jnp.einsum("bi,bj->bij", x @ W, x @ W), [HALF, HALF, EXACT]),
   # A filter: a constant before the first layer.
   "a filter": (lambda x, _: jnp.log((x * x) @ FILTER) @ W, [EXACT, HALF]),
-  "a filter made inside": (lambda x, _: jnp.log((x * x) @ jnp.tri(8)) @ W, [EXACT, HALF]),
   "a filter of a layer's results": (lambda x, _: jax.nn.relu((x @ W) @ FILTER) @ W, [HALF, HALF, HALF]),
   "data that a program closes over": (lambda x, _: jax.nn.relu(FILTER @ W) @ W, [HALF, HALF]),
-  "data closed over, a weight turned": (lambda x, _: jax.nn.relu(FILTER @ (2 * W).T) @ W, [HALF, HALF]),
   "a convolution of one element": (
     lambda x, _: jax.lax.conv(x[:, None, :, None], HEAD[:1, :1, None, None], (1, 1), "SAME"), [EXACT]),
   # Read by float32, integers or linear algebra alone.
   "a selection": (lambda x, labels: jnp.einsum("bi,i->b", jax.nn.log_softmax(x @ W), hot(labels)[0]), [HALF, EXACT]),
-  "sums of a codebook": (lambda x, labels: 0.1 * hot(labels).T @ jnp.tanh(x @ W), [HALF, EXACT]),
   "ids by a one-hot": (lambda x, labels: (hot(labels) @ x[:8, 0]).astype(int), [EXACT]),
   "a selection that layers read": (lambda x, labels: (hot(labels) @ (x[:8] @ W)) @ W, [HALF, HALF, HALF]),
   "a covariance": (

@@ -1,4 +1,4 @@
-"""The Llama of examples/: what it computes, trains and costs, and that `transformers` reads what it learnt."""
+"""The Llama of examples/: what it computes and costs."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""FP8 by hand in float64 NumPy: rounding, scales, products, and the error that rounding to FP8 may leave in them."""
+"""FP8 by hand in float64 NumPy: rounding, scales and products."""
 
 from __future__ import annotations
 

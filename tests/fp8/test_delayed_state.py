@@ -161,10 +161,10 @@ WRONG = {
 }
 
 
-def test_states_that_are_wrong():
-  for make, message in WRONG.values():
-    with pytest.raises(ValueError, match=message):
-      mpjax.autocast(loss, delayed(), fp8_state=make())(W, X, C)
+@pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG)
+def test_states_that_are_wrong(make, message):
+  with pytest.raises(ValueError, match=message):
+    mpjax.autocast(loss, delayed(), fp8_state=make())(W, X, C)
 
 
 def test_other_recipes_need_no_state():

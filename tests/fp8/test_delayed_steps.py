@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -26,30 +25,6 @@ from tests.fp8._delayed_programs import (
   newest,
   same,
 )
-
-
-class Layer(nn.Module):
-  @nn.compact
-  def __call__(self, x, _):
-    return nn.relu(nn.Dense(D, name="dense")(x)), None
-
-
-class Net(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    x = nn.Dense(D, name="first")(x)
-    shared = nn.Dense(D, name="shared")
-    x = nn.relu(shared(nn.relu(shared(x))))
-    scan = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-    x, _ = scan(name="layers")(x, None)
-    return nn.Dense(D, name="head")(x)
-
-
-def test_names_of_linen_modules():
-  model = Net()
-  variables = jax.eval_shape(model.init, jax.random.key(0), X)
-  fun = lambda variables, x: (model.apply(variables, x) ** 2).mean()
-  assert set(first_state(fun, variables, X)["amax"]) == {"Net/shared", "Net/layers/dense"}
 
 
 def test_plain_trees_through_a_loss_scale():

@@ -1,4 +1,4 @@
-"""`saved_activations: fp8` under autocast: the same value, and a byte an element kept for the backward pass."""
+"""`saved_activations: fp8` under autocast: a byte an element is kept for the backward pass."""
 
 from __future__ import annotations
 

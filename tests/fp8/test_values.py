@@ -1,4 +1,4 @@
-"""What comes of FP8 under autocast: values, dtypes, what is not finite, devices without FP8 units, training."""
+"""What comes of FP8 under autocast: values, dtypes, what is not finite, devices without FP8 units."""
 
 from __future__ import annotations
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import mpjax
-from tests.casting._jaxprs import jit, named
+from tests.casting._jaxprs import named
 from tests.fp8._programs import SHORT, D, W, X, fp8, loss, mlp, relu, weights
-from tests.fp8._reference import normal, relative
 
 P = jax.sharding.PartitionSpec
 FORMATS = {"float8_e4m3fn": "4", "float8_e5m2": "5"}
@@ -250,9 +249,7 @@ EVERY = {"first_layer": True, "last_layer": True}
 # keep_last, and the kinds of ten products with a weight, unrolled and with eight in a scan.
 KEPT = [
   (0, "8888888888", "888"),
-  (0.1, "888888888b", "88b"),
   (0.15, "88888888bb", "88b"),
-  (0.5, "88888bbbbb", "88b"),
   (0.9, "8bbbbbbbbb", "8bb"),
   (1, "bbbbbbbbbb", "bbb"),
 ]
@@ -279,29 +276,6 @@ def test_nvfp4_keeps_the_last_layers_and_says_so():
 
 
 # Derivatives
-
-DIRECTION = [normal(D, D, seed=i + 20) / 6 for i in range(3)]
-
-
-def inner_product(a, b):
-  return sum(jnp.vdot(x, y) for x, y in zip(a, b, strict=True))
-
-
-DERIVATIVES = {
-  "forward": (lambda f: lambda w: jax.jvp(f, (w,), (DIRECTION,))[1], 0.1),
-  "twice": (lambda f: jax.grad(lambda w: inner_product(jax.grad(f)(w), DIRECTION)), 0.3),
-}
-
-
-@pytest.mark.parametrize("name", DERIVATIVES)
-def test_other_derivatives_are_near_those_of_bfloat16(name):
-  derivative, bound = DERIVATIVES[name]
-  fun = lambda w: loss(w, X)
-  bf16, outside = (derivative(mpjax.autocast(fun, policy)) for policy in ("bf16", fp8()))
-  inside = mpjax.autocast(derivative(fun), fp8())
-  half, ours, inner = jit(lambda w: [fun(w) for fun in (bf16, outside, inside)])(W[:3])
-  assert 1e-4 < relative(ours, half) < bound
-  assert 1e-4 < relative(inner, half) < bound
 
 
 POLICIES = jax.checkpoint_policies

@@ -1,6 +1,5 @@
 """`check_loss_scaling` of optimisers: compositions that are wrong are explained, and those that are right pass."""
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -21,10 +20,7 @@ RIGHT = {
   "clip inside": (SCALED(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))), PARAMS, {}),
   "MultiSteps inside": (SCALED(optax.MultiSteps(ADAM, 2).gradient_transformation()), PARAMS, {}),
   "frozen": (optax.partition({"a": SCALED(ADAM), "b": optax.set_to_zero()}, LABELS), PARAMS, {}),
-  "noise": (SCALED(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(1)), SGD)), PARAMS, {}),
   "a scale in each group": (optax.partition({"a": SCALED(ADAM), "b": SCALED(SGD)}, LABELS), PARAMS, {}),
-  "stateless outside": (optax.chain(SCALED(optax.scale_by_adam()), optax.scale(-0.1)), PARAMS, {}),
-  "eight bits": (SCALED(SGD), {"w": np.ones(3, jax.numpy.float8_e4m3fn)}, {}),
   "extra arguments": (PLATEAU, PARAMS, {"value": 1.0}),
   "overwritten leaves": (SCALED(ADAM), OVERWRITTEN, {}),
   "integers": (SCALED(optax.masked(ADAM, {"w": True, "i": False})), INTEGERS, {}),
@@ -34,14 +30,8 @@ UPDATES = "is not finite still updates"
 # Name to (optimiser, what is wrong with it).
 WRONG = {
   "clip outside": (optax.chain(optax.clip_by_global_norm(1.0), SCALED(ADAM)), DEPENDS),
-  "a clip far away": (optax.chain(optax.clip_by_global_norm(1e6), SCALED(SGD)), DEPENDS),
   "infinities clipped": (optax.chain(optax.clip(1e30), SCALED(SGD)), UPDATES),
-  "moments outside": (optax.chain(optax.scale_by_adam(), SCALED(SGD)), DEPENDS),
   "a group without": (optax.partition({"a": SCALED(ADAM), "b": SGD}, LABELS), DEPENDS),
-  "a normalised group without": (
-    optax.partition({"a": SCALED(ADAM), "b": optax.sign_sgd(0.1)}, LABELS),
-    r"\['b'\] is not finite still updates",
-  ),
   "schedule outside": (
     optax.chain(SCALED(optax.scale_by_adam()), optax.scale_by_learning_rate(DECAY)),
     r"still changes the state.*count",

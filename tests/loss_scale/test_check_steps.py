@@ -166,8 +166,8 @@ MISTAKES = {
 }
 
 
-def test_a_mistake_is_an_error_that_says_what_to_do():
-  for message, args in MISTAKES.items():
-    with pytest.raises((TypeError, ValueError)) as error:
-      check_loss_scaling(*args)
-    assert re.search(message, f"{error.typename}: {error.value}"), message
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_an_error_that_says_what_to_do(message):
+  with pytest.raises((TypeError, ValueError)) as error:
+    check_loss_scaling(*MISTAKES[message])
+  assert re.search(message, f"{error.typename}: {error.value}")

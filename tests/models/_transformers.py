@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.models._model import LENGTH, VOCAB, Model, drawn, images, next_token, text
+from tests.models._model import LENGTH, VOCAB, Model, drawn, next_token, text
 
 WIDTH, HEADS = 64, 4
 LAYERS = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 1}
@@ -63,25 +63,8 @@ def bert():
   return Model(loss, drawn(model.params_shape_tree), batch)
 
 
-def whisper():
-  """Sound through convolutions and an encoder, text from a decoder."""
-  tower = {"layers": 1, "attention_heads": HEADS, "ffn_dim": 2 * WIDTH}
-  towers = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in tower.items()}
-  lengths = {"max_source_positions": LENGTH, "max_target_positions": LENGTH, "num_mel_bins": 16}
-  ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1}
-  sizes = {"vocab_size": VOCAB, "d_model": WIDTH, "dropout": 0.1}
-  model = made("Whisper", "ForConditionalGeneration", **towers, **lengths, **ids, **sizes)
-
-  def loss(params, batch, key):
-    y = batch["y"]
-    return next_token(model(batch["x"], y, params=params, dropout_rng=key, train=True).logits, y)
-
-  return Model(loss, drawn(model.params_shape_tree), {"x": images(8, 16, 2 * LENGTH)["x"], "y": text()})
-
-
 MODELS = {
   "transformers FlaxGPT2": gpt2,
   "transformers FlaxLlama": llama,
   "transformers FlaxBert": bert,
-  "transformers FlaxWhisper": whisper,
 }

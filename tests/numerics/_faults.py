@@ -2,11 +2,9 @@
 
 import pathlib
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 W = np.eye(4, dtype=np.float32) + np.float32(0.1)
 
@@ -52,42 +50,6 @@ def line_of(name, file=__file__):
   lines = enumerate(path.read_text().splitlines(), 1)
   (number,) = [number for number, text in lines if text.endswith(f"# line of: {name}")]
   return f"{path.name}:{number}"
-
-
-class NnxBlock(nnx.Module):
-  def __init__(self, fault):
-    self.w, self.fault = nnx.Param(W), fault
-
-  def __call__(self, x):
-    return FAULTS[self.fault](x @ self.w)
-
-
-class NnxModel(nnx.Module):
-  def __init__(self, faults):
-    self.blocks = nnx.List([NnxBlock(fault) for fault in faults])
-
-  def __call__(self, x):
-    for block in self.blocks:
-      x = block(x)
-    return x
-
-
-class LinenBlock(nn.Module):
-  fault: str
-
-  @nn.compact
-  def __call__(self, x):
-    return FAULTS[self.fault](x @ self.param("w", lambda _: W))
-
-
-class LinenModel(nn.Module):
-  faults: tuple[str, ...]
-
-  @nn.compact
-  def __call__(self, x):
-    for i, fault in enumerate(self.faults):
-      x = LinenBlock(fault, name=f"block_{i}")(x)
-    return x
 
 
 def plain(params, x, faults):

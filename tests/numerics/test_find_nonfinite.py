@@ -64,23 +64,6 @@ def test_a_fault_is_named_by_its_operation_module_line_and_pass(fault, policy):
   assert str(report).startswith(f"layer_1: {origin.primitive} ({line_of(fault)})")
 
 
-@pytest.mark.parametrize(
-  ("kind", "policy", "fault"),
-  [("nnx", "fp16", "overflow"), ("nnx", "cast", "sqrt_zero"), ("linen", "fp16", "sqrt_zero")],
-)
-def test_modules_are_named_by_their_path(kind, policy, fault):
-  faults = ("none", "none", fault)
-  if kind == "nnx":
-    report = hunt(*of_loss(lambda m, b: mean(m(b["x"])), _faults.NnxModel(faults), POLICIES[policy]))
-  else:
-    model = _faults.LinenModel(faults)
-    params = {f"block_{i}": {"w": W} for i in range(3)}
-    loss = lambda p, b: mean(model.apply({"params": p}, b["x"]))
-    report = hunt(*of_loss(loss, params, POLICIES[policy]))
-  path = {"nnx": "NnxModel/blocks/2", "linen": "LinenModel/block_2"}[kind]
-  assert (report.origin.module, report.origin.line) == (path, line_of(fault))
-
-
 def test_an_overflow_says_how_far_and_its_override_mends_it():
   step, state = of_faults(["none", "overflow", "none"], FP16)
   report = hunt(step, state, reference=True)

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` on 8 devices: rows and vocabulary divided, under GSPMD, `shard_map` and a training step."""
+"""`linear_cross_entropy` on 8 devices: rows and vocabulary divided, under GSPMD and a training step."""
 
 import functools
 import re

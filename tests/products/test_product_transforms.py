@@ -12,7 +12,6 @@ from mpjax.products import fp8_dot_general
 from tests.fp8._reference import (
   AMD,
   E4M3,
-  FORWARD_ERROR,
   GRADIENT_ERROR,
   SAVED,
   Product,
@@ -154,23 +153,6 @@ def test_divided_operands_have_the_values_and_types_of_whole_ones(over, kind):
         assert kinds(run) == kinds(with_gradients(jnp.matmul)), name
     for got, want in zip(results, run(*whole), strict=True):
       np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max(), err_msg=name)
-
-
-@pytest.mark.parametrize("over", ["rows", "columns", "contracted", "none"])
-def test_a_product_within_shard_map(over):
-  *in_specs, out_spec = SPECS[over]
-  mesh, (x, w, ct), _ = on_mesh(over, "Auto")
-  for fun in (matmul, ON_MESHES["saved"]):
-
-    def local(x, w, fun=fun):
-      out = fun(x, w)
-      return jax.lax.psum(out, "d") if over == "contracted" else out
-
-    split = jax.shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_spec)
-    out, d_x, d_w = with_gradients(split)(x, w, ct)
-    assert relative(out, x @ w) < FORWARD_ERROR
-    assert relative(d_x, ct @ w.T) < GRADIENT_ERROR
-    assert relative(d_w, x.T @ ct) < GRADIENT_ERROR
 
 
 # What is lowered

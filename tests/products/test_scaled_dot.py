@@ -130,23 +130,29 @@ def test_any_dimension_numbers():
   close(compiled(of("mxfp8"))(x, w), rows @ columns, abs(rows) @ abs(columns))
 
 
-def test_errors_say_what_is_wrong():
-  x, w = normal(32, 64), normal(64, 32)
-  for arguments, options, words in (
-    ((x, w), {"format": "mxfp6"}, "'mxfp6': expected one of mxfp8, mxfp4, nvfp4"),
-    ((x, w), {"format": "mxpf8"}, "did you mean 'mxfp8'"),
-    ((x.astype(np.int32), w), {}, "lhs is int32.*jax.lax.scaled_dot"),
-    ((x, w.astype(ml_dtypes.float8_e4m3fn)), {}, "rhs is float8_e4m3fn"),
-    ((x, w), {"preferred_element_type": np.int32}, "preferred_element_type=int32"),
-    ((x, w), {"preferred_element_type": ml_dtypes.float8_e4m3fn}, "preferred_element_type=float8_e4m3fn"),
-    ((x[0], w), {}, r"\(64,\).*pass dimension_numbers"),
-    ((x[:, :48], w[:48]), {}, "contracts 48 elements, expected a multiple of 32"),
-    ((x[:, :40], w[:40]), {"format": "nvfp4"}, "contracts 40 elements, expected a multiple of 16"),
-  ):
-    with pytest.raises(ValueError, match=words):
-      mpjax.scaled_dot(*arguments, **options)
-  with pytest.raises(ValueError, match="contracts 20 elements"):  # backward contracts the rows of x
-    jax.eval_shape(jax.grad(lambda w: mpjax.scaled_dot(x[:20], w).sum()), w)
+X, W = normal(32, 64), normal(64, 32)
+WRONG = [
+  ((X, W), {"format": "mxfp6"}, "'mxfp6': expected one of mxfp8, mxfp4, nvfp4"),
+  ((X, W), {"format": "mxpf8"}, "did you mean 'mxfp8'"),
+  ((X.astype(np.int32), W), {}, "lhs is int32.*jax.lax.scaled_dot"),
+  ((X, W.astype(ml_dtypes.float8_e4m3fn)), {}, "rhs is float8_e4m3fn"),
+  ((X, W), {"preferred_element_type": np.int32}, "preferred_element_type=int32"),
+  ((X, W), {"preferred_element_type": ml_dtypes.float8_e4m3fn}, "preferred_element_type=float8_e4m3fn"),
+  ((X[0], W), {}, r"\(64,\).*pass dimension_numbers"),
+  ((X[:, :48], W[:48]), {}, "contracts 48 elements, expected a multiple of 32"),
+  ((X[:, :40], W[:40]), {"format": "nvfp4"}, "contracts 40 elements, expected a multiple of 16"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "words"), WRONG)
+def test_errors_say_what_is_wrong(arguments, options, words):
+  with pytest.raises(ValueError, match=words):
+    mpjax.scaled_dot(*arguments, **options)
+
+
+def test_the_rows_that_a_backward_pass_contracts_are_named():
+  with pytest.raises(ValueError, match="contracts 20 elements"):
+    jax.eval_shape(jax.grad(lambda w: mpjax.scaled_dot(X[:20], w).sum()), W)
 
 
 # What is lowered

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 
 import mpjax
-from mpjax.planner import get_target
 from mpjax.planner.compiled import module_proto, parse
 from mpjax.planner.compiled._hlo import start_of, trips
 
@@ -35,22 +34,13 @@ def plain_params():
   return {name: jnp.ones(shape) for name, shape in shapes.items()}
 
 
-def a_step(
-  policy, sizes, accumulate=1, target="here", loss=plain, first=plain_params, rows=(ROWS,), rules=None
-):
+def a_step(policy, sizes):
   """A training step on a mesh, and the shapes of its arguments where they lie."""
-  shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
-  if target == "here":
-    mesh = jax.make_mesh(shape, tuple(sizes), axis_types=types)
-  else:
-    mesh = AbstractMesh(shape, tuple(sizes), axis_types=types)
-  kind = get_target(target).kind
-  resolved = mpjax.get_policy(policy, backend=kind)
-  step = mpjax.make_train_step(loss, TX, resolved, accumulate=accumulate, mesh=mesh, sharding=rules)
-  random = {"rng": jax.random.key(0)} if step.loss.by_row else {}
-  state = jax.eval_shape(lambda: step.init(first(), **random))
+  mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+  step = mpjax.make_train_step(plain, TX, policy, accumulate=4, mesh=mesh)
+  state = jax.eval_shape(lambda: step.init(plain_params()))
   put = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-  batch = {"x": put(jax.ShapeDtypeStruct(rows, jnp.int32), step.layout.batch_sharding)}
+  batch = {"x": put(jax.ShapeDtypeStruct((ROWS,), jnp.int32), step.layout.batch_sharding)}
   return step, (jax.tree.map(put, state, step.layout.shardings(state)), batch)
 
 
@@ -132,7 +122,7 @@ named = lambda sizes: ",".join(f"{axis}={n}" for axis, n in sizes.items())
 @pytest.mark.parametrize("sizes", MESHES, ids=named)
 def test_a_program_asks_for_parameters_as_they_are_read_and_gradients_once(sizes):
   for base, reduce_dtype in (("fp32", None), ("bf16", None), ("bf16", "bfloat16"), ("fp16", "float16")):
-    step, args = a_step({"base": base, "reduce_dtype": reduce_dtype}, sizes, accumulate=4)
+    step, args = a_step({"base": base, "reduce_dtype": reduce_dtype}, sizes)
     assert asked_for(step.jitted.lower(*args)) == by_hand(step.policy, sizes), (base, reduce_dtype)
 
 
@@ -145,7 +135,7 @@ def test_a_program_asks_for_parameters_as_they_are_read_and_gradients_once(sizes
   ],
 )
 def test_a_compiled_program_has_that_and_nothing_in_its_loop(base, reduce_dtype, sizes):
-  step, args = a_step({"base": base, "reduce_dtype": reduce_dtype}, sizes, accumulate=4)
+  step, args = a_step({"base": base, "reduce_dtype": reduce_dtype}, sizes)
   everywhere, in_loops = crossing(module_proto(step.jitted.lower(*args).compile()))
   require_same(everywhere, widened(by_hand(step.policy, sizes)))
   assert not in_loops

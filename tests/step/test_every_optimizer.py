@@ -1,4 +1,4 @@
-"""Every optimiser and transform of optax in a training step: the way of plain optax, or one clear error.
+"""Optimisers and transforms of optax in a training step: the way of plain optax, or one clear error.
 
 The gradient is exact in any float, but for the rounding of parameters, so what is compared is the optimiser.
 """

@@ -31,11 +31,6 @@ def test_large_state_stays_on_the_host_and_numbers_are_the_same(policy):
   assert step.jitted._cache_size() == 1
   assert_same(state, expected)
   assert {kind for _, kind in kinds(step.user_state(state))} == {"device"}
-  if policy == "fp16":  # another policy is looked at, too
-    assert mpjax.find_nonfinite(step, state, WIDE_BATCH, policy="bf16").finite
-    look = lambda *of: mpjax.inspect_numerics(*of, WIDE_BATCH, policy="bf16", advise=False).of("update")
-    ours, theirs = look(step, state), look(plain, expected)
-    assert [(t.path, t.norm, t.moved) for t in ours] == [(t.path, t.norm, t.moved) for t in theirs] != []
 
 
 def test_plan_counts_copies_and_leaves_the_state_out():

@@ -1,4 +1,4 @@
-"""`make_train_step`: parameter trees, linen with BatchNorm, nnx; accumulation, skips, metrics."""
+"""`make_train_step`: parameter trees and nnx; accumulation, skips, metrics."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A training step under a policy with autocast, and an optimiser under autocast."""
+"""A training step under a policy with autocast."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The reference of the corpus: products of rounded operands, derivatives of any order, and what fails it."""
+"""The reference of the corpus: second derivatives of products of rounded operands, and what fails it."""
 
 import jax
 import ml_dtypes
