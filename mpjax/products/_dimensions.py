@@ -1,10 +1,10 @@
-"""Dimensions of a product, of the product under `vmap`, and of the products for its gradients."""
+"""Dimensions of a product and of the products for its gradients, and the sum of its tangents."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -22,28 +22,6 @@ def free_dims(ndim: int, dims: jax.lax.DotDimensionNumbers, side: int) -> list[i
   """Returns the dimensions of the lhs (side 0) or rhs (1) that are neither contracted nor batch."""
   used = {*dims[0][side], *dims[1][side]}
   return [i for i in range(ndim) if i not in used]
-
-
-def batched_product(
-  ndims: Sequence[int],
-  axes: Sequence[int | None],
-  dims: Dims,
-  out_sharding: NamedSharding | None,
-  axis_data: Any,
-) -> tuple[Dims, int | None, NamedSharding | None]:
-  """Returns a product under `vmap`: its dimensions, the mapped one of its result, and the result's sharding.
-
-  Args:
-    ndims: the numbers of dimensions of the operands, including the mapped one.
-    axes: the mapped dimension of each; `None` for an operand that is not mapped.
-    dims: the dimensions of the product of one member.
-    out_sharding: the sharding of the result of one member; `None` without explicit axes.
-    axis_data: the argument of that name of a batching rule, which is also called if nothing is mapped.
-  """
-  if all(axis is None for axis in axes):
-    return dims, None, out_sharding
-  mapped, axis = _compat.batched_dims(ndims, axes, dims)
-  return mapped, axis, _compat.batched_sharding(out_sharding, axis_data, axis)
 
 
 class GradientProduct(NamedTuple):

@@ -25,9 +25,9 @@ from mpjax.fp8._hardware import on_device
 from mpjax.fp8._recipe import RecipeLike, parse_recipe
 from mpjax.fp8._saved_operands import not_differentiable
 from mpjax.fp8._scaling import quantise, scale_of
-from mpjax.products._amax_probe import batch_size, to_front
+from mpjax.products._amax_probe import batch_size
 from mpjax.products._block_products import multiply_blocks, require_whole_blocks
-from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
+from mpjax.products._dimensions import Dims, gradient_product, sum_of_tangents
 from mpjax.products._half_products import half_product
 from mpjax.products._lowering import compute_by_platform
 from mpjax.products._scales import (
@@ -177,11 +177,7 @@ def _compute(
   out = jax.lax.dot_general(
     lhs, rhs, dimension_numbers, preferred_element_type=spec.wide, out_sharding=spec.out_sharding
   )
-  if any(scale.ndim for scale in own):
-    product = product_of_scales(own, dimension_numbers, ndims)
-  else:
-    product = own[0] * own[1]
-  unit = jnp.minimum(1 / product, _LARGEST)
+  unit = jnp.minimum(1 / product_of_scales(own, dimension_numbers, ndims), _LARGEST)
   # A power of two, in the dtype of the product, is exact, and XLA for GPU fuses it with the product.
   of = spec.wide if spec.pow2 else FLOAT32
   return (out.astype(of) * unit.astype(of).reshape(unit.shape or (1,) * out.ndim)).astype(spec.out_dtype)
@@ -299,12 +295,12 @@ def _batch(
   mapped = any(axis is not None for axis in axes)
   size = batch_size(operands, axes) if mapped else 1
   if mapped and any(given and (scale.ndim or axis is not None) for scale, axis, given in each):
-    lhs, rhs = to_front(lhs, lhs_axis, size), to_front(rhs, rhs_axis, size)
+    lhs, rhs = (batching.bdim_at_front(x, at, size) for x, at in ((lhs, lhs_axis), (rhs, rhs_axis)))
     lhs_axis = rhs_axis = 0
   if spec.scheme == "nvfp4":  # the rows of a square are those of one member
     lhs, lhs_axis = (lhs, None) if lhs_axis is None else (jnp.moveaxis(lhs, lhs_axis, 0), 0)
     rhs, rhs_axis = (rhs, None) if rhs_axis is None else (jnp.moveaxis(rhs, rhs_axis, 0), 0)
-  dims, axis, sharding = batched_product(
+  dims, axis, sharding = _compat.batched_product(
     (lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers, spec.out_sharding, axis_data
   )
   ndim = lhs.ndim + rhs.ndim - len(dims[1][0]) - 2 * len(dims[0][0])
@@ -314,7 +310,7 @@ def _batch(
     # A channel or a block of `mx` belongs to one member; a gradient's scale is read only if it is given.
     own = scale.ndim or scale_axis is not None if given else spec.scheme in ("tensor", "nvfp4") and i < 2
     if own and at is not None:
-      scale = to_front(scale, scale_axis, 1 if given else size)
+      scale = batching.bdim_at_front(scale, scale_axis, 1 if given else size)
       scale = jnp.moveaxis(scale.reshape(scale.shape[0], *(scale.shape[1:] or (1,) * (n - 1))), 0, at)
     by_entry.append(scale)
   spec = dataclasses.replace(spec, out_sharding=sharding)

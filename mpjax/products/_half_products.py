@@ -34,7 +34,7 @@ from mpjax._types import Array, JaxprEqn
 from mpjax.formats._passes import passes_of
 from mpjax.jaxpr import register_as
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
-from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
+from mpjax.products._dimensions import Dims, gradient_product, sum_of_tangents
 from mpjax.products._lowering import compute_by_platform
 from mpjax.products._spec import FLOAT32
 
@@ -231,7 +231,7 @@ def _batch_dot(
 ) -> tuple[Array, int | None]:
   operands, axes = _with_axes_alike(operands, axes, originals)
   ndims = (operands[0].ndim, operands[1].ndim)
-  dims, axis, sharding = batched_product(ndims, axes[:2], dimension_numbers, out_sharding, axis_data)
+  dims, axis, sharding = _compat.batched_product(ndims, axes[:2], dimension_numbers, out_sharding, axis_data)
   parameters |= {"originals": originals, "dimension_numbers": dims, "out_sharding": sharding}
   return half_dot_general_p.bind(*operands, **parameters), axis
 

@@ -42,7 +42,9 @@ def shape_in_result(shapes: Sequence[Sequence[int]], dims: Dims, ndims: Sequence
 
 
 def product_of_scales(scales: Sequence[Array], dims: Dims, ndims: Sequence[int]) -> Array:
-  """Returns the product of scales, [batch, lhs free, rhs free]; of `levelled` ones if they vary in sums."""
+  """Returns the product of scales, [] or [batch, lhs free, rhs free]; of `levelled` ones where they vary."""
+  if not any(scale.ndim for scale in scales):
+    return scales[0] * scales[1]
   free = [free_dims(ndims[side], dims, side) for side in (0, 1)]
   aligned = []
   for side, scale in enumerate(scales):
