@@ -117,16 +117,6 @@ class PrimitiveFacts:
   reason_in_float16: str = ""
   collective: str = ""
 
-  def __post_init__(self) -> None:
-    if self.list not in LISTS:
-      raise ValueError(f"unknown list {self.list!r}: expected one of {', '.join(LISTS)}")
-    if self.float16 not in ("", "deny") or (self.float16 and self.list != "infer"):
-      raise ValueError(
-        f"float16={self.float16!r} with list={self.list!r}: expected 'deny' with 'infer', or nothing"
-      )
-    if self.list == "call" and self.call is None:
-      raise ValueError("list='call' without call: expected a CallKind, which says how its body is entered")
-
   def list_in(self, dtype: np.dtype | None) -> str:
     """Returns the list if `dtype` is the compute dtype."""
     return self.float16 if self.float16 and dtype == np.float16 else self.list
