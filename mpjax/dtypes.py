@@ -134,11 +134,7 @@ def parse_dtype(
     return np.dtype(jnp.bfloat16 if platform(backend) == "tpu" else jnp.float16)
   if isinstance(value, str):
     if value not in names:
-      choices = ["half", *names]
-      raise ValueError(
-        f"Unknown dtype {value!r} in policy {where!r}: expected one of {', '.join(choices)}"
-        + did_you_mean(value, choices)
-      )
+      raise ValueError(f"Unknown dtype {value!r} in policy {where!r}: {one_of(value, ['half', *names])}")
     value = names[value]
   return check_dtype(where, value, (also or {}).values())
 

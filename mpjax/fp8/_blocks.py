@@ -6,6 +6,7 @@ scale; for NVFP4 also divided by the tensor's scale.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -150,13 +151,6 @@ def rotate(x: Array, axis: int = -1, units: DTypeLike = jnp.float32) -> Array:
   return out.reshape(*out.shape[:-2], x.shape[axis]).astype(x.dtype)
 
 
-def _rotation() -> np.ndarray:
-  """Returns float32[16, 16]; one vector of signs for all tensors, as in the paper."""
-  matrix = np.ones([1, 1], np.float32)
-  for _ in range(4):
-    matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-  signs = np.array([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, 1, 1], np.float32)
-  return signs[:, None] * matrix / 4
-
-
-_ROTATION = _rotation()
+# One vector of signs for all tensors, as in the paper.
+_SIGNS = np.array([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, 1, 1], np.float32)
+_ROTATION = _SIGNS[:, None] * functools.reduce(np.kron, [np.float32([[1, 1], [1, -1]])] * 4) / 4

@@ -1,10 +1,11 @@
-"""Dimensions of a product and of the products for its gradients, and the sum of its tangents."""
+"""Dimensions and sizes of a product, the products for its gradients, and the sum of its tangents."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from mpjax import _compat
 from mpjax._types import Array
+from mpjax.fp8 import Recipe
 
 Dims: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -22,6 +24,47 @@ def free_dims(ndim: int, dims: jax.lax.DotDimensionNumbers, side: int) -> list[i
   """Returns the dimensions of the lhs (side 0) or rhs (1) that are neither contracted nor batch."""
   used = {*dims[0][side], *dims[1][side]}
   return [i for i in range(ndim) if i not in used]
+
+
+class Sizes(NamedTuple):
+  """A product as [m, k] x [k, n], without batch dimensions; a symbolic dimension is `None`."""
+
+  m: int | None
+  k: int | None
+  n: int | None
+
+
+def sizes_of(
+  lhs_shape: tuple[Any, ...], rhs_shape: tuple[Any, ...], dimension_numbers: jax.lax.DotDimensionNumbers
+) -> Sizes:
+  """Returns the sizes of a `dot_general`, its dimensions folded."""
+
+  def folded(sizes: list[Any]) -> int | None:
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+  return Sizes(
+    folded([lhs_shape[i] for i in free_dims(len(lhs_shape), dimension_numbers, 0)]),
+    folded([lhs_shape[i] for i in dimension_numbers[0][0]]),
+    folded([rhs_shape[i] for i in free_dims(len(rhs_shape), dimension_numbers, 1)]),
+  )
+
+
+def unfit(sizes: Sizes, recipe: Recipe) -> str | None:
+  """Returns why a product of these sizes is not quantised; `None` if it is.
+
+  All three dimensions count: each is contracted in one of the forward and the two backward products.
+  """
+  named = {"M": sizes.m, "K": sizes.k, "N": sizes.n}
+  known = {name: size for name, size in named.items() if size is not None}
+  if len(known) < len(named):
+    return "a dimension is symbolic, so it may not be a multiple of 16"
+  shown = " x ".join(f"{name}={size}" for name, size in known.items())
+  odd = [name for name, size in known.items() if size % recipe.multiple]
+  if odd:
+    return f"{shown}: {', '.join(odd)} is not a multiple of {recipe.multiple}"
+  if min(known.values()) < recipe.min_dim:
+    return f"{shown}: smaller than fp8.min_dim={recipe.min_dim}"
+  return None
 
 
 class GradientProduct(NamedTuple):

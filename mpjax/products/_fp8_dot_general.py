@@ -30,14 +30,7 @@ from mpjax.products._block_products import multiply_blocks, require_whole_blocks
 from mpjax.products._dimensions import Dims, gradient_product, sum_of_tangents
 from mpjax.products._half_products import half_product
 from mpjax.products._lowering import compute_by_platform
-from mpjax.products._scales import (
-  amax_by_entry,
-  levelled,
-  own_dims,
-  product_of_scales,
-  shape_in_result,
-  vary_in_sums,
-)
+from mpjax.products._scales import amax_by_entry, levelled, own_dims, product_of_scales
 from mpjax.products._spec import FLOAT32, Spec, fp8_primitive, spec_of, wide_operands
 
 _LARGEST = 2.0**127  # also of bfloat16
@@ -167,10 +160,9 @@ def _compute(
     return _compat.with_auto_axes(fun, kind)(lhs, rhs)
   operands, formats, ndims = (lhs, rhs), (spec.lhs_dtype, spec.rhs_dtype), (lhs.ndim, rhs.ndim)
   own = [_scale(x, scales, side, spec, dimension_numbers) for side, x in enumerate(operands)]
-  if vary_in_sums([scale.shape for scale in own], dimension_numbers):
-    # The gradient's scale first: its format has more binades below.
-    sides = sorted((0, 1), key=lambda side: formats[side] != spec.gradient_dtype)
-    own = levelled(own, dimension_numbers, ndims, [i for i in sides if not _is_fixed(operands[i], i, spec)])
+  # The gradient's scale first: its format has more binades below.
+  sides = sorted((0, 1), key=lambda side: formats[side] != spec.gradient_dtype)
+  own = levelled(own, dimension_numbers, ndims, [i for i in sides if not _is_fixed(operands[i], i, spec)])
   lhs, rhs = (_in_fp8(x, scale, dtype) for x, scale, dtype in zip(operands, own, formats, strict=True))
   if multiplied_in is not None:  # bfloat16 holds every FP8 number
     lhs, rhs = lhs.astype(multiplied_in), rhs.astype(multiplied_in)
@@ -265,7 +257,8 @@ def _transpose(
   of_gradient, known = scales[2], spec.given[2]
   if not known:  # by entry where that of an operand is
     ndims = (like.ndim, other_ndim)[:: 1 if side == 0 else -1]
-    shape = shape_in_result([scale.shape for scale in scales[:2]], dimension_numbers, ndims)
+    in_result = functools.partial(product_of_scales, dims=dimension_numbers, ndims=ndims)
+    shape = jax.eval_shape(in_result, scales[:2]).shape
     of_gradient = of_gradient if of_gradient.shape == shape else jnp.ones(shape, jnp.float32)
   put = lambda values, value: tuple(value if i == side else x for i, x in enumerate(values))
   given: Any = (*put(spec.given[:2], known), False)  # a gradient of a gradient differs from the history's
