@@ -228,14 +228,11 @@ def _saved(
   lhs: Array, rhs: Array, scales: Sequence[Array], spec: Spec, dims: Dims
 ) -> tuple[Array, Array, list[Array], Spec]:
   """Quantises the operands before they are differentiated, so that the backward pass keeps them in FP8."""
-  pair: list[Array] = []
-  own: list[Array] = []
-  for side, (x, dtype) in enumerate(((lhs, spec.lhs_dtype), (rhs, spec.rhs_dtype))):
-    x = not_differentiable(x)
-    own.append(_scale(x, scales, side, spec, dims))
-    pair.append(_in_fp8(x, own[side], dtype))
+  lhs, rhs = not_differentiable(lhs), not_differentiable(rhs)
+  own = [_scale(x, scales, side, spec, dims) for side, x in enumerate((lhs, rhs))]
+  codes = _in_fp8(lhs, own[0], spec.lhs_dtype), _in_fp8(rhs, own[1], spec.rhs_dtype)
   spec = dataclasses.replace(spec, given=(True, True, spec.given[2]), saved=False)
-  return pair[0], pair[1], [*own, scales[2]], spec
+  return *codes, [*own, scales[2]], spec
 
 
 def _transpose(
