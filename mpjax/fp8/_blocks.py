@@ -6,7 +6,6 @@ scale; for NVFP4 also divided by the tensor's scale.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -153,4 +152,5 @@ def rotate(x: Array, axis: int = -1, units: DTypeLike = jnp.float32) -> Array:
 
 # One vector of signs for all tensors, as in the paper.
 _SIGNS = np.array([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, 1, 1], np.float32)
-_ROTATION = _SIGNS[:, None] * functools.reduce(np.kron, [np.float32([[1, 1], [1, -1]])] * 4) / 4
+_OF_FOUR = np.kron(*[np.array([[1, 1], [1, -1]], np.float32)] * 2)
+_ROTATION = _SIGNS[:, None] * np.kron(_OF_FOUR, _OF_FOUR) / 4

@@ -87,11 +87,13 @@ def bind_product(
   Operands in half precision need no passes.
 
   Args:
-    equation: the product in the user's program.
+    equation: the product in the user's program; any other operation is applied as it is.
     operands: its operands.
     originals: by operand (0, 1), the float32 value that it was rounded from.
     **changes: parameters that differ from the equation's.
   """
+  if not has_own_gradients(equation):
+    return _compat.bind(equation, list(operands), **changes)
   passes = passes_of(equation.params.get("precision"))
   sizes = [x.dtype.itemsize for x in operands[:2]]
   if passes and 2 in sizes:
@@ -101,7 +103,7 @@ def bind_product(
   in_passes = passes and dot and all(x.dtype == FLOAT32 for x in operands)
   wide = changes.get("preferred_element_type") == FLOAT32 or bool(originals)
   differs = wide or (dot and operands[0].dtype == jnp.bfloat16)
-  if not in_passes and not (has_own_gradients(equation) and sizes == [2, 2] and differs):
+  if not in_passes and not (sizes == [2, 2] and differs):
     return _compat.bind(equation, list(operands), **changes)
   with _compat.context_of(equation):
     parameters = {**equation.params, **changes, "originals": tuple(originals)}
