@@ -15,6 +15,7 @@ from jax._src import clusters, distributed, sharding_impls, source_info_util
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax
 from jax.core import AbstractValue, ShapedArray
+from jax.interpreters import ad
 from jax.sharding import NamedSharding
 
 from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, Jaxpr, JaxprEqn, PyTree
@@ -49,20 +50,42 @@ def defined_by_jax(primitive: jax.extend.core.Primitive) -> bool:
   return any(value is primitive for module in modules for value in list(vars(module).values()))
 
 
-def functions_of(equation: JaxprEqn) -> list[Callable[..., Any]]:
-  """Returns the body of a `custom_jvp_call` or `custom_vjp_call` and its rules, as functions.
+def custom_jvp_rule(equation: JaxprEqn) -> Callable[..., list[Any]]:
+  """Returns the rule of a `custom_jvp_call`: (*primals, *tangents) to [*primals, *tangents].
 
   Waits for a public way to read an equation's derivative rule.
   """
-  return [fun.call_wrapped for fun in equation.primitive.get_bind_params(equation.params)["subfuns"]]
+  return _functions_of(equation)[1]
 
 
-def forwarded(equation: JaxprEqn) -> Sequence[int | None]:
-  """Returns, for each residual of a `custom_vjp_call`'s forward rule, its operand, or `None` for a new value.
+def custom_vjp_rules(equation: JaxprEqn) -> tuple[Callable[..., Any], Callable[..., Any]]:
+  """Returns the rules of a `custom_vjp_call`.
 
-  Waits for the same as `functions_of`.
+  Waits for the same as `custom_jvp_rule`.
+
+  Returns:
+    forward: (operands, which operands are differentiated) to (residuals, outputs), two lists.
+    backward: (residuals, cotangents of the outputs) to the cotangents of the operands, `None` for zero.
   """
-  return equation.params["out_trees"]()[2]
+  _, forward, backward = _functions_of(equation)
+
+  def run_forward(operands: list[Any], perturbed: list[bool]) -> tuple[list[Any], list[Any]]:
+    out = forward(*(x for pair in zip(operands, perturbed, strict=True) for x in pair))
+    # Residuals that are operands are not returned again.
+    returned, forwarded = iter(out), equation.params["out_trees"]()[2]
+    residuals = [next(returned) if i is None else operands[i] for i in forwarded]
+    return residuals, list(returned)
+
+  def run_backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+    out = backward(*residuals, *cotangents)
+    out = out[0] if isinstance(out, tuple) else out  # from JAX 0.12 on with logs
+    return [None if isinstance(x, (ad.Zero, jax.custom_derivatives.SymbolicZero)) else x for x in out]
+
+  return run_forward, run_backward
+
+
+def _functions_of(equation: JaxprEqn) -> list[Callable[..., Any]]:
+  return [fun.call_wrapped for fun in equation.primitive.get_bind_params(equation.params)["subfuns"]]
 
 
 def takes_symbolic_zeros(equation: JaxprEqn) -> bool:
@@ -71,14 +94,6 @@ def takes_symbolic_zeros(equation: JaxprEqn) -> bool:
   Waits for JAX 0.12 to be the oldest supported release: there all of them do.
   """
   return bool(equation.params["symbolic_zeros"]) or jax.__version_info__ >= (0, 12)
-
-
-def cotangents_of(out: Any) -> Sequence[Any]:
-  """Returns the cotangents in the result of a `custom_vjp_call`'s backward rule.
-
-  Waits for JAX 0.12 to be the oldest supported release, which returns logs with them.
-  """
-  return out[0] if isinstance(out, tuple) else out
 
 
 def product_type(
@@ -227,30 +242,32 @@ def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> NamedSha
   return sharding.update(spec=jax.sharding.PartitionSpec(*(spec[i] for i in range(len(permutation)))))
 
 
-def batched_dims(ndims: Sequence[int], axes: Sequence[int | None], dims: Any) -> tuple[Any, int]:
-  """Returns the dimensions of a `dot_general` that `vmap` maps over, and the mapped dimension of its result.
+def batched_product(
+  ndims: Sequence[int],
+  axes: Sequence[int | None],
+  dims: Any,
+  out_sharding: NamedSharding | None,
+  axis_data: Any,
+) -> tuple[Any, int | None, NamedSharding | None]:
+  """Returns a `dot_general` under `vmap`: its dimensions, the mapped one of its result, and that's sharding.
 
   Waits for a public function of this; the batching rule of `dot_general` multiplies, too.
 
   Args:
-    ndims: the numbers of dimensions of lhs and rhs, including the mapped one.
-    axes: the mapped dimension of each, `None` for none; one of them is mapped.
+    ndims: the numbers of dimensions of the operands, including the mapped one.
+    axes: the mapped dimension of each; `None` for an operand that is not mapped.
     dims: the dimensions of the product of one member.
+    out_sharding: the sharding of the result of one member; `None` without explicit axes.
+    axis_data: the argument of that name of a batching rule, which is also called if nothing is mapped.
   """
+  if all(axis is None for axis in axes):
+    return dims, None, out_sharding
   mapped, axis = lax._dot_general_batch_dim_nums(ndims, axes, dims)
-  return jax.tree.map(int, mapped), int(axis)
-
-
-def batched_sharding(sharding: NamedSharding | None, axis_data: Any, axis: int) -> NamedSharding | None:
-  """Returns the sharding of a result after `vmap` has added an axis; `None` without explicit axes.
-
-  Waits for a documented `axis_data` of batching rules.
-  """
-  if sharding is None:
-    return None
-  spec = [*sharding.spec, *[None] * (axis - len(sharding.spec))]
-  spec.insert(axis, axis_data.explicit_mesh_axis)
-  return sharding.update(spec=jax.sharding.PartitionSpec(*spec))
+  if out_sharding is not None:
+    spec = [*out_sharding.spec, *[None] * (axis - len(out_sharding.spec))]
+    spec.insert(axis, axis_data.explicit_mesh_axis)
+    out_sharding = out_sharding.update(spec=jax.sharding.PartitionSpec(*spec))
+  return jax.tree.map(int, mapped), int(axis), out_sharding
 
 
 def is_explicit(aval: AbstractValue) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import sys
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -55,42 +55,38 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
   Returns:
     A tree of the same structure; leaves that have `dtype` already are the same objects.
   """
-  dtype = np.dtype(dtype)
+  return _cast(tree, lambda leaf: dtype)
+
+
+def cast_by_rank(tree: T, vectors: DTypeLike, others: DTypeLike) -> T:
+  """Casts a tree as `cast_floating` does, with another dtype for leaves of fewer than two dimensions."""
+  return _cast(tree, lambda leaf: vectors if getattr(leaf, "ndim", 2) < 2 else others)
+
+
+def widen_floating(tree: T) -> T:
+  """Casts the float16 and bfloat16 leaves of a tree to float32; everything else stays unchanged."""
+  return _cast(tree, lambda leaf: leaf.dtype if leaf.dtype.itemsize > 2 else jnp.float32)
+
+
+def _cast(tree: T, dtype_of: Callable[[Any], DTypeLike]) -> T:
   nnx = sys.modules.get("flax.nnx")  # slow to import, and not imported unless the user has an nnx module
   if nnx is not None and isinstance(tree, nnx.Module):
     # Goes through the graph, not a pytree, so that shared variables remain shared.
     graphdef, state = nnx.split(tree)
-    return nnx.merge(graphdef, cast_floating(state, dtype))
+    return nnx.merge(graphdef, _cast(state, dtype_of))
 
-  def cast(leaf: object) -> object:
+  def cast(leaf: Any) -> Any:
     # `None == np.dtype("float64")` holds in NumPy, so this first checks for a leaf without a dtype.
-    if not hasattr(leaf, "dtype") or leaf.dtype not in _CASTABLE or leaf.dtype == dtype:
+    if not hasattr(leaf, "dtype") or leaf.dtype not in _CASTABLE:
+      return leaf
+    dtype = np.dtype(dtype_of(leaf))
+    if leaf.dtype == dtype:
       return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
       return leaf.update(dtype=dtype)
     return leaf.astype(dtype) if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) else leaf
 
   return jax.tree.map(cast, tree)
-
-
-def cast_by_rank(tree: T, vectors: DTypeLike, others: DTypeLike) -> T:
-  """Casts a tree as `cast_floating` does, with another dtype for leaves of fewer than two dimensions."""
-  nnx = sys.modules.get("flax.nnx")
-  if nnx is not None and isinstance(tree, nnx.Module):
-    graphdef, state = nnx.split(tree)
-    return nnx.merge(graphdef, cast_by_rank(state, vectors, others))
-  dtype_of = lambda leaf: vectors if getattr(leaf, "ndim", 2) < 2 else others
-  return jax.tree.map(lambda leaf: cast_floating(leaf, dtype_of(leaf)), tree)
-
-
-def widen_floating(tree: T) -> T:
-  """Casts the float16 and bfloat16 leaves of a tree to float32; everything else stays unchanged."""
-
-  def widen(leaf: object) -> object:
-    half = hasattr(leaf, "dtype") and leaf.dtype in _CASTABLE and leaf.dtype.itemsize < 4
-    return cast_floating(leaf, jnp.float32) if half else leaf
-
-  return jax.tree.map(widen, tree)
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
@@ -138,11 +134,7 @@ def parse_dtype(
     return np.dtype(jnp.bfloat16 if platform(backend) == "tpu" else jnp.float16)
   if isinstance(value, str):
     if value not in names:
-      choices = ["half", *names]
-      raise ValueError(
-        f"Unknown dtype {value!r} in policy {where!r}: expected one of {', '.join(choices)}"
-        + did_you_mean(value, choices)
-      )
+      raise ValueError(f"Unknown dtype {value!r} in policy {where!r}: {one_of(value, ['half', *names])}")
     value = names[value]
   return check_dtype(where, value, (also or {}).values())
 

@@ -150,13 +150,7 @@ def rotate(x: Array, axis: int = -1, units: DTypeLike = jnp.float32) -> Array:
   return out.reshape(*out.shape[:-2], x.shape[axis]).astype(x.dtype)
 
 
-def _rotation() -> np.ndarray:
-  """Returns float32[16, 16]; one vector of signs for all tensors, as in the paper."""
-  matrix = np.ones([1, 1], np.float32)
-  for _ in range(4):
-    matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-  signs = np.array([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, 1, 1], np.float32)
-  return signs[:, None] * matrix / 4
-
-
-_ROTATION = _rotation()
+# One vector of signs for all tensors, as in the paper.
+_SIGNS = np.array([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, 1, 1], np.float32)
+_OF_FOUR = np.kron(*[np.array([[1, 1], [1, -1]], np.float32)] * 2)
+_ROTATION = _SIGNS[:, None] * np.kron(_OF_FOUR, _OF_FOUR) / 4

@@ -25,7 +25,7 @@ def fp8_units(recipe: Recipe, device: jax.Device | None = None) -> tuple[bool, s
   Returns:
     (whether, why not); the reason starts with the device's name.
   """
-  device = jax.devices()[0] if device is None else device
+  device = device or jax.devices()[0]
   kind, units = device.device_kind, matrix_units_of(device)
   recipe = on_units(recipe, units)
   if units not in LOW_PRECISION:
@@ -97,13 +97,9 @@ def on_units(recipe: Recipe, units: str) -> Recipe:
 
 
 def in_force(recipe: Recipe, device: jax.Device | None = None) -> str:
-  """Returns the recipe and the formats in force on a device, in words, and whether they are emulated.
+  """Returns the recipe and the formats in force on a device (see `fp8_units`), in words.
 
   `mx scaling, E4M3FN forward, E4M3FN backward, emulated`; `none, ` and the reason where nothing is quantised.
-
-  Args:
-    recipe: the recipe; `auto` is what it is on the device.
-    device: a `jax.Device`; `None`: the first of the default backend.
   """
   has_units, lack = fp8_units(recipe, device)
   if not has_units and not recipe.emulate:
@@ -112,13 +108,8 @@ def in_force(recipe: Recipe, device: jax.Device | None = None) -> str:
 
 
 def slowness(recipe: Recipe, device: jax.Device | None = None) -> str:
-  """Returns `takes 1.13 times as long as bfloat16` if the device's compiler says so of a recipe, else "".
-
-  Args:
-    recipe: the recipe; `auto` is what it is on the device.
-    device: a `jax.Device`; `None`: the first of the default backend.
-  """
-  device = jax.devices()[0] if device is None else device
+  """Returns `takes 1.13 times as long as bfloat16` if the device's compiler says so of a recipe, else ""."""
+  device = device or jax.devices()[0]
   time = fp8_time(device.device_kind, on_device(recipe, device).recipe)
   return f"takes {time:.2f} times as long as bfloat16" if time > 1 else ""
 
@@ -127,4 +118,4 @@ def on_device(recipe: Recipe, device: jax.Device | None = None) -> Recipe:
   """Returns what a recipe is on a device, as `on_units`; `None`: on the first of the default backend."""
   if recipe.recipe != "auto":
     return recipe
-  return on_units(recipe, matrix_units_of(jax.devices()[0] if device is None else device))
+  return on_units(recipe, matrix_units_of(device or jax.devices()[0]))

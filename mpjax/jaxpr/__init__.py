@@ -1,7 +1,7 @@
 """Facts about jaxprs, for all other packages: primitives, scopes, bodies, flow, derivative rules."""
 
+from mpjax._compat import custom_jvp_rule, custom_vjp_rules
 from mpjax.jaxpr import _primitive_table as _primitive_table
-from mpjax.jaxpr._alike_paths import layer_pattern, merged_path
 from mpjax.jaxpr._bodies import (
   CallLayout,
   as_function,
@@ -21,7 +21,6 @@ from mpjax.jaxpr._bodies import (
   values_read,
   variables_of,
 )
-from mpjax.jaxpr._derivatives import custom_jvp_rule, custom_vjp_rules
 from mpjax.jaxpr._flops import flops, taps
 from mpjax.jaxpr._flow import Backward, Calls, Facts, Forward, inputs_read, live, needed, outputs_of
 from mpjax.jaxpr._interpret import (
@@ -80,3 +79,4 @@ from mpjax.jaxpr._scopes import (
   without_marks,
 )
 from mpjax.jaxpr._structure import structure_of
+from mpjax.patterns import layer_pattern, merged_path

@@ -20,17 +20,13 @@ def flops(equation: JaxprEqn) -> int:
     return 0
   if "lhs_dilation" in equation.params:
     return _convolution(equation)
-  if "ragged_dot_dimension_numbers" in equation.params:
-    # Each row is multiplied by one group's matrix, for all group sizes.
-    numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    lhs, rhs = (shape_of(a) for a in equation.invars[:2])
-    (contracted, of_rhs), (_, of_rhs_batch) = numbers
-    groups = set(equation.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
-    free = [d for i, d in enumerate(rhs) if i not in {*of_rhs, *of_rhs_batch, *groups}]
-    return 2 * math.prod(lhs) * math.prod(free)
-  (contracted, _), _ = equation.params["dimension_numbers"]
-  depth = math.prod(shape_of(equation.invars[0])[i] for i in contracted)
-  return 2 * depth * math.prod(shape_of(equation.outvars[0]))
+  # Each row of a ragged product is multiplied by one group's matrix, for all group sizes.
+  ragged = equation.params.get("ragged_dot_dimension_numbers")
+  numbers = ragged.dot_dimension_numbers if ragged else equation.params["dimension_numbers"]
+  (_, contracted), (_, batch) = numbers
+  lhs, rhs = (shape_of(atom) for atom in equation.invars[:2])
+  shared = {*contracted, *batch, *(ragged.rhs_group_dimensions if ragged else ())}
+  return 2 * math.prod(lhs) * math.prod(size for i, size in enumerate(rhs) if i not in shared)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -304,15 +304,10 @@ decide(
   of(T.NONE, "debug_callback debug_print io_callback pure_callback"),
   of(T.NONE, lax.after_all_p, lax.create_token_p, "check shape_assertion"),
   of(T.NONE, primitives.get_p, primitives.swap_p),
-  of(
-    T.NONE, "accum_grad_in_ref addupdate create_linear empty_ref free_ref freeze new_ref pin run_state unpin"
-  ),
-  of(
-    T.NONE,
-    primitives.custom_lin_p,
-    "linear_call call_hi_primitive call_hi_primitive_linearized call_exported",
-  ),
-  "call_exported custom_partitioning rnn_bwd rnn_fwd scaled_matmul_wrapper",
+  "accum_grad_in_ref addupdate create_linear empty_ref free_ref freeze new_ref pin run_state unpin",
+  primitives.custom_lin_p,
+  "linear_call call_hi_primitive call_hi_primitive_linearized call_exported",
+  "custom_partitioning rnn_bwd rnn_fwd scaled_matmul_wrapper",
   of(T.READS_STORED, "ffi_call", "scaled_dot"),
   of(T.NONE, "composite", "compute_on", call=CallKind.UNIT),
   of(T.ALGEBRA, lax.linear_solve_p),
@@ -330,10 +325,10 @@ decide(
 decide(
   "opaque",
   "a kernel, written for the dtypes of the program",
-  of(T.READS_STORED | T.KERNEL, "pallas_call"),
-  of(T.READS_STORED | T.KERNEL, "dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper"),
+  of(T.READS_STORED | T.KERNEL, "pallas_call dot_product_attention_fwd"),
+  of(T.READS_STORED | T.KERNEL, "dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper"),
   of(T.READS_STORED | T.KERNEL, "dot_product_attention_fp8_bwd_wrapper"),
-  of(T.READS_STORED | T.KERNEL, "dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fwd"),
+  of(T.READS_STORED | T.KERNEL, "dot_product_attention_fp8_fwd_wrapper"),
   recompute=False,
 )
 decide(

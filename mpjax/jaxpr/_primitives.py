@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -117,16 +118,6 @@ class PrimitiveFacts:
   reason_in_float16: str = ""
   collective: str = ""
 
-  def __post_init__(self) -> None:
-    if self.list not in LISTS:
-      raise ValueError(f"unknown list {self.list!r}: expected one of {', '.join(LISTS)}")
-    if self.float16 not in ("", "deny") or (self.float16 and self.list != "infer"):
-      raise ValueError(
-        f"float16={self.float16!r} with list={self.list!r}: expected 'deny' with 'infer', or nothing"
-      )
-    if self.list == "call" and self.call is None:
-      raise ValueError("list='call' without call: expected a CallKind, which says how its body is entered")
-
   def list_in(self, dtype: np.dtype | None) -> str:
     """Returns the list if `dtype` is the compute dtype."""
     return self.float16 if self.float16 and dtype == np.float16 else self.list
@@ -143,7 +134,6 @@ UNKNOWN = PrimitiveFacts("opaque", "mpjax does not know it, and leaves it as it 
 # By name, with the primitive itself if JAX, or its library, has a public name for it.
 _ROWS: dict[str, tuple[Primitive | None, PrimitiveFacts]] = {}
 _SAME: dict[Primitive, Primitive] = {}  # primitives that equal another one, with their own lowering
-_FACTS: dict[Primitive, PrimitiveFacts] = {}  # a cache of `facts`
 
 
 def register(primitive: Primitive | str, row: PrimitiveFacts) -> None:
@@ -167,13 +157,13 @@ def register(primitive: Primitive | str, row: PrimitiveFacts) -> None:
   if known_row != row:
     raise ValueError(f"{name}: the table already has another row for it, on {known_row.list!r}")
   _ROWS[name] = known, row
-  _FACTS.clear()
+  _row_of.cache_clear()
 
 
 def register_as(primitive: Primitive, known: Primitive) -> None:
   """Declares that a primitive equals another one except in its lowering: same name, parameters and facts."""
   _SAME[primitive] = known
-  _FACTS.clear()
+  _row_of.cache_clear()
 
 
 def rows() -> Iterator[tuple[str, PrimitiveFacts]]:
@@ -189,14 +179,12 @@ def known_primitives() -> int:
 
 def facts(what: JaxprEqn | Primitive) -> PrimitiveFacts:
   """Returns the row of a primitive or an equation's primitive; `UNKNOWN` without a row."""
-  primitive = what.primitive if isinstance(what, JaxprEqn) else what
-  found = _FACTS.get(primitive)
-  if found is None:
-    found = _FACTS[primitive] = _row_of(_SAME.get(primitive, primitive))
-  return found
+  return _row_of(what.primitive if isinstance(what, JaxprEqn) else what)
 
 
+@functools.cache
 def _row_of(primitive: Primitive) -> PrimitiveFacts:
+  primitive = _SAME.get(primitive, primitive)
   known, row = _ROWS.get(primitive.name, (primitive, UNKNOWN))
   return row if known is primitive or (known is None and defined_by_jax(primitive)) else UNKNOWN
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +23,6 @@ from mpjax import _compat
 from mpjax._average import Average
 from mpjax.casting import as_its_module
 from mpjax.dtypes import at_least_float32
-from mpjax.ops._check_arguments import check_arguments
 from mpjax.products import half_product
 
 # The gradient's scale until the loss scale is known: float16 holds softmax less one-hot down to
@@ -31,6 +32,20 @@ _FLOAT16_SCALE = 1024.0
 # this.
 _FLOAT16_SCALE_OF_X = 16.0
 _TILE = 16  # rows of a TPU's tile in half precision
+
+# What its arrays hold, and the values of its options.
+_KINDS: dict[str, tuple[type, str]] = {
+  "x": (np.floating, "floating numbers"),
+  "kernel": (np.floating, "floating numbers"),
+  "labels": (np.integer, "integers"),
+  "bias": (np.floating, "floating numbers"),
+  "where": (np.bool_, "booleans"),
+}
+_OPTIONS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+  "rows": (numbers.Integral, lambda n: n >= 1, "a positive integer"),
+  "label_smoothing": (numbers.Real, lambda n: 0 <= n < 1, "a number of at least 0 and below 1"),
+  "z_loss": (numbers.Real, lambda n: 0 <= n < math.inf, "a finite number that is not negative"),
+}
 
 
 def linear_cross_entropy(
@@ -81,7 +96,7 @@ def linear_cross_entropy(
     TypeError: for an array of another kind, or an option that is not a number.
     ValueError: for shapes that do not match, and numbers and labels out of range.
   """
-  check_arguments(
+  _check_arguments(
     {"x": x, "kernel": kernel, "labels": labels, "bias": bias, "where": where},
     {"rows": rows, "label_smoothing": label_smoothing, "z_loss": z_loss},
   )
@@ -102,6 +117,58 @@ def linear_cross_entropy(
   if not as_average:
     return value
   return Average(value, jnp.asarray(labels.size, jnp.int32) if where is None else where.sum(dtype=jnp.int32))
+
+
+def _check_arguments(arrays: dict[str, Any], options: dict[str, Any]) -> None:
+  """Raises the errors that shapes, dtypes and known values show.
+
+  Args:
+    arrays: its arrays by name; `bias` and `where` may be `None`.
+    options: its numbers by name.
+  """
+  arrays = {name: x for name, x in arrays.items() if x is not None or name not in ("bias", "where")}
+  for name, array in arrays.items():
+    kind, words = _KINDS[name]
+    if not jnp.issubdtype(getattr(array, "dtype", np.void), kind):
+      raise TypeError(f"{name}={_shown(array)}: expected an array of {words}")
+  x, kernel = arrays["x"], arrays["kernel"]
+  if x.ndim < 1 or not x.size:
+    raise ValueError(f"x={_shown(x)}: expected rows of [..., D], at least one")
+  if kernel.ndim != 2 or kernel.shape[0] != x.shape[-1] or not kernel.size:
+    raise ValueError(f"kernel={_shown(kernel)}: expected [{x.shape[-1]}, V], as x={_shown(x)}")
+  for name, like, shape in (
+    ("bias", "kernel", kernel.shape[1:]),
+    ("labels", "x", x.shape[:-1]),
+    ("where", "x", x.shape[:-1]),
+  ):
+    if name in arrays and arrays[name].shape != shape:
+      as_of = f"as {like}={_shown(arrays[like])}"
+      raise ValueError(f"{name}={_shown(arrays[name])}: expected {list(shape)}, {as_of}")
+  for name, value in options.items():
+    number, holds, words = _OPTIONS[name]
+    if not isinstance(value, number):
+      raise TypeError(f"{name}={value!r}: expected {words}")
+    if not holds(value):
+      raise ValueError(f"{name}={value}: expected {words}")
+  _check_range(arrays["labels"], arrays.get("where"), kernel.shape[1])
+
+
+def _check_range(labels: Any, where: Any, classes: int) -> None:
+  if any(
+    isinstance(a, jax.core.Tracer) or not getattr(a, "is_fully_addressable", True) for a in (labels, where)
+  ):
+    return
+  labels = np.asarray(labels)
+  wrong = ((labels < 0) | (labels >= classes)) & (True if where is None else np.asarray(where))
+  if wrong.any():
+    raise ValueError(
+      f"labels{np.argwhere(wrong)[0].tolist()}={labels[wrong][0]}: expected 0 to {classes - 1}, one of the "
+      f"{classes} classes of the kernel; exclude rows with where="
+    )
+
+
+def _shown(x: Any) -> str:
+  return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"{x!r} ({type(x).__name__})"
 
 
 class _Layer(NamedTuple):

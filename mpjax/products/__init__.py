@@ -8,7 +8,7 @@ products is in `mpjax/fp8/`; `mpjax/casting/` chooses the products.
 
 from mpjax.products._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe, spread
 from mpjax.products._codes import InFp8, multiply_codes, takes_codes
-from mpjax.products._eligibility import Sizes, sizes_of, unfit
+from mpjax.products._dimensions import Sizes, sizes_of, unfit
 from mpjax.products._fp8_dot_general import fp8_dot_general, multiply_dot
 from mpjax.products._fp8_ragged_dot import (
   multiply_ragged,

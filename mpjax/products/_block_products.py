@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from mpjax._types import Array, DTypeLike
 from mpjax.fp8._blocks import quantise_mx, quantise_nvfp4, rotate
 from mpjax.fp8._recipe import BLOCKS
 from mpjax.products._dimensions import Dims, free_dims
-from mpjax.products._scales import own_dims
+from mpjax.products._scales import own_dims, product_of_scales
 from mpjax.products._spec import ACTIVATION, FLOAT32, GRADIENT, WEIGHT, Spec
 
 _LARGEST = 2.0**127  # also of bfloat16
@@ -58,8 +58,8 @@ class _Operand(NamedTuple):
     codes: [*batch, *free, k] or [*batch, k, *free].
     scales: the same with a k smaller by the size of a block.
     axis: the dimension k.
-    unit: what the product is multiplied by for the scale of the tensor, [], or of members, [*batch, *free];
-      `None` without one.
+    unit: what the product is multiplied by for the scale of the tensor, [], or by member, of the codes'
+      dimensions; `None` without one.
   """
 
   codes: Array
@@ -100,17 +100,11 @@ def multiply_blocks(
   out = multiply(left, right, batch, spec, units or wide)
   out = (out if out.shape == tuple(shape) else out.reshape(shape)).astype(wide)
   if left.unit is not None and right.unit is not None:  # powers of two
-    lhs_unit, rhs_unit = _in_result(left, batch, right, last=False), _in_result(right, batch, left, last=True)
-    # Infinity times zero is not zero.
-    out = out * jnp.minimum(lhs_unit * rhs_unit, _LARGEST).astype(wide)
+    batches = tuple(range(batch))
+    of_codes = (((left.axis,), (right.axis,)), (batches, batches))
+    unit = product_of_scales((left.unit, right.unit), of_codes, (left.codes.ndim, right.codes.ndim))
+    out = out * jnp.minimum(unit, _LARGEST).astype(wide)  # infinity times zero is not zero
   return out.astype(spec.out_dtype)
-
-
-def _in_result(x: _Operand, batch: int, other: _Operand, *, last: bool) -> Array:
-  """Returns the unit of an operand in the dimensions of the result: [], or [*batch, *lhs free, *rhs free]."""
-  unit, added = cast(Array, x.unit), other.codes.ndim - 1 - batch
-  at = batch if last else unit.ndim
-  return jnp.expand_dims(unit, range(at, at + added)) if unit.ndim else unit
 
 
 def _multiply_blocks(left: _Operand, right: _Operand, batch: int, spec: Spec, out_dtype: DTypeLike) -> Array:
@@ -181,8 +175,7 @@ def _quantised(x: Array, members: Sequence[int], dims: Dims, spec: Spec, side: i
   codes, scales, scale = quantise_nvfp4(
     x, squares=_in_squares(spec, side), stochastic=spec.roles[side] == GRADIENT, members=members
   )
-  unit = 1 / scale
-  return _Operand(codes, scales, axis, unit[..., 0] if members else unit)
+  return _Operand(codes, scales, axis, 1 / scale)
 
 
 def _folded(x: Array, batch: int, first: bool) -> Array:

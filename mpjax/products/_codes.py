@@ -54,22 +54,19 @@ def multiply_codes(equation: JaxprEqn, operands: Sequence[Array | InFp8]) -> Arr
   """
   spec, dims = equation.params["spec"], equation.params["dimension_numbers"]
   pair, (*own, of_gradient) = operands[:2], cast(Sequence[Array], operands[2:])
-  codes = [x.codes if isinstance(x, InFp8) else None for x in pair]
+  values = [x.value if isinstance(x, InFp8) else x for x in pair]
+  stored = [x.codes if isinstance(x, InFp8) else x for x in pair]
   scales = [x.scale if isinstance(x, InFp8) else scale for x, scale in zip(pair, own, strict=True)]
-  given = [known or x is not None for known, x in zip(spec.given, codes, strict=False)]
+  given = [known or isinstance(x, InFp8) for known, x in zip(spec.given, pair, strict=False)]
   spec = dataclasses.replace(spec, given=(*given, spec.given[2]))
 
   @jax.custom_jvp
-  def multiply(values: Sequence[Array], codes: Sequence[Array | None], scales: Sequence[Array]) -> Array:
-    primals = [value if x is None else x for value, x in zip(values, codes, strict=True)]
-    return fp8_dot_general_p.bind(*primals, *scales, dimension_numbers=dims, spec=spec)
+  def multiply(values: Sequence[Array], *operands: Array) -> Array:
+    return fp8_dot_general_p.bind(*operands, dimension_numbers=dims, spec=spec)
 
   @multiply.defjvp
   def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    values, codes, scales = primals
-    known = [value if x is None else x for value, x in zip(values, codes, strict=True)]
-    out, tangent = jvp((*known, *scales), tangents[0], dimension_numbers=dims, spec=spec)
+    out, tangent = jvp(primals[1:], tangents[0], dimension_numbers=dims, spec=spec)
     return out, cast(Array, tangent)
 
-  values = [x.value if isinstance(x, InFp8) else x for x in pair]
-  return multiply(values, codes, [*scales, of_gradient])
+  return multiply(values, *stored, *scales, of_gradient)

@@ -1,8 +1,9 @@
-"""Dimensions of a product, of the product under `vmap`, and of the products for its gradients."""
+"""Dimensions and sizes of a product, the products for its gradients, and the sum of its tangents."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from mpjax import _compat
 from mpjax._types import Array
+from mpjax.fp8 import Recipe
 
 Dims: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -24,26 +26,45 @@ def free_dims(ndim: int, dims: jax.lax.DotDimensionNumbers, side: int) -> list[i
   return [i for i in range(ndim) if i not in used]
 
 
-def batched_product(
-  ndims: Sequence[int],
-  axes: Sequence[int | None],
-  dims: Dims,
-  out_sharding: NamedSharding | None,
-  axis_data: Any,
-) -> tuple[Dims, int | None, NamedSharding | None]:
-  """Returns a product under `vmap`: its dimensions, the mapped one of its result, and the result's sharding.
+class Sizes(NamedTuple):
+  """A product as [m, k] x [k, n], without batch dimensions; a symbolic dimension is `None`."""
 
-  Args:
-    ndims: the numbers of dimensions of the operands, including the mapped one.
-    axes: the mapped dimension of each; `None` for an operand that is not mapped.
-    dims: the dimensions of the product of one member.
-    out_sharding: the sharding of the result of one member; `None` without explicit axes.
-    axis_data: the argument of that name of a batching rule, which is also called if nothing is mapped.
+  m: int | None
+  k: int | None
+  n: int | None
+
+
+def sizes_of(
+  lhs_shape: tuple[Any, ...], rhs_shape: tuple[Any, ...], dimension_numbers: jax.lax.DotDimensionNumbers
+) -> Sizes:
+  """Returns the sizes of a `dot_general`, its dimensions folded."""
+
+  def folded(sizes: list[Any]) -> int | None:
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+  return Sizes(
+    folded([lhs_shape[i] for i in free_dims(len(lhs_shape), dimension_numbers, 0)]),
+    folded([lhs_shape[i] for i in dimension_numbers[0][0]]),
+    folded([rhs_shape[i] for i in free_dims(len(rhs_shape), dimension_numbers, 1)]),
+  )
+
+
+def unfit(sizes: Sizes, recipe: Recipe) -> str | None:
+  """Returns why a product of these sizes is not quantised; `None` if it is.
+
+  All three dimensions count: each is contracted in one of the forward and the two backward products.
   """
-  if all(axis is None for axis in axes):
-    return dims, None, out_sharding
-  mapped, axis = _compat.batched_dims(ndims, axes, dims)
-  return mapped, axis, _compat.batched_sharding(out_sharding, axis_data, axis)
+  named = {"M": sizes.m, "K": sizes.k, "N": sizes.n}
+  known = {name: size for name, size in named.items() if size is not None}
+  if len(known) < len(named):
+    return "a dimension is symbolic, so it may not be a multiple of 16"
+  shown = " x ".join(f"{name}={size}" for name, size in known.items())
+  odd = [name for name, size in known.items() if size % recipe.multiple]
+  if odd:
+    return f"{shown}: {', '.join(odd)} is not a multiple of {recipe.multiple}"
+  if min(known.values()) < recipe.min_dim:
+    return f"{shown}: smaller than fp8.min_dim={recipe.min_dim}"
+  return None
 
 
 class GradientProduct(NamedTuple):

@@ -25,19 +25,12 @@ from mpjax.fp8._hardware import on_device
 from mpjax.fp8._recipe import RecipeLike, parse_recipe
 from mpjax.fp8._saved_operands import not_differentiable
 from mpjax.fp8._scaling import quantise, scale_of
-from mpjax.products._amax_probe import batch_size, to_front
+from mpjax.products._amax_probe import batch_size
 from mpjax.products._block_products import multiply_blocks, require_whole_blocks
-from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
+from mpjax.products._dimensions import Dims, gradient_product, sum_of_tangents
 from mpjax.products._half_products import half_product
 from mpjax.products._lowering import compute_by_platform
-from mpjax.products._scales import (
-  amax_by_entry,
-  levelled,
-  own_dims,
-  product_of_scales,
-  shape_in_result,
-  vary_in_sums,
-)
+from mpjax.products._scales import amax_by_entry, levelled, own_dims, product_of_scales
 from mpjax.products._spec import FLOAT32, Spec, fp8_primitive, spec_of, wide_operands
 
 _LARGEST = 2.0**127  # also of bfloat16
@@ -167,21 +160,16 @@ def _compute(
     return _compat.with_auto_axes(fun, kind)(lhs, rhs)
   operands, formats, ndims = (lhs, rhs), (spec.lhs_dtype, spec.rhs_dtype), (lhs.ndim, rhs.ndim)
   own = [_scale(x, scales, side, spec, dimension_numbers) for side, x in enumerate(operands)]
-  if vary_in_sums([scale.shape for scale in own], dimension_numbers):
-    # The gradient's scale first: its format has more binades below.
-    sides = sorted((0, 1), key=lambda side: formats[side] != spec.gradient_dtype)
-    own = levelled(own, dimension_numbers, ndims, [i for i in sides if not _is_fixed(operands[i], i, spec)])
+  # The gradient's scale first: its format has more binades below.
+  sides = sorted((0, 1), key=lambda side: formats[side] != spec.gradient_dtype)
+  own = levelled(own, dimension_numbers, ndims, [i for i in sides if not _is_fixed(operands[i], i, spec)])
   lhs, rhs = (_in_fp8(x, scale, dtype) for x, scale, dtype in zip(operands, own, formats, strict=True))
   if multiplied_in is not None:  # bfloat16 holds every FP8 number
     lhs, rhs = lhs.astype(multiplied_in), rhs.astype(multiplied_in)
   out = jax.lax.dot_general(
     lhs, rhs, dimension_numbers, preferred_element_type=spec.wide, out_sharding=spec.out_sharding
   )
-  if any(scale.ndim for scale in own):
-    product = product_of_scales(own, dimension_numbers, ndims)
-  else:
-    product = own[0] * own[1]
-  unit = jnp.minimum(1 / product, _LARGEST)
+  unit = jnp.minimum(1 / product_of_scales(own, dimension_numbers, ndims), _LARGEST)
   # A power of two, in the dtype of the product, is exact, and XLA for GPU fuses it with the product.
   of = spec.wide if spec.pow2 else FLOAT32
   return (out.astype(of) * unit.astype(of).reshape(unit.shape or (1,) * out.ndim)).astype(spec.out_dtype)
@@ -240,14 +228,11 @@ def _saved(
   lhs: Array, rhs: Array, scales: Sequence[Array], spec: Spec, dims: Dims
 ) -> tuple[Array, Array, list[Array], Spec]:
   """Quantises the operands before they are differentiated, so that the backward pass keeps them in FP8."""
-  pair: list[Array] = []
-  own: list[Array] = []
-  for side, (x, dtype) in enumerate(((lhs, spec.lhs_dtype), (rhs, spec.rhs_dtype))):
-    x = not_differentiable(x)
-    own.append(_scale(x, scales, side, spec, dims))
-    pair.append(_in_fp8(x, own[side], dtype))
+  lhs, rhs = not_differentiable(lhs), not_differentiable(rhs)
+  own = [_scale(x, scales, side, spec, dims) for side, x in enumerate((lhs, rhs))]
+  codes = _in_fp8(lhs, own[0], spec.lhs_dtype), _in_fp8(rhs, own[1], spec.rhs_dtype)
   spec = dataclasses.replace(spec, given=(True, True, spec.given[2]), saved=False)
-  return pair[0], pair[1], [*own, scales[2]], spec
+  return *codes, [*own, scales[2]], spec
 
 
 def _transpose(
@@ -269,7 +254,8 @@ def _transpose(
   of_gradient, known = scales[2], spec.given[2]
   if not known:  # by entry where that of an operand is
     ndims = (like.ndim, other_ndim)[:: 1 if side == 0 else -1]
-    shape = shape_in_result([scale.shape for scale in scales[:2]], dimension_numbers, ndims)
+    in_result = functools.partial(product_of_scales, dims=dimension_numbers, ndims=ndims)
+    shape = jax.eval_shape(in_result, scales[:2]).shape
     of_gradient = of_gradient if of_gradient.shape == shape else jnp.ones(shape, jnp.float32)
   put = lambda values, value: tuple(value if i == side else x for i, x in enumerate(values))
   given: Any = (*put(spec.given[:2], known), False)  # a gradient of a gradient differs from the history's
@@ -299,12 +285,12 @@ def _batch(
   mapped = any(axis is not None for axis in axes)
   size = batch_size(operands, axes) if mapped else 1
   if mapped and any(given and (scale.ndim or axis is not None) for scale, axis, given in each):
-    lhs, rhs = to_front(lhs, lhs_axis, size), to_front(rhs, rhs_axis, size)
+    lhs, rhs = (batching.bdim_at_front(x, at, size) for x, at in ((lhs, lhs_axis), (rhs, rhs_axis)))
     lhs_axis = rhs_axis = 0
   if spec.scheme == "nvfp4":  # the rows of a square are those of one member
     lhs, lhs_axis = (lhs, None) if lhs_axis is None else (jnp.moveaxis(lhs, lhs_axis, 0), 0)
     rhs, rhs_axis = (rhs, None) if rhs_axis is None else (jnp.moveaxis(rhs, rhs_axis, 0), 0)
-  dims, axis, sharding = batched_product(
+  dims, axis, sharding = _compat.batched_product(
     (lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers, spec.out_sharding, axis_data
   )
   ndim = lhs.ndim + rhs.ndim - len(dims[1][0]) - 2 * len(dims[0][0])
@@ -314,7 +300,7 @@ def _batch(
     # A channel or a block of `mx` belongs to one member; a gradient's scale is read only if it is given.
     own = scale.ndim or scale_axis is not None if given else spec.scheme in ("tensor", "nvfp4") and i < 2
     if own and at is not None:
-      scale = to_front(scale, scale_axis, 1 if given else size)
+      scale = batching.bdim_at_front(scale, scale_axis, 1 if given else size)
       scale = jnp.moveaxis(scale.reshape(scale.shape[0], *(scale.shape[1:] or (1,) * (n - 1))), 0, at)
     by_entry.append(scale)
   spec = dataclasses.replace(spec, out_sharding=sharding)

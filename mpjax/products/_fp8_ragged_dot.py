@@ -32,8 +32,7 @@ from mpjax.fp8._recipe import FP4
 from mpjax.fp8._scaling import quantise, scale_of
 from mpjax.jaxpr import shape_of
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
-from mpjax.products._dimensions import free_dims, sum_of_tangents
-from mpjax.products._eligibility import Sizes, sizes_of
+from mpjax.products._dimensions import Sizes, free_dims, sizes_of, sum_of_tangents
 from mpjax.products._half_products import half_ragged_dot_p
 from mpjax.products._lowering import compute_by_platform
 from mpjax.products._scales import amax_by_entry

@@ -34,7 +34,7 @@ from mpjax._types import Array, JaxprEqn
 from mpjax.formats._passes import passes_of
 from mpjax.jaxpr import register_as
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
-from mpjax.products._dimensions import Dims, batched_product, gradient_product, sum_of_tangents
+from mpjax.products._dimensions import Dims, gradient_product, sum_of_tangents
 from mpjax.products._lowering import compute_by_platform
 from mpjax.products._spec import FLOAT32
 
@@ -87,32 +87,27 @@ def bind_product(
   Operands in half precision need no passes.
 
   Args:
-    equation: the product in the user's program.
+    equation: the product in the user's program; any other operation is applied as it is.
     operands: its operands.
     originals: by operand (0, 1), the float32 value that it was rounded from.
     **changes: parameters that differ from the equation's.
   """
+  if not has_own_gradients(equation):
+    return _compat.bind(equation, list(operands), **changes)
   passes = passes_of(equation.params.get("precision"))
-  if passes and any(x.dtype.itemsize == 2 for x in operands[:2]):
+  sizes = [x.dtype.itemsize for x in operands[:2]]
+  if passes and 2 in sizes:
     changes["precision"] = None
-  plain = equation.primitive is not jax.lax.dot_general_p or operands[0].dtype != jnp.bfloat16
+  dot = equation.primitive is jax.lax.dot_general_p
+  # JAX drops the passes of convolutions.
+  in_passes = passes and dot and all(x.dtype == FLOAT32 for x in operands)
   wide = changes.get("preferred_element_type") == FLOAT32 or bool(originals)
-  if not _in_passes(equation, operands) and (
-    not has_own_gradients(equation)
-    or any(x.dtype.itemsize != 2 for x in operands[:2])
-    or (plain and not wide)
-  ):
+  differs = wide or (dot and operands[0].dtype == jnp.bfloat16)
+  if not in_passes and not (sizes == [2, 2] and differs):
     return _compat.bind(equation, list(operands), **changes)
   with _compat.context_of(equation):
     parameters = {**equation.params, **changes, "originals": tuple(originals)}
     return [_OWN[equation.primitive].bind(*operands, *originals.values(), **parameters)]
-
-
-def _in_passes(equation: JaxprEqn, operands: Sequence[Array]) -> bool:
-  """Returns whether a product is one of float32 operands in passes; JAX drops the passes of convolutions."""
-  named = passes_of(equation.params.get("precision")) is not None
-  plain = equation.primitive is jax.lax.dot_general_p
-  return named and plain and all(x.dtype == FLOAT32 for x in operands)
 
 
 def _common(operands: Sequence[Array | ShapedArray]) -> np.dtype:
@@ -194,21 +189,13 @@ def _transpose(
   if FLOAT32 in (x.aval.dtype, parameters["preferred_element_type"]):
     parameters["preferred_element_type"] = x.aval.dtype
   if own is half_dot_general_p:
-    out[place] = _dot_gradient(ct, x, y, side, parameters)
+    product = gradient_product(x.aval, y.ndim, parameters["dimension_numbers"], side, cotangent_first=True)
+    parameters |= {"dimension_numbers": product.dims, "out_sharding": product.out_sharding}
+    out[place] = product.in_layout(own.bind(ct, y, originals=(), **parameters))
   else:
     others, bind = [y, *cast(Sequence[Array], plain[2:])], functools.partial(_bind_groups, own, ())
     out[place] = gradient_as_jax(PLAIN[own], ct, x, others, side, parameters, bind)
   return out
-
-
-def _dot_gradient(
-  ct: Array, x: ad.UndefinedPrimal, y: Array, side: int, parameters: Mapping[str, Any]
-) -> Array:
-  """Returns the cotangent of an operand by the product and transpose of JAX's rule."""
-  product = gradient_product(x.aval, y.ndim, parameters["dimension_numbers"], side, cotangent_first=True)
-  changes = {"dimension_numbers": product.dims, "out_sharding": product.out_sharding}
-  out = half_dot_general_p.bind(ct, y, originals=(), **{**parameters, **changes})
-  return product.in_layout(out)
 
 
 def _bind_groups(
@@ -231,7 +218,7 @@ def _batch_dot(
 ) -> tuple[Array, int | None]:
   operands, axes = _with_axes_alike(operands, axes, originals)
   ndims = (operands[0].ndim, operands[1].ndim)
-  dims, axis, sharding = batched_product(ndims, axes[:2], dimension_numbers, out_sharding, axis_data)
+  dims, axis, sharding = _compat.batched_product(ndims, axes[:2], dimension_numbers, out_sharding, axis_data)
   parameters |= {"originals": originals, "dimension_numbers": dims, "out_sharding": sharding}
   return half_dot_general_p.bind(*operands, **parameters), axis
 

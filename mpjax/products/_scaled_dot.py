@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import Array, DTypeLike
-from mpjax.dtypes import did_you_mean
+from mpjax.dtypes import one_of
 from mpjax.products._fp8_dot_general import multiply_dot
 from mpjax.products._spec import Spec, wide_operands
 
@@ -64,8 +64,7 @@ def scaled_dot(
       forward or backward, that is not a multiple of the block.
   """
   if format not in _FORMATS:
-    hint = did_you_mean(str(format), _FORMATS)
-    raise ValueError(f"scaled_dot: format={format!r}: expected one of {', '.join(_FORMATS)}{hint}")
+    raise ValueError(f"scaled_dot: format={format!r}: {one_of(format, _FORMATS)}")
   lhs, rhs, out = wide_operands("scaled_dot", lhs, rhs, "preferred_element_type", preferred_element_type)
   if dimension_numbers is None:
     if lhs.ndim != rhs.ndim or lhs.ndim not in (2, 3):

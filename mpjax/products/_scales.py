@@ -28,21 +28,10 @@ def own_dims(shape: Sequence[int]) -> list[int]:
   return [i for i, size in enumerate(shape) if size != 1]
 
 
-def vary_in_sums(shapes: Sequence[Sequence[int]], dims: Dims) -> bool:
-  """Returns whether scales of these shapes differ among the terms of a sum."""
-  return any(i in own_dims(shapes[side]) for side in (0, 1) for i in dims[0][side])
-
-
-def shape_in_result(shapes: Sequence[Sequence[int]], dims: Dims, ndims: Sequence[int]) -> tuple[int, ...]:
-  """Returns the shape of a scale of [batch, lhs free, rhs free], by entry where that of an operand is."""
-  lhs, rhs = (shape or (1,) * ndim for shape, ndim in zip(shapes, ndims, strict=True))
-  batch = [lhs[i] if rhs[j] == 1 else rhs[j] for i, j in zip(*dims[1], strict=True)]
-  free = [shape[i] for side, shape in enumerate((lhs, rhs)) for i in free_dims(len(shape), dims, side)]
-  return (*batch, *free) if own_dims((*batch, *free)) else ()
-
-
 def product_of_scales(scales: Sequence[Array], dims: Dims, ndims: Sequence[int]) -> Array:
-  """Returns the product of scales, [batch, lhs free, rhs free]; of `levelled` ones if they vary in sums."""
+  """Returns the product of scales, [] or [batch, lhs free, rhs free]; of `levelled` ones where they vary."""
+  if not any(scale.ndim for scale in scales):
+    return scales[0] * scales[1]
   free = [free_dims(ndims[side], dims, side) for side in (0, 1)]
   aligned = []
   for side, scale in enumerate(scales):
@@ -55,7 +44,7 @@ def product_of_scales(scales: Sequence[Array], dims: Dims, ndims: Sequence[int])
 
 
 def levelled(scales: Sequence[Array], dims: Dims, ndims: Sequence[int], sides: Sequence[int]) -> list[Array]:
-  """Lowers scales by entry so that the products of scales are equal in each sum, to the lowest.
+  """Lowers scales by entry that vary in a sum so that their products are equal in it, to the lowest.
 
   An entry loses only values that are small compared with the sum. If neither scale can absorb the difference
   alone, both are lowered.
@@ -66,6 +55,8 @@ def levelled(scales: Sequence[Array], dims: Dims, ndims: Sequence[int], sides: S
     ndims: the numbers of dimensions of lhs and rhs.
     sides: the operands whose scales may be lowered, in the order of preference.
   """
+  if not any(i in own_dims(scales[side].shape) for side in (0, 1) for i in dims[0][side]):
+    return list(scales)
   both = [scale.reshape(scale.shape or (1,) * ndim) for scale, ndim in zip(scales, ndims, strict=True)]
   for side in sides:
     own, other = both[side], both[1 - side]
