@@ -185,10 +185,11 @@ class Emitter(Emit):
     local = _Environment(held, frozenset())
     for (variable, _), array in zip(island.inputs, arrays, strict=True):
       local.write(variable, array)
-    if ends and island.fenced:
-      before = dataclasses.replace(island, nodes=others, outputs=_read_of(others, ends, island.outputs))
+    if ends and island.fenced and self.tap is None:  # a tap has gradients of its own
+      between = _read_of(others, ends, island.outputs)
+      before = dataclasses.replace(island, nodes=tuple(others), outputs=between)
       apart = derivative_apart(functools.partial(self._inside, before, held, leave_out))
-      for (variable, _), array in zip(before.outputs, apart(*arrays), strict=True):
+      for (variable, _), array in zip(between, apart(*arrays), strict=True):
         local.write(variable, array)
     else:
       ends = [*others, *ends]

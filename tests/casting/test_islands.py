@@ -117,6 +117,20 @@ def test_an_island_between_products_is_fenced():
   assert f"{ROWS}x{TOKENS}x{D}xbf16" in kinds
 
 
+def test_on_a_gpu_a_derivative_is_computed_apart_from_what_a_product_reads():
+  times = lambda f, platform: (
+    jax.jit(jax.grad(BF16(f)))
+    .trace(PARAMS["up"], X)
+    .lower(lowering_platforms=(platform,))
+    .as_text()
+    .count("_barrier")
+  )
+  between = lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w @ w)
+  assert times(between, "cuda") == times(between, "tpu") + 1
+  alone = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+  assert times(alone, "cuda") == times(alone, "tpu")
+
+
 def test_a_norm_before_the_first_product_is_an_island_however_wide_the_product():
   def f(table, w, tokens):
     x = table[tokens]
