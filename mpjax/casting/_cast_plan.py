@@ -159,6 +159,7 @@ class Island:
     nodes: a convex set of equations, in the order of the program.
     inputs: (variable, dtype) of its inputs.
     outputs: (variable, dtype) of the values that are used outside.
+    copies: equations before it that make a value of arguments, such as a transpose; it computes them itself.
     fenced: whether the backward pass reads through an optimisation barrier: then no compiler finds the inside
       equal to the forward pass's, and keeps that in memory.
     saved: the FP8 format in which half-precision inputs are kept for the backward pass; `None`: unchanged.
@@ -169,6 +170,7 @@ class Island:
   nodes: tuple[Node, ...]
   inputs: tuple[tuple[Var, np.dtype], ...]
   outputs: tuple[tuple[Var, np.dtype], ...]
+  copies: tuple[Node, ...] = ()
   fenced: bool = True
   saved: np.dtype | None = None
   loss_of: Var | None = None

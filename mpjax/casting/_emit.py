@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -24,7 +23,7 @@ from mpjax.casting._cast_plan import Call, CastPlan, Emit, Island, Mode, Node, T
 from mpjax.casting._fp8_products import SideInputs
 from mpjax.casting._gradient_sums import MANY, derivative_apart, look_up, store_gradient_p, use
 from mpjax.casting._higher_order import RULES
-from mpjax.casting._islands import is_statistic
+from mpjax.casting._islands import held_dtype, is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
 from mpjax.fp8._saved_operands import keep_in_fp8
 from mpjax.jaxpr import (
@@ -180,22 +179,42 @@ class Emitter(Emit):
     The backward pass computes what products at its end read, and the derivative of that, apart: from one
     computation of both, XLA for a GPU keeps the inside in float32.
     """
-    ends = [node for node in island.nodes if node.listed == "allow"]
-    others = [node for node in island.nodes if node.listed != "allow"]
     local = _Environment(held, frozenset())
     for (variable, _), array in zip(island.inputs, arrays, strict=True):
       local.write(variable, array)
-    if ends and island.fenced and self.tap is None:  # a tap has gradients of its own
-      between = _read_of(others, ends, island.outputs)
-      before = dataclasses.replace(island, nodes=tuple(others), outputs=between)
-      apart = derivative_apart(functools.partial(self._inside, before, held, leave_out))
-      for (variable, _), array in zip(between, apart(*arrays), strict=True):
+    # A tap has gradients of its own.
+    first, apart, ends = _parts(island, held) if self.tap is None else (island.nodes, None, ())
+    for node in (*island.copies, *first):
+      self._emit(node, local, leave_out)
+    if apart is not None:
+      results = derivative_apart(functools.partial(self._inside, apart, held, leave_out))
+      operands = [local.read(v, dtype) for v, dtype in apart.inputs]
+      for (variable, _), array in zip(apart.outputs, results(*operands), strict=True):
         local.write(variable, array)
-    else:
-      ends = [*others, *ends]
     for node in ends:
       self._emit(node, local, leave_out)
     return [local.read(v, dtype) for v, dtype in island.outputs]
+
+
+def _parts(island: Island, held: Mapping[Var, Held]) -> tuple[Sequence[Node], Island | None, Sequence[Node]]:
+  """Returns the parts of an island: what is made of arguments, what products at its end read, and these.
+
+  Without a barrier, or without such products, all is in the first.
+  """
+  ends = [node for node in island.nodes if node.listed == "allow"]
+  if not (ends and island.fenced):
+    return island.nodes, None, ()
+  moving = {v for v, _ in island.inputs if castable(v.aval) and held[v].kind is not Kind.FLEXIBLE}
+  first: list[Node] = []
+  others: list[Node] = []
+  for node in (node for node in island.nodes if node.listed != "allow"):
+    depends = not moving.isdisjoint(variables_of(node.equation.invars))
+    moving.update(node.equation.outvars if depends else ())
+    (others if depends else first).append(node)
+  read = {v for node in others for v in variables_of(node.equation.invars)}
+  made = {v: held_dtype(v, held) for node in first for v in node.equation.outvars}
+  inputs = tuple((v, dtype) for v, dtype in (*island.inputs, *made.items()) if v in read)
+  return first, Island(tuple(others), inputs, _read_of(others, ends, island.outputs)), ends
 
 
 def _read_of(
@@ -279,7 +298,7 @@ def _saved(products: frozenset[Primitive]) -> Callable[..., bool]:
 
 def _expired(plan: CastPlan) -> list[list[Var]]:
   """Returns, for each unit of a plan, the variables that nothing reads after it."""
-  groups = [unit.nodes if isinstance(unit, Island) else (unit,) for unit in plan.units]
+  groups = [(*unit.copies, *unit.nodes) if isinstance(unit, Island) else (unit,) for unit in plan.units]
   return last_reads([[a for n in nodes for a in n.equation.invars] for nodes in groups], plan.jaxpr.outvars)
 
 
@@ -334,8 +353,8 @@ def _island_key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashabl
     return equation.primitive, tuple(map(of, atoms)), parameters, place, _decisions_of(node)
 
   inputs, outputs = (tuple((of(v), d) for v, d in pairs) for pairs in (island.inputs, island.outputs))
-  nodes = tuple(map(of_node, island.nodes))
-  return inputs, nodes, outputs, island.fenced, island.saved
+  nodes = tuple(map(of_node, (*island.copies, *island.nodes)))
+  return inputs, nodes, outputs, len(island.copies), island.fenced, island.saved
 
 
 def _plan_key(plan: CastPlan) -> Hashable:
@@ -345,7 +364,8 @@ def _plan_key(plan: CastPlan) -> Hashable:
 
 def _unit_key(unit: Node | Island) -> Hashable:
   if isinstance(unit, Island):
-    return tuple(map(_unit_key, unit.nodes)), unit.inputs, unit.outputs, unit.fenced, unit.saved, unit.loss_of
+    copies, nodes = (tuple(map(_unit_key, nodes)) for nodes in (unit.copies, unit.nodes))
+    return copies, nodes, unit.inputs, unit.outputs, unit.fenced, unit.saved, unit.loss_of
   return unit.equation, _decisions_of(unit)
 
 
@@ -364,5 +384,5 @@ def _call_key(call: Call) -> Hashable:
 
 def _common_scopes(island: Island) -> int:
   """Returns how many scopes, from the outermost on, the equations of an island have in common."""
-  stacks = {n.equation.source_info.name_stack.stack for n in island.nodes}
+  stacks = {n.equation.source_info.name_stack.stack for n in (*island.copies, *island.nodes)}
   return len([*itertools.takewhile(lambda scopes: len({*scopes}) == 1, zip(*stacks, strict=False))])

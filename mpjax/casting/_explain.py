@@ -431,7 +431,7 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
   inputs = [(v, island.saved if narrow(v) else dtype) for v, dtype in island.inputs if v in read]
   kept = sum(_bytes(v, dtype) for v, dtype in inputs)
   statistics = sum(statistics_bytes(node.equation) for node in again) if island.saved is None else 0
-  results = [v for node in again for v in node.equation.outvars]
+  results = [v for node in again for v in node.equation.outvars if is_float(v.aval)]
   return ExplainedIsland(
     number=number,
     path=without_marks(island.nodes[0].path),

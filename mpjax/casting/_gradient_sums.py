@@ -3,6 +3,8 @@
 JAX adds the gradients of a value in its dtype: one for each use, each step of a loop that reads it, and each
 row of a lookup. In half precision such a sum stops at some hundred terms. So a use reads the half-precision
 value, and its gradient goes to a float32 copy, which no program computes: its only reader is the derivative.
+
+Also here: two identities that are optimisation barriers, of a gradient and of what a derivative reads.
 """
 
 from __future__ import annotations

@@ -172,6 +172,7 @@ class Segments:
     recomputed = (node for node in nodes if rules.may_recompute(node.equation))
     self.inside = {node for node in recomputed if _in_float32(node) and rules.computes_again(node.path)}
     self.makers = {v: node for node in nodes for v in node.equation.outvars}
+    self.made_of_arguments: dict[Var, list[Node] | None] = {}  # see `_made_of_arguments`
     self.readers: dict[Var, list[tuple[Node, np.dtype | None]]] = {}  # and the dtype of each use
     for node in nodes:
       for a, dtype in zip(node.equation.invars, node.reads, strict=True):
@@ -217,21 +218,40 @@ class Segments:
     if not (_is_product(node) or exact or self.rules.may_recompute(equation)):  # a product's result is saved
       return None
     read = dict.fromkeys(variables_of(equation.invars))
+    flexible = [v for v in read if castable(v.aval) and self.held[v].kind is Kind.FLEXIBLE and size(v) > 1]
     widened = {equation.invars[i] for i in node.widened}
-    wide = {
-      v
-      for v in read
-      if castable(v.aval) and self.held[v].kind is Kind.FLEXIBLE and size(v) > 1
-      if v in widened or v in self.arguments
-    }
-    if not wide:
+    wide = {v for v in flexible if v in widened or v in self.arguments}
+    made = [one for v in flexible if v not in wide for one in self._made_of_arguments(v) or ()]
+    if not wide and not made:
       return None
+    copies = tuple(dict.fromkeys(made))
+    of_copies = {v for one in copies for v in variables_of(one.equation.invars)}
     dtype = node.half if node.mode is Mode.HALF else FLOAT32
-    inputs = dict(self._inputs([node])) | {v: dtype for v in read if castable(v.aval) and v not in wide}
+    inputs = dict(self._inputs((*copies, node)))
+    inputs |= {v: dtype for v in inputs if castable(v.aval) and v not in wide and v not in of_copies}
     # A product's gradient goes to the float32 value, which is not kept for it.
     originals = [(v, FLOAT32) for v in node.originals() if inputs.get(v, FLOAT32) != FLOAT32]
     outputs = tuple((v, held_dtype(v, self.held)) for v in equation.outvars)
-    return Island((node,), (*inputs.items(), *originals), outputs, fenced=False)
+    return Island((node,), (*inputs.items(), *originals), outputs, copies, fenced=False)
+
+  def _made_of_arguments(self, v: Var) -> list[Node] | None:
+    """Returns what makes a value of arguments alone, and is cheap; `None` if nothing does."""
+    if v not in self.made_of_arguments:
+      self.made_of_arguments[v] = None if v not in self.arguments else []
+      node = self.makers.get(v)
+      if node is not None and self._is_cheap(node):
+        before = [self._made_of_arguments(a) for a in variables_of(node.equation.invars)]
+        if None not in before:
+          self.made_of_arguments[v] = [*(one for nodes in before for one in nodes or ()), node]
+    return self.made_of_arguments[v]
+
+  def _is_cheap(self, node: Node) -> bool:
+    """Returns whether computing an equation again costs no more than reading its result."""
+    primitives = self.rules.primitives([node.equation])
+    dear = any(facts(p).traits & _DEAR or self.rules.list_of(p) in ("allow", "deny") for p in primitives)
+    custom = any(row.call is not None and row.call.is_custom_rule for row in map(facts, primitives))
+    again = self.rules.computes_again(node.path) and self.rules.may_recompute(node.equation)
+    return again and not dear and not custom
 
   def _compared(self, island: Island) -> Var | None:
     """Returns the product's result that an island, a loss by element, compares with targets; or `None`."""

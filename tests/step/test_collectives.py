@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 import mpjax
+from mpjax.planner import get_target
 from mpjax.planner.compiled import module_proto, parse
 from mpjax.planner.compiled._hlo import start_of, trips
 
@@ -34,13 +35,24 @@ def plain_params():
   return {name: jnp.ones(shape) for name, shape in shapes.items()}
 
 
-def a_step(policy, sizes):
+def a_step(
+  policy, sizes, accumulate=4, target="here", loss=plain, first=plain_params, rows=(ROWS,), rules=None
+):
   """A training step on a mesh, and the shapes of its arguments where they lie."""
-  mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-  step = mpjax.make_train_step(plain, TX, policy, accumulate=4, mesh=mesh)
-  state = jax.eval_shape(lambda: step.init(plain_params()))
+  shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+  make = jax.make_mesh if target == "here" else AbstractMesh
+  resolved = mpjax.get_policy(policy, backend=get_target(target).kind)
+  step = mpjax.make_train_step(
+    loss,
+    TX,
+    resolved,
+    accumulate=accumulate,
+    mesh=make(shape, tuple(sizes), axis_types=types),
+    sharding=rules,
+  )
+  state = jax.eval_shape(lambda: step.init(first()))
   put = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-  batch = {"x": put(jax.ShapeDtypeStruct((ROWS,), jnp.int32), step.layout.batch_sharding)}
+  batch = {"x": put(jax.ShapeDtypeStruct(rows, jnp.int32), step.layout.batch_sharding)}
   return step, (jax.tree.map(put, state, step.layout.shardings(state)), batch)
 
 

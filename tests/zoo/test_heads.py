@@ -52,7 +52,7 @@ CASES = {
   ("case", "tensor"), [("gpt", 4), pytest.param("vit", 4, marks=pytest.mark.slow), ("three heads", 2)]
 )
 def test_nothing_of_attention_moves_between_devices(case, tensor):
-  step, args = a_step("fp32", {"data": 8 // tensor, "tensor": tensor}, **CASES[case])
+  step, args = a_step("fp32", {"data": 8 // tensor, "tensor": tensor}, 1, **CASES[case])
   everywhere, _ = crossing(module_proto(step.jitted.lower(*args).compile()))
   assert {operation for operation, _ in everywhere} == {"all-reduce"}
 
@@ -69,7 +69,7 @@ def test_nothing_of_attention_moves_in_programs_for_described_devices(target, at
   sizes = {"vocab_size": 512, "max_len": 128, "dim": 512, "layers": 1, "heads": HEADS}
   make = lambda: GPT(**sizes, attention=attention, rngs=nnx.Rngs(0))
   case = {"loss": gpt_loss, "first": make, "rows": (16, 129), "rules": gpt_rules(HEADS)}
-  step, args = a_step("bf16", {"fsdp": 2, "tensor": 4}, target=target, **case)
+  step, args = a_step("bf16", {"fsdp": 2, "tensor": 4}, 1, target, **case)
   everywhere, _ = crossing(compile_step(step.jitted, args, [], described).proto)
   assert {name for name, _ in everywhere} == {"all-gather", "all-reduce", "reduce-scatter"}
   # The parameters, which `tensor` divides.

@@ -113,7 +113,8 @@ def _inside(
 ) -> Iterator[tuple[HloInstruction, tuple[HloInstruction, ...]]]:
   """Yields an instruction and those that it is made of, each with the fusions around it."""
   yield instruction, fusions
-  if instruction.op in ("fusion", "async-start"):
+  # What a TPU's SparseCore runs is a custom call in an asynchronous operation.
+  if instruction.op in ("fusion", "async-start") or (instruction.op == "custom-call" and fusions):
     for called in instruction.called:
       for inner in called.instructions:
         yield from _inside(inner, (*fusions, instruction))
