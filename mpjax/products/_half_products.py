@@ -163,8 +163,10 @@ def _jvp(
   values = _rounded(primals, originals)
   moving = {side: tangents[side] for side in (0, 1)}
   moving |= dict(zip(originals, tangents[len(values) :], strict=True))
-  in_passes = passes_of(parameters["precision"]) is not None
-  out = own.bind(*values, originals=(), **parameters) if in_passes else PLAIN[own].bind(*values, **parameters)
+  # A CPU refuses JAX's own product in passes, and one with a batch in float32, as a gradient is.
+  in_float32 = parameters["preferred_element_type"] == FLOAT32 and not originals
+  keeps = in_float32 or passes_of(parameters["precision"]) is not None
+  out = own.bind(*values, originals=(), **parameters) if keeps else PLAIN[own].bind(*values, **parameters)
   bind = lambda _, lhs, rhs: own.bind(lhs, rhs, *values[2:], originals=(), **parameters)
   return out, sum_of_tangents(out, values[:2], moving.items(), bind)
 

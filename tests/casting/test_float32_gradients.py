@@ -150,3 +150,11 @@ def test_a_gradient_of_an_activation_is_half_precision_though_the_result_is_floa
   cast = mpjax.autocast(loss, {"base": "bf16", "accum_dtype": "float32"})
   dtypes = [str(e.outvars[0].aval.dtype) for e in named("dot_general", jax.grad(cast), HALVES)]
   assert sorted(dtypes) == ["bfloat16"] + ["float32"] * 4
+
+
+def test_the_gradient_of_a_gradient_of_products_with_a_batch_runs_on_a_cpu():
+  x = np.ones((2, 4, 2), np.float32)
+  loss = lambda w: jnp.sum(jnp.tanh(x @ w) @ w)
+  twice = lambda gradient: jax.jit(jax.grad(lambda w: jnp.vdot(gradient(w), gradient(w))))
+  found, want = twice(jax.grad(mpjax.autocast(loss, "bf16")))(HALVES), twice(jax.grad(loss))(HALVES)
+  np.testing.assert_allclose(found, want, rtol=0.02)
