@@ -64,6 +64,8 @@ INSTEAD: dict[str, str] = {
   "fp8.pow2_scales": "leave it out: scales of a tensor are powers of two, those of a channel any numbers",
   "casting.register_kernel": "wrap the function that calls the kernel, also one of another's module: "
   "module.kernel = mpjax.half_precision(module.kernel)",
+  "ExplainedOperation.rule": "code is the reason, and why has it in words",
+  "ExplainedIsland.copied": "operations has them",
   "Explanation.fragile": "mpjax.inspect_numerics measures differences and angles and has their lines",
   **dict.fromkeys(
     ("tune.minutes", "tune.--minutes", "tune.trials"),
@@ -80,7 +82,7 @@ INSTEAD: dict[str, str] = {
     ("tune.--prove", "tune.--seeds"),
     "train both: mpjax train tuned.yaml, and mpjax train CONFIG policy=fp32",
   ),
-  **dict.fromkeys(("explain.--by", "numerics.--by"), "write --table modules or --table float32"),
+  **dict.fromkeys(("explain.--by", "numerics.--by"), "write --table modules"),
   "plan.--multiple": "leave it out: batches are multiples of what the mesh and train.accumulate divide",
   **dict.fromkeys(
     ("tune.--picture", "TuneResult.save_picture", "TuneResult.front"),

@@ -76,18 +76,22 @@ class Table:
     return widths
 
 
-class Shown:
-  """A result with a short answer as its `str`, and with tables on request.
-
-  Shows its `str` at a prompt, and the answer and every table in a notebook. A subclass defines `_answer` and
-  `_sections`. If it is a dataclass it needs `repr=False`; otherwise its fields would be shown.
-  """
+class Renamed:
+  """What may have had other attributes: an old name raises an error that says what to write."""
 
   if not TYPE_CHECKING:
 
     def __getattr__(self, name):
       kind = type(self).__name__
       raise AttributeError(f"{kind!r} object has no attribute {name!r}{instead(name, kind)}")
+
+
+class Shown(Renamed):
+  """A result with a short answer as its `str`, and with tables on request.
+
+  Shows its `str` at a prompt, and the answer and every table in a notebook. A subclass defines `_answer` and
+  `_sections`. If it is a dataclass it needs `repr=False`; otherwise its fields would be shown.
+  """
 
   def _answer(self) -> Sequence[str]:
     """Returns the answer, most important line first: at most eleven lines of 116 columns."""

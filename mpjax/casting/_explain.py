@@ -13,7 +13,7 @@ import numpy as np
 from mpjax._calls import require_call
 from mpjax._own_autocast import own_autocast
 from mpjax._render.plain_text import bytes_text, percent, with_prefix
-from mpjax._render.tables import Shown, Table, answer_lines
+from mpjax._render.tables import Renamed, Shown, Table, answer_lines
 from mpjax._types import Atom, JaxprEqn, PolicyLike, Var
 from mpjax.casting._autocast import AUTO
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
@@ -56,7 +56,7 @@ _MOST_NAMES = 4  # modules or primitives in a sentence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExplainedOperation:
+class ExplainedOperation(Renamed):
   """One operation of a program.
 
   Attributes:
@@ -98,7 +98,7 @@ class ExplainedOperation:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExplainedIsland:
+class ExplainedIsland(Renamed):
   """A float32 island: computed again in the backward pass, from what is kept of it.
 
   Attributes:

@@ -32,6 +32,7 @@ from mpjax.sharding._checksums import Examined, NonFiniteLeaves, examine, kinds
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError, causes, one_line
 from mpjax.train._files import how_to_go_on
+from mpjax.train.config._config_file import run_mismatch
 from mpjax.train.processes import everyone
 
 # The operating system's errors for files that cannot be written or read.
@@ -81,16 +82,24 @@ class Checkpoints:
       was not skipped. The next save, `wait` or `close` deletes the others.
     timeout_s: limit for one process's wait for the others, in seconds.
     read_only: change nothing in the folder: for a run that may be in progress.
+    run: the run's config as plain data; saved with each checkpoint. A checkpoint of another run counts as
+      damaged.
 
   Raises:
     CheckpointError: if the folder cannot be made or read.
   """
 
   def __init__(
-    self, directory: pathlib.Path, keep: int = 2, *, timeout_s: int = 600, read_only: bool = False
+    self,
+    directory: pathlib.Path,
+    keep: int = 2,
+    *,
+    timeout_s: int = 600,
+    read_only: bool = False,
+    run: dict[str, Any] | None = None,
   ):
     self._directory, self._keep, self._timeout_s = directory.absolute(), keep, timeout_s
-    self._read_only = read_only
+    self._read_only, self._run = read_only, run
     self.begun_with: NonFiniteLeaves = {}
     self._writing: int | None = None
     found, problem = [], ""
@@ -145,7 +154,7 @@ class Checkpoints:
       return held
     # Without a finite evaluation loss, a checkpoint is never the best.
     rank = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf, skips
-    record = {"step": step, "data": data, "loop": loop, "rank": rank}
+    record = {"step": step, "run": self._run, "data": data, "loop": loop, "rank": rank}
     record |= {"leaves": examined.leaves, "begun_with": self.begun_with}
     copy = json.loads(json.dumps(record))
     copy["checksum"] = _digest(copy)
@@ -184,6 +193,8 @@ class Checkpoints:
       record = _read_record(self._path(step))
       if record["step"] != step:
         raise Damaged(f"is damaged: it is of step {record['step']}")
+      if self._run and record.get("run") and (differ := run_mismatch(record["run"], self._run)):
+        raise Damaged(f"is damaged: it is of another run ({differ}), for which there is train.init_from")
       tree = _read_state(self._path(step), _to_tree(like), record)
     except CheckpointError as error:
       fault = isinstance(error, Damaged), str(error)

@@ -196,8 +196,15 @@ class Processes:
   def _watch_over(self) -> None:
     """Ends this process without progress."""
     limit = self.settings.hang_timeout_s
-    while not self._closed.wait(min(1.0, limit / 4)):
-      if time.monotonic() - self._since > limit:
+    tick = min(1.0, limit / 4)
+    before = time.monotonic()
+    while not self._closed.wait(tick):
+      # The time in which this process was stopped (Ctrl-Z, a suspended machine) does not count.
+      asleep = time.monotonic() - before - tick
+      before += asleep + tick
+      if asleep > 2 * tick:
+        self._since += asleep
+      if before - self._since > limit:
         waited = f"waited for {self._doing} for more than distributed.hang_timeout_s={limit:g} seconds"
         self._exit(LOST, f"error: {waited}: {self._go_on()}")
 

@@ -142,19 +142,26 @@ def test_a_run_directory_that_is_gone_ends_the_run_in_one_line_and_nothing_is_lo
   assert curve(other) == curve(alone[1])
 
 
-def test_a_checkpoint_of_another_step_is_passed_over(alone, tmp_path, capsys):
+def test_a_checkpoint_of_another_step_or_run_is_passed_over(alone, tmp_path, capsys):
   arguments, whole = alone
-  runs = {name: tmp_path / name for name in ("renamed", "copied")}
+  runs = {name: tmp_path / name for name in ("renamed", "copied", "foreign")}
+  train(arguments, tmp_path / "other", "optimizer.learning_rate=0.5")
   for run in runs.values():
     shutil.copytree(whole, run)
     (run / "summary.json").unlink()
   shutil.rmtree(runs["renamed"] / "checkpoints" / "12")
   (runs["renamed"] / "checkpoints" / "8").rename(runs["renamed"] / "checkpoints" / "11")
   shutil.copytree(runs["copied"] / "checkpoints" / "8", runs["copied"] / "checkpoints" / "1000")
-  capsys.readouterr()
-  train(arguments, runs["copied"])
-  assert "step 1000 is damaged: it is of step 8" in capsys.readouterr().out
-  assert curve(runs["copied"]) == curve(whole)
+  shutil.rmtree(runs["foreign"] / "checkpoints" / "12")
+  shutil.copytree(tmp_path / "other" / "checkpoints" / "12", runs["foreign"] / "checkpoints" / "12")
+  for name, words in {
+    "copied": "step 1000 is damaged: it is of step 8",
+    "foreign": "it is of another run (optimizer.learning_rate: 0.5 there, 0.1 here), for which there is",
+  }.items():
+    capsys.readouterr()
+    train(arguments, runs[name])
+    assert words in capsys.readouterr().out
+    assert curve(runs[name]) == curve(whole)
   # There is no other one.
   words = ["step 11 is damaged: it is of step 8"]
   refused(["train", *arguments, f"out={runs['renamed']}"], words, capsys, status=4)

@@ -7,6 +7,7 @@ import sys
 import time
 import types
 
+import jax
 import pytest
 
 import mpjax
@@ -173,6 +174,15 @@ def test_chosen_steps_are_profiled_also_if_the_run_ends_in_between(alone, tmp_pa
   assert curve(out) == curve(alone[1])
   train(arguments, tmp_path / "past", "train.profile_steps=[20,30]")
   assert "a profile of steps 20 to 20 is in" in capsys.readouterr().out
+
+
+def test_a_profile_that_fails_ends_no_run(alone, tmp_path, capsys):
+  with jax.profiler.trace(tmp_path / "mine"):
+    train(alone[0], tmp_path / "run", "train.profile_steps=[3,6]")
+  out = capsys.readouterr().out
+  assert out.count("the run goes on without a profile: ") == 1
+  assert "a profile of steps" not in out
+  assert curve(tmp_path / "run") == curve(alone[1])
 
 
 def test_the_summary_has_the_time_by_part(alone, tmp_path, capsys):

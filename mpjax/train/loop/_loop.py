@@ -90,7 +90,7 @@ class TrainingRun:
   def _open_checkpoints(self) -> Checkpoints:
     timeout_s, keep = round(self.config.distributed.hang_timeout_s) or 1, self.config.train.keep_checkpoints
     folder = self.directory.path / "checkpoints"
-    return Checkpoints(folder, keep, timeout_s=timeout_s)
+    return Checkpoints(folder, keep, timeout_s=timeout_s, run=self.config.tree)
 
   def train(self) -> dict[str, Any]:
     """Trains from the last checkpoint to the end and returns the summary."""

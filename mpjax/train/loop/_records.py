@@ -6,7 +6,7 @@ import functools
 import pathlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from mpjax.policy import LossScaling
 from mpjax.sharding._checksums import NonFiniteLeaves
 from mpjax.step import TrainState, TrainStep
 from mpjax.train.checkpoints import nonfinite_text
-from mpjax.train.loop._output import LOGGER
+from mpjax.train.loop._output import LOGGER, goes_on_without
 from mpjax.train.setup._experiment import Setup
 
 _AVERAGED = 20  # steps over which time and speed are averaged
@@ -156,7 +156,7 @@ def peak_memory() -> int | None:
 
 
 class Profile:
-  """Traces chosen steps with JAX's profiler, and waits for the last of them.
+  """Traces chosen steps with JAX's profiler, and waits for the last of them. If it fails, the run goes on.
 
   Args:
     steps: the first and the last step, from 1; `None` for no profile.
@@ -172,8 +172,7 @@ class Profile:
   def before(self, step: int) -> None:
     """Starts the trace if this step is the first."""
     if step == self._first <= self._last:
-      jax.profiler.start_trace(self._folder)
-      self._is_on = True
+      self._is_on = self._try(lambda: jax.profiler.start_trace(self._folder))
 
   def after(self, step: int, state: PyTree) -> None:
     """Waits for the state after this step and ends the trace, if this step was the last."""
@@ -184,13 +183,20 @@ class Profile:
 
   def close(self) -> None:
     """Ends and writes the trace, if there is one."""
-    if self._is_on:
-      self._is_on = False
-      jax.profiler.stop_trace()
+    if self._is_on and self._try(jax.profiler.stop_trace):
       LOGGER.info(
         f"a profile of steps {self._first} to {self._step} is in {self._folder}: open it with xprof --logdir "
         f"{self._folder}, or its trace.json.gz in Perfetto"
       )
+    self._is_on = False
+
+  def _try(self, action: Callable[[], object]) -> bool:
+    try:
+      action()
+    except Exception as error:  # no error of a profiler is worth a run
+      goes_on_without("a profile", error)
+      return False
+    return True
 
 
 def state_report(nonfinite: NonFiniteLeaves) -> str:

@@ -30,6 +30,8 @@ from mpjax.train.data import load_data
 from mpjax.train.setup._experiment import Experiment, Place, weights_of
 
 FACTS = "facts.json"
+_FILES = ("config.yaml", FACTS, "metrics.jsonl", "summary.json", "wandb-id")
+_FOLDERS = ("checkpoints", "tensorboard", "profile", "wandb")
 
 
 class RunDirectory:
@@ -117,10 +119,15 @@ def _require_same(path: pathlib.Path, config: Config) -> bool:
     )
   for entry in itertools.chain(path.iterdir(), path.glob("checkpoints/*"), path.glob("tensorboard/*")):
     if entry.is_symlink():  # a run could be made to overwrite any file of the user
-      raise ConfigError(
-        f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes only in its own directory: "
-        "nothing was changed; choose another out="
-      )
+      wrong = "a link, and a run writes only in its own directory"
+    elif entry.name in _FILES and not entry.is_file():
+      wrong = "not a file"
+    elif entry.name in _FOLDERS and not entry.is_dir():
+      wrong = "not a folder"
+    else:
+      continue
+    name = entry.relative_to(path)
+    raise ConfigError(f"out={path}: {name} in it is {wrong}: nothing was changed; choose another out=")
   if not file.exists():
     return False
   try:
