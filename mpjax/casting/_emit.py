@@ -23,7 +23,7 @@ from mpjax.casting._cast_plan import Call, CastPlan, Emit, Island, Mode, Node, T
 from mpjax.casting._fp8_products import SideInputs
 from mpjax.casting._gradient_sums import MANY, derivative_apart, look_up, store_gradient_p, use
 from mpjax.casting._higher_order import RULES
-from mpjax.casting._islands import held_dtype, is_statistic
+from mpjax.casting._islands import held_dtype, is_statistic, statistics_bytes
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
 from mpjax.fp8._saved_operands import keep_in_fp8
 from mpjax.jaxpr import (
@@ -199,10 +199,11 @@ class Emitter(Emit):
 def _parts(island: Island, held: Mapping[Var, Held]) -> tuple[Sequence[Node], Island | None, Sequence[Node]]:
   """Returns the parts of an island: what is made of arguments, what products at its end read, and these.
 
-  Without a barrier, or without such products, all is in the first.
+  Without a barrier, or without such products, all is in the first; also if statistics are saved inside, which
+  would be computed twice.
   """
   ends = [node for node in island.nodes if node.listed == "allow"]
-  if not (ends and island.fenced):
+  if not (ends and island.fenced) or any(statistics_bytes(node.equation) for node in island.nodes):
     return island.nodes, None, ()
   moving = {v for v, _ in island.inputs if castable(v.aval) and held[v].kind is not Kind.FLEXIBLE}
   first: list[Node] = []
