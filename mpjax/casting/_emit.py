@@ -212,6 +212,8 @@ def _parts(island: Island, held: Mapping[Var, Held]) -> tuple[Sequence[Node], Is
     depends = not moving.isdisjoint(variables_of(node.equation.invars))
     moving.update(node.equation.outvars if depends else ())
     (others if depends else first).append(node)
+  if not others:
+    return island.nodes, None, ()
   read = {v for node in others for v in variables_of(node.equation.invars)}
   made = {v: held_dtype(v, held) for node in first for v in node.equation.outvars}
   inputs = tuple((v, dtype) for v, dtype in (*island.inputs, *made.items()) if v in read)
