@@ -17,7 +17,7 @@ import numpy as np
 from mpjax._types import AnyJaxpr, Atom, JaxprEqn
 from mpjax.casting._body import Body
 from mpjax.casting._cast_plan import Bodies, CastPlan, Decision, Mode, Node
-from mpjax.casting._decision_table import Case, decision_of
+from mpjax.casting._decision_rules import Case, decision_of
 from mpjax.casting._gradient_sums import adds_many
 from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
