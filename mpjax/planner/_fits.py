@@ -14,10 +14,8 @@ from mpjax.planner.compiled import CompileError
 # Plans a batch size: `plan_of(batch, compile)`, with `compile` as in `mpjax.plan`.
 PlanOf = Callable[[int, Any], Plan]
 _MOST = 1 << 40
-# The analytic guess ends when it is this close, or after this many plans.
-_CLOSE, _GUESSES = 0.01, 8
-# After this many plans the search bisects instead of following a straight line.
-_BENT = 6
+# Each plan of this number bisects instead of following a straight line, since bytes may grow otherwise.
+_BISECTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,35 +89,29 @@ def largest_batch(
     raise ValueError(f"most={most}: expected at least one multiple of {multiple}")
   plans: dict[int, Plan] = {}
 
-  def search(how: bool | str, start: int, close: float = 0.0, most: float = math.inf) -> dict[int, float]:
-    """Returns the bytes of sizes up to the largest that fits and the next, in the order of the search.
+  def needs(units: int, how: bool | str) -> float:
+    """Returns the bytes of a size; infinity if the compiler gives up."""
+    try:
+      plans[units] = found = plan_of(units * multiple, how)
+    except CompileError as error:
+      if not error.out_of_memory:
+        raise
+      return math.inf
+    return math.inf if how is not False and found.out_of_memory else found.peak
 
-    They are infinity where the compiler gave up. The search ends at a size whose bytes differ from the memory
-    by less than the share `close`, or after `most` sizes.
-    """
+  def search(how: bool | str, units: int) -> dict[int, float]:
+    """Returns the bytes of sizes, with the largest that fits, in the order of the search."""
     tried: dict[int, float] = {}
-    units = start
-    while len(tried) < most:
-      low, high = (0, 0) if close else _bounds(tried, memory)
+    while True:
+      low, high = _bounds(tried, memory)
+      if high - low == 1 or low >= limit:
+        return tried
+      units = min(_next(low, high, tried, memory) if tried else units, limit)
       if progress is not None:
         progress(units * multiple, low * multiple, high * multiple)
-      try:
-        plans[units] = found = plan_of(units * multiple, how)
-        tried[units] = math.inf if how is not False and found.out_of_memory else found.peak
-      except CompileError as error:
-        if not error.out_of_memory:
-          raise
-        tried[units] = math.inf
-      low, high = _bounds(tried, memory)
-      if high - low == 1 or low >= limit or abs(tried[units] - memory) < close * memory:
-        break
-      units = min(_next(low, high, tried, memory), limit)
-    return tried
+      tried[units] = needs(units, how)
 
-  start = 1
-  if compile is not False:
-    guesses = search(False, 1, _CLOSE, _GUESSES)
-    start = min(guesses, key=lambda units: abs(guesses[units] - memory))
+  start = 1 if compile is False else max(1, _bounds(search(False, 1), memory)[0])
   tried = search(compile, start)
   low, high = _bounds(tried, memory)
   if not low:
@@ -186,7 +178,7 @@ def _next(low: int, high: int, tried: dict[int, float], memory: int) -> int:
   """Returns a size in the bounds: where a line through the nearest two meets the memory, or the middle."""
   guess = (low + high) // 2 if high else low + max(1, low // 4)
   known = sorted((u for u in tried if tried[u] < math.inf), key=lambda u: abs(tried[u] - memory))[:2]
-  if len(known) == 2 and (len(tried) <= _BENT or not high):
+  if len(known) == 2 and (not high or (len(tried) % _BISECTS and tried[high] < math.inf)):
     first, second = sorted(known)
     slope = (tried[second] - tried[first]) / (second - first)
     if slope > 0:

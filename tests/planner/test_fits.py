@@ -99,7 +99,7 @@ def test_largest_batch_fits_and_the_next_does_not(name):
       assert fit.batch == largest, multiple
       assert_is_largest(fit, planned, memory, multiple)
       assert len(planned.calls) <= most_calls, multiple
-      assert len(planned.guesses) <= 10, multiple
+      assert len(planned.guesses) <= 16, multiple
 
 
 def test_a_compiler_that_gives_up_is_taken_for_too_large():
@@ -127,17 +127,17 @@ def test_the_search_ends_at_its_bound():
   assert (fit.batch, fit.next_batch) == (4096, None)
 
 
-@pytest.mark.parametrize("compile", ["auto", False])
-def test_progress_is_told_each_plan_and_bounds_that_close_in(compile):
+def test_progress_is_told_each_plan_and_bounds_that_close_in():
   told = []
   planned = Planned(square, lambda b: 90 * b + square(b))
-  largest_batch(planned, 10**8, compile=compile, progress=lambda *args: told.append(args))
+  largest_batch(planned, 10**8, progress=lambda *args: told.append(args))
   assert [batch for batch, _, _ in told] == planned.guesses + planned.calls
-  lows, highs = zip(*((low, high) for _, low, high in told), strict=True)
-  assert list(lows) == sorted(lows)
-  known = [high for high in highs if high]
-  assert known == sorted(known, reverse=True)
-  assert all(low < batch and (not high or batch < high) for batch, low, high in told)
+  for search in told[: len(planned.guesses)], told[len(planned.guesses) :]:
+    lows, highs = zip(*((low, high) for _, low, high in search), strict=True)
+    assert list(lows) == sorted(lows)
+    known = [high for high in highs if high]
+    assert known == sorted(known, reverse=True)
+    assert all(low < batch and (not high or batch < high) for batch, low, high in search)
 
 
 def test_where_nothing_fits_it_is_said():
