@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,6 @@ _PARTS_OF_NAMES = {
   "fp8_state": "FP8 state",
   **dict.fromkeys(("rng", "key", "step"), "other state"),
 }
-_OF_KEYS = frozenset({"rng", "key", "step"})
 _LANES = 128
 _SUBLANES = 8
 _LEAST = 512  # bytes
@@ -90,7 +89,8 @@ def name_arguments(
 
   `parts` decides first. A NamedTuple of optax is optimiser state. Then the name of the step's parameter
   (`params`) decides, or a key or field at its root (`opt_state`), as in a `TrainState`. If none of these
-  tells the weights, they are the first argument. All else is batch.
+  tells the weights, they are the first argument. All else is batch. Weights are floating, keys and counts
+  are not.
 
   Args:
     args: the step's arguments.
@@ -113,9 +113,8 @@ def name_arguments(
   for i, argument in enumerate(args):
     name = names[i] if i < len(names) else str(i)
     chosen = given.get(name, given.get(str(i)))
-    for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
-      in_optax, slot = _optimizer_slot(argument, path)
-      part = chosen or ("optimizer state" if in_optax else _by_name(name, path, leaf))
+    for path, leaf, slot in _leaves(argument):
+      part = chosen or ("optimizer state" if slot else _by_name(name, path, leaf.dtype))
       where = f"{i}/{path_text(path)}".rstrip("/")
       slot = slot if part == "optimizer state" else ""
       sharding = getattr(leaf, "sharding", None)
@@ -149,42 +148,32 @@ def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, 
   return ordered, dict(slots.most_common())
 
 
-def _optimizer_slot(tree: PyTree, path: tuple[Any, ...]) -> tuple[bool, str]:
-  """Returns whether a leaf is in a NamedTuple of optax, and its field in the innermost NamedTuple."""
-  in_optax, slot, node = False, "", tree
-  for entry in path:
-    if isinstance(node, Quantized):
-      slot += " scales" if entry.name == "scales" else ""
-    elif isinstance(node, tuple) and hasattr(entry, "name"):
-      in_optax |= type(node).__module__.startswith(("optax", "mpjax.loss_scale", "mpjax.optim"))
-      slot = entry.name
-    node = _child(node, entry)
-  return in_optax, slot
+def _leaves(tree: PyTree, path: jax.tree_util.KeyPath = (), slot: str = "") -> Iterator[tuple[Any, Any, str]]:
+  """Yields the path of each leaf, the leaf, and its field in the innermost NamedTuple of optax."""
+  for place, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_optimizers)[0]:
+    for field in node._fields if _is_optimizers(node) else ():
+      of = f"{slot}{' scales' if field == 'scales' else ''}" if isinstance(node, Quantized) else field
+      yield from _leaves(getattr(node, field), (*path, *place, jax.tree_util.GetAttrKey(field)), of)
+    if not _is_optimizers(node):
+      yield (*path, *place), node, slot
 
 
-def _by_name(name: str, path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
-  """Returns the part that an argument's name or a key at its root stands for; empty if neither tells.
-
-  Keys and counts have no floating elements: a layer with such a name is not one.
-  """
-  keys = [str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path]
-  is_layer = jax.dtypes.issubdtype(leaf.dtype, np.inexact) and leaf.shape
-  for word in (*keys[:1], name) if name in _CONTAINERS else (name, *keys[:1]):
-    part = _PARTS_OF_NAMES.get(word, "")
-    if word in _CONTAINERS and not is_layer and not _OF_KEYS.isdisjoint(keys):
-      return "other state"
-    if part and not (part == "other state" and is_layer):
-      return part
-  return ""
+def _is_optimizers(node: object) -> bool:
+  """Returns whether a node is a part of an optimiser's state, by its type."""
+  is_named = isinstance(node, tuple) and hasattr(node, "_fields")
+  return is_named and type(node).__module__.startswith(("optax", "mpjax.loss_scale", "mpjax.optim"))
 
 
-def _child(node: Any, entry: Any) -> Any:
-  for field, get in (("name", getattr), ("key", lambda n, key: n[key]), ("idx", lambda n, i: n[i])):
-    try:
-      return get(node, getattr(entry, field))
-    except (AttributeError, KeyError, IndexError, TypeError):
-      continue
-  return None
+def _by_name(name: str, path: jax.tree_util.KeyPath, dtype: Any) -> str:
+  """Returns the part that an argument's name or a key at its root stands for; empty if neither tells."""
+  roots = [str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path[:1]]
+  words = (*roots, name) if name in _CONTAINERS else (name, *roots)
+  found = [_PARTS_OF_NAMES[word] for word in words if word in _PARTS_OF_NAMES]
+  # A layer may be called `key`, and a module may hold keys and counts.
+  unlike, like = "master weights", "other state"
+  if jax.dtypes.issubdtype(dtype, np.inexact):
+    unlike, like = "other state", ""
+  return next((part for part in found if part != unlike), like if found else "")
 
 
 def itemsize(dtype: object) -> float:

@@ -68,7 +68,7 @@ DICT = {"params": PARAMS, "opt_state": MADE, "step": S((), jnp.int32)}
 ALONE, TRAINED = {WEIGHTS: 4 * SIZE}, {WEIGHTS: 4 * SIZE, OPTIMIZER: MOMENTS}
 MODEL = {"teacher": "model state"}
 LAYERS = {"step": {"rng": PARAMS["w1"]}, "attention": {"key": PARAMS["w2"]}}
-LAYERS |= {"rng": KEY, "key": S((2,), jnp.uint32), "dropout": {"step": S((), F32)}}
+LAYERS |= {"rng": KEY, "key": S((2,), jnp.uint32), "dropout": {"step": S((), jnp.int32)}}
 # Names of the parameters, arguments before the batch, options, and bytes by part.
 NAMED = [
   ("params opt_state batch", (PARAMS, MADE), {}, TRAINED),
