@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import numpy as np
@@ -93,8 +92,7 @@ def trace_step(
     if resolved is not None:
       require_no_autocast(step, resolved)
       resolved, fp8 = policy_on_target(resolved.without_histories(), device)
-      step, donate_argnums = _under(resolved, step, args, donate_argnums)
-  jitted, names = _jitted(step, donate_argnums)
+  jitted, names = _jitted(step, args, resolved, donate_argnums)
   args = tuple(_abstract(argument) for argument in args)
   devices = _mesh_size(args, device)
   if device.is_here:
@@ -136,40 +134,24 @@ def _adopted(
   return other, (jax.tree_util.tree_map_with_path(placed, shapes), batch)
 
 
-def _under(
-  policy: Policy,
-  fun: Callable[..., Any],
-  args: tuple[PyTree, ...],
-  donate_argnums: int | Sequence[int] | None,
-) -> tuple[Callable[..., Any], int | Sequence[int] | None]:
-  """Returns a function under autocast, and the arguments that it may overwrite."""
-  if _is_jitted(fun):
-    _require_unknown(donate_argnums)
-    info, _ = _trace(fun, tuple(map(_abstract, args))).args_info
-    donated = [any(leaf.donated for leaf in jax.tree.leaves(argument)) for argument in info]
-    donate_argnums = [i for i, taken in enumerate(donated) if taken]
-  return autocast(fun, policy), donate_argnums
-
-
-def _require_unknown(donate_argnums: int | Sequence[int] | None) -> None:
-  if donate_argnums is not None:
-    raise ValueError("donate_argnums with a jitted step: it is known from the step, leave it out")
-
-
-def _is_jitted(fun: object) -> TypeGuard[jax.stages.Wrapped]:
-  return hasattr(fun, "trace") and hasattr(fun, "lower")
-
-
 def _jitted(
-  step: Any, donate_argnums: int | Sequence[int] | None
+  step: Any, args: tuple[PyTree, ...], policy: Policy | None, donate_argnums: int | Sequence[int] | None
 ) -> tuple[jax.stages.Wrapped, tuple[str, ...]]:
-  """Returns the jitted function of a step, and the names of its parameters if known."""
+  """Returns the jitted function of a step, under a policy if given, and the names of its parameters."""
   if isinstance(step, TrainStep):
     return step.jitted, ("state", "batch")
-  if _is_jitted(step):
-    _require_unknown(donate_argnums)
-    return step, _parameters(getattr(step, "__wrapped__", step))
-  return jax.jit(step, donate_argnums=() if donate_argnums is None else donate_argnums), _parameters(step)
+  names = _parameters(getattr(step, "__wrapped__", step))
+  if hasattr(step, "trace") and hasattr(step, "lower"):
+    if donate_argnums is not None:
+      raise ValueError("donate_argnums with a jitted step: it is known from the step, leave it out")
+    if policy is None:
+      return step, names
+    info, _ = _trace(step, tuple(map(_abstract, args))).args_info
+    donate_argnums = [
+      i for i, argument in enumerate(info) if any(x.donated for x in jax.tree.leaves(argument))
+    ]
+  fun = step if policy is None else autocast(step, policy)
+  return jax.jit(fun, donate_argnums=() if donate_argnums is None else donate_argnums), names
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -238,21 +220,9 @@ def _mesh_size(args: tuple[PyTree, ...], target: Target) -> int:
   if size > target.devices:
     raise ValueError(
       f"a mesh of {size} devices is larger than target {target.name}, which has {target.devices}: use a "
-      f"smaller mesh, or a larger target such as {_larger(target, size)}"
+      "smaller mesh, or a larger target such as h200:8 or v5e:2x4"
     )
   return size
-
-
-def _larger(target: Target, size: int) -> str:
-  """Returns the name of a target of the same kind with `size` devices."""
-  base = "h200" if target.is_here else target.name.partition(":")[0]
-  if target.kind != "tpu" or target.is_here:
-    return f"{base}:{size}"
-  sides = [int(side) for side in target.topology.partition(":")[2].split("x")]
-  side = 1
-  while side * side * target.devices < size * math.prod(sides):  # a chip may be several devices
-    side *= 2
-  return f"{base}:{'x'.join(map(str, [side, side, *[1] * (len(sides) - 2)]))}"
 
 
 def _trace(jitted: jax.stages.Wrapped, args: tuple[PyTree, ...]) -> jax.stages.Traced:
