@@ -98,6 +98,9 @@ INSTEAD: dict[str, str] = {
   "planner.PlanFigures": "mpjax.Plan has its attributes",
   "Memory.training_state": "Plan.bytes_per_parameter('master weights', 'optimizer state') has what stays",
   "Memory.gathered": "compute copies has the gathered weights at the peak, Plan.collectives what is gathered",
+  **dict.fromkeys(
+    ("Floor.touched_bytes", "Floor.cache"), "moved_bytes has the least bytes, whatever a cache keeps"
+  ),
   "Compiled.difference": "compare Plan.memory.parts with Plan.compiled.memory.parts",
   "loss_scale.scaled_region": "give each loss an optimiser and a scale of its own, and call "
   "mpjax.value_and_grad(loss_fn, opt_state) once for each loss",

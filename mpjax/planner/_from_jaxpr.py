@@ -73,7 +73,7 @@ class Sizes:
     shares: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
     for a in arguments:
       if a.part == "master weights" and len(a.shape) > 1:
-        for shape in like_weight(a.shape):
+        for shape in _like_weight(a.shape):
           shares[shape].append(argument_bytes(a, kind) / max(1, a.whole))
     self.weights = {shape: statistics.mean(several) for shape, several in shares.items()}
 
@@ -86,7 +86,7 @@ class Sizes:
     return padded if local else int(padded * self._share)
 
 
-def like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
   """Returns the shapes that stand for a weight or its gradient: transposed, and one layer of a stack."""
   found = [shape, shape[::-1]]
   return [*found, shape[1:], shape[:0:-1]] if len(shape) > 2 else found
@@ -114,11 +114,11 @@ def from_jaxpr(
     # there, so that few are on the device at once. The latency-hiding scheduler may hold more.
     for copy, _ in program.each():
       for value in (*copy.operands, *copy.writes) if copy.crosses else ():
-        viewed(value).nbytes = 0
+        _viewed(value).nbytes = 0
   return program
 
 
-def viewed(value: Buffer) -> Buffer:
+def _viewed(value: Buffer) -> Buffer:
   """Returns the value that a value is a view of."""
   while value.maker is not None and has(value.maker.origin, Trait.ALIAS):
     value = value.maker.operands[0]

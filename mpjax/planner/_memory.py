@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 
 import jax
 
 from mpjax import _compat
-from mpjax.jaxpr import Trait, call_layout, has
+from mpjax.jaxpr import Trait, has
 from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
-from mpjax.planner._from_jaxpr import viewed
 from mpjax.planner._products import list_products
 from mpjax.planner._program import (
   Operation,
@@ -21,7 +19,7 @@ from mpjax.planner._program import (
   saved_of,
   total_bytes,
 )
-from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective, Floor, HostMemory, Memory
+from mpjax.planner._results import TRANSIENT_PARTS, Collective, Floor, HostMemory, Memory
 from mpjax.planner._targets import Target
 
 _WORKSPACE = 4 << 20
@@ -73,28 +71,10 @@ def host_memory(program: Program, arguments: Sequence[Argument], kind: str) -> H
 
 
 def _workspace(program: Program, target: Target) -> int:
-  """Returns the bytes of workspace for products; a newer XLA uses all only for slices of a loop's stack."""
-  operations = [operation for operation, _ in program.each()]
-  if not any(operation.flops for operation in operations):
+  """Returns the bytes of workspace for products."""
+  if not any(operation.flops for operation, _ in program.each()):
     return 0
-  if _compat.has_newer_xla() and not any(map(_multiplies_slices, operations)):
-    return min(target.workspace, _WORKSPACE)
-  return target.workspace
-
-
-def _multiplies_slices(loop: Operation) -> bool:
-  """Returns whether a product in a scan directly reads a slice of its input or makes one of its output."""
-  layout = call_layout(loop.origin)
-  if layout.rows is None:
-    return False
-  (body,) = loop.bodies
-  whole = set(body.arguments[: layout.rows.start])
-  products = [operation for operation in body.operations if operation.flops]
-  read = [viewed(value) for operation in products for value in operation.operands]
-  stacked = {viewed(value) for value in body.results[len(layout.carry) :]}
-  return any(value.argument is not None and value not in whole for value in read) or any(
-    value in stacked for operation in products for value in operation.writes
-  )
+  return min(target.workspace, _WORKSPACE) if _compat.has_newer_xla() else target.workspace
 
 
 def time_floor(
@@ -106,9 +86,9 @@ def time_floor(
 ) -> Floor | None:
   """Returns the shortest time of a step, or `None` if the target has no published peak rates.
 
-  Every step reads its state and its batch from memory, and writes its results there. An array from which it
-  only slices or gathers, or that it updates in place, counts by that part. Only activations that wait for
-  the backward pass may stay in a cache instead.
+  Every step reads its state and its batch from memory, and writes its results there. Arrays of which it reads
+  or writes only a part do not count. Only activations that wait for the backward pass may stay in a cache
+  instead.
 
   Args:
     program: the traced step.
@@ -119,10 +99,16 @@ def time_floor(
   """
   if not target.flops or not target.bandwidth:
     return None
-  state = sum(memory.parts.get(name, 0) for name in ARGUMENT_PARTS)
-  state += _written_bytes(program) - _unread_bytes(program, arguments, target.kind)
-  touched = state + 2 * memory.saved_bytes
-  moved = state + 2 * max(0, memory.saved_bytes - target.cache)
+  read = {
+    value.argument
+    for operation in program.operations
+    for i, value in enumerate(operation.operands)
+    if i or not (_in_place(operation) or operation.origin.primitive in _IN_PARTS)
+  }
+  moved = sum(argument_bytes(a, target.kind) for i, a in enumerate(arguments) if i in read and not a.on_host)
+  written = [value for value in set(program.results) if value.argument is None]
+  moved += total_bytes([value for value in written if value.maker is None or not _in_place(value.maker)])
+  moved += 2 * max(0, memory.saved_bytes - target.cache)
   # A kernel may state more FLOPs than it runs: the masked half of causal attention.
   products = list_products(program, target, least=True)
   parts = {
@@ -132,34 +118,7 @@ def time_floor(
   if collectives and target.interconnect:
     parts["interconnect"] = sum(c.sent for c in collectives) / target.interconnect
   bound = max(parts, key=lambda name: parts[name])
-  return Floor(parts[bound], parts, bound, moved, touched, target.cache)
-
-
-def _unread_bytes(program: Program, arguments: Sequence[Argument], kind: str) -> int:
-  """Returns the bytes of arguments, on one device, that a step need not read."""
-  used = {value for operation in program.operations for value in operation.operands}
-  whole = [0 if a.on_host else argument_bytes(a, kind) for a in arguments]
-  read: collections.Counter[int] = collections.Counter()
-  for operation in program.operations:
-    for i, value in enumerate(operation.operands):
-      if value.argument is None:
-        continue
-      updated = i == 0 and _in_place(operation) and operation.writes[0] not in used
-      part = i == 0 and operation.origin.primitive in _IN_PARTS
-      if not updated:
-        read[value.argument] += total_bytes(operation.writes) if part else whole[value.argument]
-  return sum(max(0, nbytes - read[i]) for i, nbytes in enumerate(whole))
-
-
-def _written_bytes(program: Program) -> int:
-  """Returns the bytes, on one device, of the results that are not unchanged arguments."""
-  total = 0
-  for value in set(program.results):
-    if value.maker is not None and _in_place(value.maker):
-      total += min(value.nbytes, max((v.nbytes for v in value.maker.operands[1:]), default=0))
-    elif value.argument is None:
-      total += value.nbytes
-  return total
+  return Floor(parts[bound], parts, bound, moved)
 
 
 def _in_place(operation: Operation) -> bool:

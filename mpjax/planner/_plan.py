@@ -89,7 +89,7 @@ def plan(
   traced = trace_step(fun_or_step, args, device, policy=policy, parts=parts, donate_argnums=donate_argnums)
   step = from_jaxpr(traced.jaxpr, traced.arguments, device, traced.devices)
   donated = [value for value, given in zip(step.arguments, traced.donated, strict=True) if given]
-  program = stored_program(step, traced.arguments, device.kind, donated)
+  program = stored_program(step, device.kind, donated)
   memory = analytic_memory(step, program, traced.arguments, device)
   products = list_products(step, device)
   reading, notes = _by_the_compiler(traced, step, device, compile)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ _ROOMY = 0.5  # a larger batch is suggested below this share of the memory
 _ALIKE = 1e-3  # relative difference of equal times, and the share of the time from which a part is named
 _LARGE = 0.2  # outputs are mentioned above this share of the peak
 _MISSES = 0.01  # products below the full rate are mentioned above this share of the FLOPs
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8", "tensorfloat32": "tf32", "float32": "fp32"}
 _RANKS = {"failed": 0, "out of memory": 0, "install": 2}  # of notes, by kind
 _LEFT_OUT = "notes left out: {}"
 _DIVIDE = "a mesh with fsdp divides them"
@@ -172,18 +170,12 @@ class Plan(Shown):
 
 
 def answer(plan: Plan, *, rates: bool = False) -> list[str]:
-  """Returns the answer of one plan, in at most eleven lines.
-
-  Args:
-    plan: the plan.
-    rates: also say tokens, images or rows a second, and the model FLOPs utilisation.
-  """
+  """Returns the answer of one plan, in at most eleven lines; `rates` adds items a second and utilisation."""
   advice = list(_advice(plan))[:2]
   if not advice and plan.room:
     advice = ["nothing to change: it fits, and its products run at the full rate of the matrix units"]
-  return answer_lines(
-    [*_figures(plan, rates)], _notes([plan]), [f"advice: {line}" for line in advice], rest=_LEFT_OUT
-  )
+  last = [f"advice: {line}" for line in advice]
+  return answer_lines([*_figures(plan, rates)], _notes([plan]), last, rest=_LEFT_OUT)
 
 
 def answer_beside(plans: Sequence[Plan], first: Sequence[str] = (), *, rates: bool = False) -> list[str]:
@@ -192,13 +184,13 @@ def answer_beside(plans: Sequence[Plan], first: Sequence[str] = (), *, rates: bo
   Args:
     plans: the plans, the most important first.
     first: sentences before the table; by default, the plan with the shortest time among those that fit.
-    rates: show tokens, images or rows a second and the model FLOPs utilisation, in place of the products.
+    rates: as for `answer`.
   """
-  rows, left = _compared(plans[:_MOST_PLANS], rates=rates)
+  rows, left = _compared(plans[:_MOST_PLANS], rates)
   lines = [line for row in table(rows, left=left) for line in row]
   if plans[_MOST_PLANS:]:
     lines.append(f"{len(plans) - _MOST_PLANS} more in the table summary")
-  said = [*_fp8(plans), *_would_fit(plans), *_notes(plans)]
+  said = [*_each_once(plans, _fp8), *_would_fit(plans), *_notes(plans)]
   return answer_lines([*(first or _fastest(plans)), _title(plans), *lines], said, rest=_LEFT_OUT)
 
 
@@ -221,7 +213,7 @@ def sections_of(plans: Sequence[Plan]) -> Iterator[Table]:
     for i in range(0, len(plans), abreast):
       if found := _joined(plans[i : i + abreast], of):
         yield Table(name, title, [["", *(plan.label for plan in plans[i : i + abreast])], *found])
-  if notes := _each_once(plans, lambda plan: (*([f"fp8: {plan.fp8}"] if plan.fp8 else []), *plan.notes)):
+  if notes := _each_once(plans, lambda plan: [*_fp8(plan), *plan.notes]):
     yield Table("notes", "Notes", lines=notes)
 
 
@@ -247,19 +239,20 @@ def _joined(plans: Sequence[Plan], of: Callable[[Plan], _Rows]) -> list[list[str
   return [row for row in rows if any(cell != "-" for cell in row[1:])]
 
 
-def _compared(plans: Sequence[Plan], *, rates: bool = False) -> tuple[list[list[str]], list[int]]:
+def _compared(plans: Sequence[Plan], rates: bool = False) -> tuple[list[list[str]], list[int]]:
   """Returns a heading and a row of cells for each plan, and the columns that are aligned left."""
   item = next((plan.item for plan in plans if plan.item), "rows")
-  middle, end = ([], [f"{item}/s", "MFU"]) if rates else (["products", "full rate"], [])
-  rows = [["policy", "needs", "of memory", *middle, "time", "mostly", "at least", *end]]
+  rows = [["policy", "needs", "of memory", "products", "full rate", "time", "mostly", "at least"]]
+  rows[0] += [f"{item}/s", "MFU"] if rates else []
   for p in plans:
-    products = [_main_product(p), percent_text(p.eligible) if p.matrix_flops() else "-"]
+    (dtype, count), *others = [*p.matrix_flops().items()] or [("-", 0)]
+    share = f" {percent_text(count / sum(p.matrix_flops().values()))}" if others else ""
+    row = [p.label, bytes_text(p.peak), _fit(p), dtype + share, percent_text(p.eligible)]
+    row += [_seconds(p.time.seconds), _largest(p.time)] if p.time else ["-", ""]
+    row.append(_seconds(p.floor.seconds) if p.floor else "-")
     known = [f"{p.throughput:,.0f}", percent_text(p.utilisation)] if p.throughput else ["-", "-"]
-    time = [_seconds(p.time.seconds), _largest(p.time)] if p.time else ["-", ""]
-    time.append(_seconds(p.floor.seconds) if p.floor else "-")
-    middle, end = ([], known) if rates else (products, [])
-    rows.append([p.label, bytes_text(p.peak), _fit(p), *middle, *time, *end])
-  return rows, [rows[0].index(name) for name in ("policy", "products", "mostly") if name in rows[0]]
+    rows.append(row + known * rates)
+  return rows, [0, 3, 6]
 
 
 def _facts(plan: Plan) -> str:
@@ -355,8 +348,7 @@ def _time(plan: Plan) -> _Rows:
     yield "no step is faster than", _seconds(floor.seconds)
     yield from ((f"  {name}", _seconds(seconds)) for name, seconds in floor.parts.items())
     yield "bound by", floor.bound
-    yield from (("bytes read and written", floor.touched_bytes), ("bytes moved at least", floor.moved_bytes))
-    yield "a cache may keep of them", floor.cache if floor.moved_bytes < floor.touched_bytes else None
+    yield "bytes moved at least", floor.moved_bytes
 
 
 def _modules(plan: Plan) -> _Rows:
@@ -369,15 +361,17 @@ def _modules(plan: Plan) -> _Rows:
 # Lines of answers.
 
 
-def _fastest(plans: Sequence[Plan]) -> Iterator[str]:
-  """Yields a line on the plans with the shortest time among those that fit."""
+def _fastest(plans: Sequence[Plan]) -> list[str]:
+  """Returns a line on the plans with the shortest time among those that fit."""
   fitting = [plan for plan in plans if not plan.room or plan.peak <= plan.room]
   if not fitting:
-    yield f"none of {len(plans)} fits"
-  if times := {plan.label: plan.time for plan in fitting if plan.time}:
-    least = min(times.values(), key=lambda time: time.seconds)
-    best = [name for name, t in times.items() if math.isclose(t.seconds, least.seconds, rel_tol=_ALIKE)]
-    yield f"shortest time: {', '.join(best)}, {_about(least)} by the {least.source}"
+    return [f"none of {len(plans)} fits"]
+  times = {plan.label: plan.time for plan in fitting if plan.time}
+  least = min(times.values(), key=lambda time: time.seconds, default=None)
+  if least is None:
+    return []
+  best = [name for name, t in times.items() if math.isclose(t.seconds, least.seconds, rel_tol=_ALIKE)]
+  return [f"shortest time: {', '.join(best)}, {_about(least)} by the {least.source}"]
 
 
 def _title(plans: Sequence[Plan], label: str = "") -> str:
@@ -415,7 +409,7 @@ def _figures(plan: Plan, rates: bool) -> Iterator[str]:
     yield f"  below the full rate: {'; '.join(named[:_MOST_NAMED])}{_more(named, 'more reasons', '; ')}"
   if kernels := list(dict.fromkeys(product.kernel for product in plan.products if product.kernel)):
     yield f"fused kernels: {', '.join(kernels[:_MOST_PARTS])}; not in the products or the least time"
-  yield from _fp8([plan])
+  yield from _fp8(plan)
   if found := plan.collectives:
     shown = [f"{c.operation} {c.dtype} {bytes_text(c.nbytes)}" for c in found[:_MOST_NAMED]]
     yield f"between devices: {', '.join(shown)}{_more(found, 'more', ', ')}"
@@ -427,17 +421,14 @@ def _figures(plan: Plan, rates: bool) -> Iterator[str]:
   if plan.time:
     parts = [part for part in _by_size(plan.time.parts) if part[1] >= _ALIKE * plan.time.seconds]
     yield f"  largest: {', '.join(f'{name} {_seconds(n)}' for name, n in parts[:_MOST_PARTS])}"
-  if rates and not plan.throughput:
-    yield "rate: not known, because the time is not known"
-  elif rates:
-    one = f", {plan.throughput / plan.devices:,.0f} of each device" if plan.devices > 1 else ""
+  if rates:
     of = f"{percent_text(plan.utilisation)} of {with_prefix(plan.peak_flops, 'FLOP/s')}"
-    yield f"rate: {plan.throughput:,.0f} {plan.item}/s{one}; model FLOPs utilisation (MFU) {of}"
+    known = f"{plan.throughput:,.0f} {plan.item}/s; model FLOPs utilisation (MFU) {of}"
+    yield f"rate: {known if plan.throughput else 'not known, because the time is not known'}"
 
 
-def _fp8(plans: Sequence[Plan]) -> list[str]:
-  """Returns a line on each FP8 recipe in force."""
-  return _each_once(plans, lambda plan: [plan.fp8] if plan.fp8 else [], lead="fp8: ")
+def _fp8(plan: Plan) -> list[str]:
+  return [f"fp8: {plan.fp8}"] if plan.fp8 else []
 
 
 def _notes(plans: Sequence[Plan]) -> list[str]:
@@ -478,14 +469,14 @@ def _advice(plan: Plan) -> Iterator[str]:
 # Cells and words.
 
 
-def _each_once(plans: Sequence[Plan], of: Callable[[Plan], Iterable[str]], lead: str = "") -> list[str]:
-  """Returns each text of the plans once; the labels of its plans lead, or `lead` if all have it."""
+def _each_once(plans: Sequence[Plan], of: Callable[[Plan], Iterable[str]]) -> list[str]:
+  """Returns each text of the plans once, behind the labels of its plans unless all have it."""
   found: dict[str, list[str]] = {}
   for plan in plans:
     for text in dict.fromkeys(of(plan)):
       found.setdefault(text, []).append(plan.label)
   every = len(plans)
-  return [f"{lead if len(s) == every else ', '.join(s) + ': '}{text}" for text, s in found.items()]
+  return [text if len(labels) == every else f"{', '.join(labels)}: {text}" for text, labels in found.items()]
 
 
 def _parts(plan: Plan) -> list[tuple[str, int]]:
@@ -501,17 +492,6 @@ def _fit(plan: Plan) -> str:
   if not plan.room:
     return "not known"
   return percent_text(plan.peak / plan.room) + (f"  {NO_FIT}" if plan.peak > plan.room else "")
-
-
-def _main_product(plan: Plan) -> str:
-  """Returns the dtype of the most matrix FLOPs, and its share if others have some."""
-  flops: Counter[str] = Counter()
-  for dtype, count in plan.matrix_flops().items():
-    dtype, _, passes = dtype.partition(" ")
-    short = next((short for name, short in _SHORT.items() if dtype.startswith(name)), dtype)
-    flops[f"{short} {passes}".rstrip()] += count
-  first, count = next(iter(flops.most_common(1)), ("-", 0))
-  return first if len(flops) < 2 else f"{first} {percent_text(count / flops.total())}"
 
 
 def _largest(time: Time) -> str:

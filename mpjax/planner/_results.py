@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from mpjax._gone import instead
+from mpjax._render.tables import Renamed
 
 # Parts of memory, in the order of tables and pictures. The first six are the arguments of a step, which stay
 # in memory all the time. The others come and go: their bytes are those at the peak.
@@ -51,16 +50,6 @@ class Note(str):
     return note
 
 
-class _Figures:
-  """Figures that say what to write in place of an old one."""
-
-  if not TYPE_CHECKING:
-
-    def __getattr__(self, name):
-      kind = type(self).__name__
-      raise AttributeError(f"{kind!r} object has no attribute {name!r}{instead(name, kind)}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Saved:
   """An activation that the forward pass leaves for the backward pass.
@@ -94,7 +83,7 @@ def add_up_saved(saved: Iterable[Saved]) -> tuple[tuple[Saved, ...], int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory(_Figures):
+class Memory(Renamed):
   """Bytes on one device.
 
   Attributes:
@@ -114,7 +103,7 @@ class Memory(_Figures):
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled(_Figures):
+class Compiled(Renamed):
   """The figures of the target's own compiler; bytes on one device.
 
   Attributes:
@@ -240,7 +229,7 @@ class HostMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Floor:
+class Floor(Renamed):
   """The shortest time that a step can take at the published peak rates.
 
   Attributes:
@@ -249,16 +238,12 @@ class Floor:
     bound: name of the longest part.
     moved_bytes: the least bytes that the memory must move: state, batch, results, and the activations that
       the target's cache cannot keep.
-    touched_bytes: the same with all activations.
-    cache: bytes of the cache: the L2 of a GPU, the memory on a TPU's chip.
   """
 
   seconds: float
   parts: dict[str, float]
   bound: str
   moved_bytes: int
-  touched_bytes: int = 0
-  cache: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

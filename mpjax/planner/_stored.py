@@ -10,67 +10,48 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax.formats import narrow_bits
 from mpjax.jaxpr import BACKWARD, OTHER, Trait, has
-from mpjax.planner._arguments import Argument, itemsize
-from mpjax.planner._from_jaxpr import Sizes, like_weight
 from mpjax.planner._program import Buffer, Operation, Program
 from mpjax.products import is_fp8
 
 _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
 
 
-def stored_program(
-  program: Program, arguments: Sequence[Argument] = (), kind: str = "gpu", donated: Sequence[Buffer] = ()
-) -> Program:
+def stored_program(program: Program, kind: str = "gpu", donated: Sequence[Buffer] = ()) -> Program:
   """Returns the operations of a program that store a result, with all that they read from memory.
 
   Args:
     program: the traced program.
-    arguments: its arguments, which say what weights the compiler gathers.
     kind: kind of the platform. A TPU's compiler fuses casts into products, and stores in half precision what
       only products of default precision read.
     donated: arguments whose memory results may take.
   """
-  return _stored(program, _DividedWeights(arguments, kind), kind, donated)
-
-
-def _stored(program: Program, divided: _DividedWeights, kind: str, donated: Sequence[Buffer]) -> Program:
   storage = _Storage(program, kind)
   results = [storage.root(value) for value in program.results]
   arguments = [storage.root(value) for value in program.arguments]
   operations = [
-    _operation(operation, writes, storage, divided, kind)
+    _operation(operation, writes, storage, kind)
     for operation in program.operations
     if not is_view(operation)
     and ((writes := [v for v in operation.writes if storage.is_stored(v)]) or operation.origin.effects)
   ]
-  written: set[Buffer] = set()
-  for operation in operations:
-    for copy in divided.copies(operation, storage.root):
-      operation.reads[copy] = copy.nbytes
-      if copy not in written:
-        operation.writes = [*operation.writes, copy]
-        written.add(copy)
   operations += _copies(program, storage, donated)
   given = {*arguments, *_in_place(results, arguments, donated)}
   return Program(_updates_early(operations), results, given)
 
 
-def _operation(
-  operation: Operation, writes: list[Buffer], storage: _Storage, divided: _DividedWeights, kind: str
-) -> Operation:
+def _operation(operation: Operation, writes: list[Buffer], storage: _Storage, kind: str) -> Operation:
   reads: dict[Buffer, float] = {}
   for value in operation.operands:
     for source, nbytes in storage.sources(storage.root(value)).items():
       reads[source] = min(source.nbytes, reads.get(source, 0) + nbytes)
-  extra = divided.gradients(operation)
+  extra = 0
   if is_fp8(operation.origin):  # the quantised operands
     spec = operation.origin.params["spec"]
     for value, dtype in zip(operation.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), strict=True):
@@ -81,7 +62,7 @@ def _operation(
     writes=writes,
     spare=() if is_heavy(operation) and not has(operation.origin, Trait.IN_PLACE) else reads,
     extra=extra,
-    bodies=[_stored(body, divided, kind, body.arguments) for body in operation.bodies],
+    bodies=[stored_program(body, kind, body.arguments) for body in operation.bodies],
   )
 
 
@@ -112,71 +93,6 @@ def _updates_early(operations: list[Operation]) -> list[Operation]:
     if operation.phase == BACKWARD or place != i:
       ready.update(dict.fromkeys(operation.writes, place))
   return [operations[i] for i in sorted(range(len(operations)), key=places.__getitem__)]
-
-
-class _DividedWeights:
-  """Weights that the compiler gathers (GSPMD): whole copies for their readers, and whole gradients.
-
-  An operation that reads a weight needs the whole weight; only mesh axes that do not divide the batch still
-  divide it. The copy stays for all readers in the same loop body and rematerialised region. A gradient is
-  whole before it is reduced.
-  """
-
-  def __init__(self, arguments: Sequence[Argument], kind: str):
-    self._kind = kind
-    self._sizes = Sizes((), kind)
-    of_batch = {axis for a in arguments if a.part == "batch" for axis in _axes(a)}
-    self._shares: dict[int, float] = {}  # a device's share of the copy, by position
-    self._of_shape: dict[tuple[int, ...], float] = {}  # a device's share of a whole gradient
-    for i, a in enumerate(arguments):
-      axes = _axes(a)
-      if a.part == "master weights" and len(a.shape) > 1 and not of_batch.isdisjoint(axes):
-        self._shares[i] = share = 1 / math.prod(size for axis, size in axes.items() if axis not in of_batch)
-        for shape in like_weight(a.shape):
-          self._of_shape[shape] = max(share, self._of_shape.get(shape, 0.0))
-    self._copies: dict[tuple[Buffer, int, np.dtype], Buffer] = {}
-
-  def copies(self, operation: Operation, root: Callable[[Buffer], Buffer]) -> list[Buffer]:
-    """Returns the gathered weights that an operation reads; `root` finds what a value is a view of."""
-    found = []
-    for value in operation.operands if _is_divided(operation) else ():
-      if value.weight in self._shares:
-        share, dtype = self._shares[value.weight], self._crosses_in(operation, value)
-        key = root(value), operation.region, dtype
-        if key not in self._copies:
-          shape = (int(math.prod(value.shape) * share),)
-          self._copies[key] = Buffer(shape, dtype, self._sizes.of(shape, dtype, local=True), local=True)
-        found.append(self._copies[key])
-    return found
-
-  def gradients(self, operation: Operation) -> int:
-    """Returns the bytes of the whole gradients of weights that an operation computes."""
-    if operation.phase != BACKWARD or not _is_divided(operation):
-      return 0
-    if any(value.weight in self._shares for value in operation.operands):
-      return 0  # it is the gradient of the other operand
-    # In float32: compilers widen the product instead of casting its result.
-    sizes = (4 * math.prod(value.shape) * self._of_shape.get(value.shape, 0.0) for value in operation.writes)
-    return int(sum(sizes))
-
-  def _crosses_in(self, operation: Operation, value: Buffer) -> np.dtype:
-    """Returns the dtype in which a weight crosses: a TPU casts to half precision first, for products."""
-    is_product = has(operation.origin, Trait.PRODUCT) and operation.origin.params.get("precision") is None
-    halved = self._kind == "tpu" and is_product and itemsize(value.dtype) == 4
-    return np.dtype(jnp.bfloat16) if halved else np.dtype(value.dtype)
-
-
-def _is_divided(operation: Operation) -> bool:
-  return not operation.local and not operation.bodies and has(operation.origin, Trait.READS_STORED)
-
-
-def _axes(argument: Argument) -> dict[str, int]:
-  """Returns the axes of a mesh that divide an argument, and their sizes."""
-  sharding = argument.sharding
-  if not isinstance(sharding, jax.sharding.NamedSharding):
-    return {}
-  parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
-  return {name: sharding.mesh.shape[name] for names in parts for name in names if isinstance(name, str)}
 
 
 class _Storage:

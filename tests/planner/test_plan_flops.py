@@ -221,21 +221,15 @@ def test_the_floor_moves_state_batch_and_results_whatever_a_cache_holds():
     floor = mpjax.plan(step, w, b, target=target, compile=False, donate_argnums=0).floor
     assert (floor.bound, floor.moved_bytes) == ("memory", state), target
     assert floor.seconds == pytest.approx(state / bandwidth), target
-    assert state < floor.touched_bytes <= state + 4 * 32 * 1024 * 4
 
 
 def test_the_floor_leaves_out_what_a_step_need_not_read_or_write():
   table, few = S((4096, 256), F32), S((8,), jnp.int32)
   rows, whole = 8 * 256 * 4, 4096 * 256 * 4
   for step, args, moved in (
-    (lambda table, at: table[at], (table, few), 2 * rows + 8 * 4),
-    (lambda table, at: table[:8] * 2.0, (table, few), 2 * rows),
-    (lambda table, x: table.at[3:11].set(x), (table, S((8, 256), F32)), 2 * rows),
-    (
-      lambda table, x: (new := table.at[3:11].set(x), new.sum()),
-      (table, S((8, 256), F32)),
-      whole + 2 * rows + 4,
-    ),
+    (lambda table, at: table[at], (table, few), rows + 8 * 4),
+    (lambda table, at: table[:8] * 2.0, (table, few), rows),
+    (lambda table, x: table.at[3:11].set(x), (table, S((8, 256), F32)), rows),
     (lambda table, x: jax.lax.scan(lambda c, row: (c, 2 * row), 0.0, table)[1], (table, few), 2 * whole),
     (lambda table, x: table, (table, few), 0),
   ):

@@ -25,7 +25,7 @@ def graph_of(function, *args):
 def program_of(function, *args, donated=(), kind="gpu"):
   """What a function stores; `donated` are positions of arguments."""
   graph = graph_of(function, *args)
-  return stored_program(graph, (), kind, [graph.arguments[i] for i in donated])
+  return stored_program(graph, kind, [graph.arguments[i] for i in donated])
 
 
 def peak_of(function, *args, **options):

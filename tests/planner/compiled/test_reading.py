@@ -55,14 +55,7 @@ plan_of = lambda *args: read(*args)[0]
 whole = functools.cache(read)
 
 
-NEAR_ON_A_GPU = (
-  "training",
-  "step",
-  "half precision",
-  "wide layers",
-  "computing again",
-  "scan in half precision",
-)
+NEAR_ON_A_GPU = ("step", "half precision", "wide layers", "computing again")
 # A newer compiler for CPUs computes again what it was told to.
 NEAR = {(v, name, "h200"): 0.1 for v in VERSIONS for name in NEAR_ON_A_GPU}
 NEAR |= {(VERSIONS[-1], "computing again", "here"): 0.1}
