@@ -90,6 +90,8 @@ INSTEAD: dict[str, str] = {
   ),
   "TuneResult.conclusion": "str(result) begins with it",
   "formats.print_formats": "print(mpjax.formats.format_table())",
+  "formats.MatrixUnit": "mpjax.formats.MATRIX_UNITS[name] has the multiples by dtype",
+  "formats.SpeedData": "mpjax.formats.DeviceData explains the keys of speeds",
   "formats.utilisation": "math.prod(sizes) / math.prod(mpjax.formats.padded(unit, dtype, *sizes))",
   **dict.fromkeys(
     ("planner.KernelGroup", "Plan.fused"),

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from mpjax._gone import missing
 from mpjax.formats._describe import describe, format_table
-from mpjax.formats._devices import DeviceData, SpeedData, described_devices, fp8_time
+from mpjax.formats._devices import DeviceData, described_devices, fp8_time
 from mpjax.formats._matrix_units import (
   LOW_PRECISION,
   MATRIX_UNITS,
   LowPrecision,
-  MatrixUnit,
   eligible,
   narrow_bits,
   padded,
@@ -28,9 +27,7 @@ __all__ = [
   "MATRIX_UNITS",
   "DeviceData",
   "LowPrecision",
-  "MatrixUnit",
   "NumberFormat",
-  "SpeedData",
   "describe",
   "described_devices",
   "eligible",

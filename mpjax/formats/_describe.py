@@ -41,7 +41,7 @@ def describe(names: Iterable[str] | str | None = None) -> list[dict[str, Any]]:
       raise ValueError(
         f"unknown number format {name!r}: expected one of {known}{did_you_mean(name, FORMATS)}"
       )
-  devices: dict[str, list[str]] = {name: [] for name, unit in MATRIX_UNITS.items() if unit.multiples}
+  devices: dict[str, list[str]] = {name: [] for name, multiples in MATRIX_UNITS.items() if multiples}
   for name, device in described_devices().items():
     devices[device["matrix_units"]].append(name)
   units = lambda name: {unit: list(found) for unit, found in devices.items() if runs_on(unit, name)}
@@ -49,20 +49,11 @@ def describe(names: Iterable[str] | str | None = None) -> list[dict[str, Any]]:
 
 
 def format_table(names: Iterable[str] | str | None = None) -> str:
-  """Returns the rows of `describe` as plain text, at most 116 columns wide.
+  """Returns the rows of `describe`, which takes the same argument, as plain text at most 116 columns wide.
 
   ```python
   print(mpjax.formats.format_table())
   ```
-
-  Args:
-    names: keys of `FORMATS`, or one; all of them if `None`.
-
-  Returns:
-    Lines of text.
-
-  Raises:
-    ValueError: for an unknown name.
   """
   rows = [[*_HEADING, "devices with matrix units"]]
   for row in describe(names):

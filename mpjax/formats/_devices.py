@@ -10,30 +10,6 @@ from typing import Any, NotRequired, TypedDict
 import yaml
 
 
-class TpuData(TypedDict):
-  """A TPU compiler's names for slices (generation, smallest one), and the devices of a chip, 1 by default."""
-
-  topology: str
-  default: str
-  devices: NotRequired[int]
-
-
-class SpeedData(TypedDict):
-  """What an estimate of time needs in addition to peak rates; seconds, bytes/s and Hz.
-
-  Attributes:
-    clock: cycles/s of the estimates of a TPU's compiler.
-    ring: an axis of that many chips of a TPU, or of a multiple, has its ends linked.
-    network: bytes/s of one GPU to other hosts.
-    host: bytes/s between a device and its host's memory.
-  """
-
-  clock: NotRequired[float]
-  ring: NotRequired[int]
-  network: NotRequired[float]
-  host: NotRequired[float]
-
-
 class DeviceData(TypedDict):
   """The contents of a device's file.
 
@@ -47,9 +23,12 @@ class DeviceData(TypedDict):
     interconnect: bytes/s from one device to the others.
     on_chip: bytes on the chip in which the compiler keeps values.
     matrix_units: name of a row of `mpjax.formats.MATRIX_UNITS`.
-    speeds: what an estimate of time needs in addition.
+    speeds: what an estimate of time needs in addition: `clock`, the cycles/s of the estimates of a TPU's
+      compiler; `ring`: an axis of that many chips of a TPU, or of a multiple, has its ends linked; `network`,
+      bytes/s of one GPU to other hosts; `host`, bytes/s between a device and its host's memory.
     cuda: for a GPU, the content of XLA's `GpuTargetConfigProto`, with `compute_capability` as [major, minor].
-    tpu: for a TPU, the compiler's names.
+    tpu: for a TPU, its compiler's names for slices (generation `topology`, and the smallest one, `default`),
+      and the `devices` of a chip, 1 without it.
     source: the source of the figures.
   """
 
@@ -62,9 +41,9 @@ class DeviceData(TypedDict):
   interconnect: NotRequired[float]
   on_chip: NotRequired[float]
   matrix_units: str
-  speeds: NotRequired[SpeedData]
+  speeds: NotRequired[dict[str, float]]
   cuda: NotRequired[dict[str, Any]]
-  tpu: NotRequired[TpuData]
+  tpu: NotRequired[dict[str, Any]]
   source: str
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,34 +13,16 @@ from mpjax._types import DTypeLike
 from mpjax.dtypes import did_you_mean
 
 
-@dataclass(frozen=True)
-class MatrixUnit:
-  """The shapes of a product [M, K] x [K, N] that a kind of matrix unit multiplies without waste.
-
-  Attributes:
-    description: the unit, in words.
-    multiples: from a dtype (`float8` stands for E4M3FN and E5M2; `mxfp8`, `mxfp4` and `nvfp4` are formats of
-      blocks) to the numbers that M, N and K should be multiples of; the unit does not multiply other dtypes.
-      Empty: no matrix units, all shapes run alike.
-  """
-
-  description: str
-  multiples: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
-
-
-def runs_on(unit: MatrixUnit | str, dtype: DTypeLike) -> bool:
-  """Returns whether a unit multiplies operands of a dtype.
+def runs_on(unit: str, dtype: DTypeLike) -> bool:
+  """Returns whether a unit multiplies operands of a dtype; true for all dtypes without units (`cpu`).
 
   ```python
   mpjax.formats.runs_on("ampere", "float8")  # False
   ```
 
   Args:
-    unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
+    unit: a name in `MATRIX_UNITS`.
     dtype: a dtype, its name, `"float8"`, `"tensorfloat32"`, or a format of blocks such as `"mxfp8"`.
-
-  Returns:
-    A Python bool; also true without matrix units (`cpu`), where all dtypes run alike.
 
   Raises:
     ValueError: for an unknown name of a unit.
@@ -67,7 +48,7 @@ def narrow_bits(dtype: DTypeLike) -> int:
 _NARROW = re.compile(r"(?:float|mxfp|nvfp)([468])(?!\d)")
 
 
-def padded(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> tuple[int, int, int]:
+def padded(unit: str, dtype: DTypeLike, m: int, n: int, k: int) -> tuple[int, int, int]:
   """Returns the smallest sizes that hold a product [m, k] x [k, n] and run at the full rate of a unit.
 
   ```python
@@ -75,7 +56,7 @@ def padded(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> 
   ```
 
   Args:
-    unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
+    unit: a name in `MATRIX_UNITS`.
     dtype: dtype of the operands.
     m: rows of the product.
     n: columns of the product.
@@ -85,14 +66,13 @@ def padded(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> 
     (m, n, k), each rounded up; unchanged if the unit does not multiply the dtype.
 
   Raises:
-    ValueError: for an unknown name of a unit, or a negative size.
+    ValueError: for an unknown name of a unit.
   """
-  sizes = _checked(m, n, k)
-  steps = _multiples(unit, dtype) or (1, 1, 1)
-  return tuple(-(-size // step) * step for size, step in zip(sizes, steps, strict=True))  # type: ignore[return-value]
+  m_step, n_step, k_step = _multiples(unit, dtype) or (1, 1, 1)
+  return -(-m // m_step) * m_step, -(-n // n_step) * n_step, -(-k // k_step) * k_step
 
 
-def eligible(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> bool:
+def eligible(unit: str, dtype: DTypeLike, m: int, n: int, k: int) -> bool:
   """Returns whether a product runs at the full rate of a unit without padding.
 
   ```python
@@ -103,24 +83,19 @@ def eligible(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -
   runs it at full rate. Without matrix units every product is eligible.
 
   Args:
-    unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
+    unit: a name in `MATRIX_UNITS`.
     dtype: dtype of the operands.
     m: rows of the product.
     n: columns of the product.
     k: the contracted size.
 
-  Returns:
-    A Python bool.
-
   Raises:
-    ValueError: for an unknown name of a unit, or a negative size.
+    ValueError: for an unknown name of a unit.
   """
-  sizes, steps = _checked(m, n, k), _multiples(unit, dtype)
-  if steps is None:
+  if not runs_on(unit, dtype):
     return False
-  if not _unit(unit).multiples:
-    return True
-  return 1 not in sizes and all(size % step == 0 for size, step in zip(sizes, steps, strict=True))
+  sizes = (m, n, k)
+  return not MATRIX_UNITS[unit] or (1 not in sizes and sizes == padded(unit, dtype, m, n, k))
 
 
 # NVIDIA: rows of 16 bytes. Since version 11 cuBLAS also uses the units for other sizes, at a lower rate
@@ -144,28 +119,31 @@ _AMD = ("bfloat16", "float16")
 _TPU = ("bfloat16", "float16", "float32")
 _TPU_FLOAT8 = (*_TPU, "float8_e4m3b11fnuz", "float8_e5m2")
 
-_UNITS: Mapping[str, tuple[str, Mapping[str, tuple[int, int, int]]]] = {
-  "volta": ("Tensor Cores of the NVIDIA Volta generation: float16 alone", _FLOAT16),
-  "turing": ("Tensor Cores of the NVIDIA Turing generation: float16 alone", _FLOAT16),
-  "ampere": ("Tensor Cores of the NVIDIA Ampere generation: no FP8", _AMPERE),
-  "ada": ("Tensor Cores of the NVIDIA Ada generation", _HOPPER),
-  "hopper": ("Tensor Cores of the NVIDIA Hopper generation", _HOPPER),
-  "blackwell": ("Tensor Cores of the NVIDIA Blackwell generation", _BLACKWELL),
-  "cdna3": (
-    "Matrix Cores of AMD's MI300",
-    dict.fromkeys((*_AMD, "float8_e4m3fnuz", "float8_e5m2fnuz"), (16, 16, 16)),
-  ),
-  "cdna4": ("Matrix Cores of AMD's MI350, and of RDNA 4", dict.fromkeys((*_AMD, "float8"), (16, 16, 16))),
-  "tpu": ("128 x 128 matrix units of TPUs before v5", dict.fromkeys(_TPU, (8, 128, 128))),
-  "tpu_v5": ("128 x 128 matrix units of TPU v5e and v5p", dict.fromkeys(_TPU_FLOAT8, (8, 128, 128))),
-  "tpu_v6": ("256 x 256 matrix units of TPU v6e", dict.fromkeys(_TPU_FLOAT8, (8, 256, 256))),
-  "tpu_v7": ("256 x 256 matrix units of TPU7x", dict.fromkeys((*_TPU, "float8"), (8, 256, 256))),
-  "cpu": ("no matrix units: every shape runs alike", {}),
+Multiples = tuple[int, int, int]
+
+_UNITS: Mapping[str, Mapping[str, Multiples]] = {
+  "volta": _FLOAT16,
+  "turing": _FLOAT16,
+  "ampere": _AMPERE,
+  "ada": _HOPPER,
+  "hopper": _HOPPER,
+  "blackwell": _BLACKWELL,
+  "cdna3": dict.fromkeys((*_AMD, "float8_e4m3fnuz", "float8_e5m2fnuz"), (16, 16, 16)),  # MI300
+  "cdna4": dict.fromkeys((*_AMD, "float8"), (16, 16, 16)),  # MI350 and RDNA 4
+  "tpu": dict.fromkeys(_TPU, (8, 128, 128)),  # before v5
+  "tpu_v5": dict.fromkeys(_TPU_FLOAT8, (8, 128, 128)),  # v5e and v5p
+  "tpu_v6": dict.fromkeys(_TPU_FLOAT8, (8, 256, 256)),  # v6e
+  "tpu_v7": dict.fromkeys((*_TPU, "float8"), (8, 256, 256)),  # TPU7x
+  "cpu": {},
 }
-MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(
-  {name: MatrixUnit(words, MappingProxyType(multiples)) for name, (words, multiples) in _UNITS.items()}
+MATRIX_UNITS: Mapping[str, Mapping[str, Multiples]] = MappingProxyType(
+  {name: MappingProxyType(multiples) for name, multiples in _UNITS.items()}
 )
-"""Kinds of matrix units by name; the devices' files use these names."""
+"""Kinds of matrix units by the names that the devices' files use.
+
+Each maps the dtypes that it multiplies (`float8` stands for E4M3FN and E5M2; `mxfp8`, `mxfp4` and `nvfp4` are
+formats of blocks) to the numbers that M, N and K should be multiples of. For `cpu`, every shape runs alike.
+"""
 
 
 class LowPrecision(NamedTuple):
@@ -197,28 +175,16 @@ LOW_PRECISION: Mapping[str, LowPrecision] = MappingProxyType(
 """What the recipe `auto` is, by the names of `MATRIX_UNITS`; kinds without FP8 units are not in it."""
 
 
-def _unit(unit: MatrixUnit | str) -> MatrixUnit:
-  if isinstance(unit, MatrixUnit):
-    return unit
+def _multiples(unit: str, dtype: DTypeLike) -> Multiples | None:
+  """Returns the numbers that M, N and K should be multiples of; `None` if the unit does not run the dtype."""
   if unit not in MATRIX_UNITS:
     known = ", ".join(MATRIX_UNITS)
     raise ValueError(
       f"unknown matrix units {unit!r}: expected one of {known}{did_you_mean(unit, MATRIX_UNITS)}"
     )
-  return MATRIX_UNITS[unit]
-
-
-def _multiples(unit: MatrixUnit | str, dtype: DTypeLike) -> tuple[int, int, int] | None:
-  """Returns the numbers that M, N and K should be multiples of; `None` if the unit does not run the dtype."""
-  multiples = _unit(unit).multiples
+  multiples = MATRIX_UNITS[unit]
   if not multiples:
     return (1, 1, 1)
   name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
   own = multiples.get(name)
   return multiples.get("float8") if own is None and name in ("float8_e4m3fn", "float8_e5m2") else own
-
-
-def _checked(*sizes: int) -> tuple[int, ...]:
-  if any(size < 0 for size in sizes):
-    raise ValueError(f"sizes (m, n, k) of a product: {sizes}: expected none to be negative")
-  return sizes

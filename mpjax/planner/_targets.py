@@ -50,7 +50,7 @@ class Target:
     topology: what `jax.experimental.topologies` takes; empty for this machine.
     compute_capability: (major, minor) for a described GPU; (0, 0) for others.
     cuda: the other facts on a described GPU that XLA's CUDA compiler asks for.
-    speeds: what estimates of time need in addition: `mpjax.formats.SpeedData`.
+    speeds: what estimates of time need in addition: `speeds` of `mpjax.formats.DeviceData`.
   """
 
   name: str
