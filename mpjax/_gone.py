@@ -88,6 +88,7 @@ INSTEAD: dict[str, str] = {
     ("tune.--picture", "TuneResult.save_picture", "TuneResult.front"),
     "result.trials (--json FILE) have the cost and the error of every policy",
   ),
+  "TuneResult.save_json": "pathlib.Path(file).write_text(json.dumps(result.to_dict()))",
   "TuneResult.conclusion": "str(result) begins with it",
   "formats.print_formats": "print(mpjax.formats.format_table())",
   "formats.MatrixUnit": "mpjax.formats.MATRIX_UNITS[name] has the multiples by dtype",

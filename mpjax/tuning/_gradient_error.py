@@ -28,17 +28,14 @@ _UPDATES = 8
 class Noise:
   """The noise of the gradient: the distance of one batch's gradient from the mean over all data.
 
-  The estimate is |g1 - g2| / |g1 + g2|, where g1 and g2 are the gradients of the halves of each batch. It is
-  relative to the gradient's norm, whether the loss is a mean or a sum over rows. Batches of one row are
-  compared with each other.
+  The estimate is from the difference of the gradients of neighbouring batches, or of the halves of a single
+  one. It is relative to the gradient's norm, whether the loss is a mean or a sum over rows.
 
   Attributes:
     total: noise of the whole gradient.
-    how: the method of the estimate, in words.
   """
 
   total: float
-  how: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +45,12 @@ class GradientError:
   Attributes:
     gradient: |g - g32| / |g32| over all batches; infinite if the policy's gradient is not finite.
     modules: the same by module of the parameters, relative to the norm of the module's own gradient.
-    loss: mean of the loss under the policy over batches.
-    loss_scale: the loss scale of the gradients: the policy's initial one, halved until they are finite.
     update: if the policy keeps weights or the optimiser's state in fewer bits, the same relative error of the
       weights' change over 8 updates with float32's gradients; else 0.
   """
 
   gradient: float
   modules: dict[str, float]
-  loss: float
-  loss_scale: float = 1.0
   update: float = 0.0
 
   @property
@@ -71,7 +64,7 @@ class Gradients:
 
   Attributes:
     loss: mean of the float32 loss over batches.
-    noise: noise of the gradients; `None` if the batches are too small for an estimate.
+    noise: noise of the gradients; `None` if it is not needed.
   """
 
   def __init__(
@@ -83,7 +76,7 @@ class Gradients:
       step: the step with the loss function and the optimiser; the devices of its mesh need not exist here.
       state: state of the step.
       batches: at least one batch.
-      needs_noise: whether batches that are too small for an estimate of the noise are an error.
+      needs_noise: whether to estimate the noise.
 
     Raises:
       ValueError: if the gradients are not finite or are zero, or the batches are too small for an estimate.
@@ -101,25 +94,20 @@ class Gradients:
       )
     if not _total(self._squares):
       raise ValueError("the gradient in float32 is zero on these batches: expected batches to learn from")
-    self.noise = self._noise(needs_noise)
+    self.noise = self._noise() if needs_noise else None
 
   def error(self, policy: Policy) -> GradientError:
     """Measures a policy; FP8 products are emulated if the device does not have units for them."""
     step = self._step.with_policy(_emulated(policy))
     state = step.adopt(self._state, self._step, warn=False)
-    losses, scales, differences = [], [], []
+    differences = []
     for batch, reference in zip(self._batches, self._grads, strict=True):
-      loss, grads, state = _finite_gradients(step, state, batch)
-      losses.append(float(loss))
-      scaler = find_scaler(state.opt_state)
-      scales.append(1.0 if scaler is None else float(scaler.scale))
+      grads, state = _finite_gradients(step, state, batch)
       differences.append(_squares(_minus(grads, reference)))
     apart = _added(differences)
     return GradientError(
       gradient=_ratio(_total(apart), _total(self._squares)),
-      modules=_ratios(apart, self._squares),
-      loss=float(np.mean(losses)),
-      loss_scale=min(scales),
+      modules={module: _ratio(square, self._squares[module]) for module, square in apart.items()},
       update=self._update_error(policy),
     )
 
@@ -148,40 +136,30 @@ class Gradients:
       state, _ = step(state, self._grads[i % len(self._grads)])
     return _minus(*map(step.masters, (state, first)))
 
-  def _noise(self, needed: bool) -> Noise | None:
-    pairs, problem = [], "one batch of one row says nothing of the gradient's noise"
-    if min(map(rows, self._batches)) >= 2:
-      options = self._wide.options
-      fewer = [math.gcd(options.accumulate, rows(batch) // 2) for batch in self._batches]
-      halved = dataclasses.replace(options, accumulate=min(fewer))
-      step = TrainStep(self._wide.fun, self._wide.inner_tx, halved)
-      try:
-        pairs = [self._halves(step, batch) for batch in self._batches]
-      except (TypeError, ValueError) as error:  # the first dimension is not the batch's rows
-        said = str(error).partition("\n")[0]
-        problem = f"the gradient's noise is not known, since half of a batch cannot be run ({said})"
-    if pairs:
-      apart = _square(_minus(*pair) for pair in pairs)
-      together = 2 * _square(half for pair in pairs for half in pair) - apart  # of the halves' sum
-      how = "halves of the batches"
-    elif len(self._batches) >= 2:
+  def _noise(self) -> Noise:
+    if len(self._batches) >= 2:
       # For neighbours a and b of one batch each, |a - b|^2 is twice the noise of one, squared.
       pairs = list(zip(self._grads, self._grads[1:], strict=False))
       apart = _square(_minus(*pair) for pair in pairs) / 2
       together = _total(self._squares) * len(pairs) / len(self._grads)
-      how = "the batches"
-    elif not needed:
-      return None
+    elif rows(self._batches[0]) >= 2:
+      pair = self._halves(self._batches[0])
+      apart = _square([_minus(*pair)])
+      together = 2 * _square(pair) - apart  # of the halves' sum
     else:
       raise ValueError(
-        f"{problem}: give a batch of two rows or more, several batches, or a tolerance such as 0.01"
+        "one batch of one row says nothing of the gradient's noise: give a batch of two rows or more, several"
+        " batches, or a tolerance such as 0.01"
       )
     # At most 1e6, for opposite gradients.
-    return Noise(_ratio(apart, max(together, 1e-12 * apart)), how)
+    return Noise(_ratio(apart, max(together, 1e-12 * apart)))
 
-  def _halves(self, step: TrainStep, batch: PyTree) -> tuple[PyTree, PyTree]:
+  def _halves(self, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the gradients of two halves of a batch; an odd row is left out."""
     n = rows(batch)
+    options = self._wide.options
+    halved = dataclasses.replace(options, accumulate=math.gcd(options.accumulate, n // 2))
+    step = TrainStep(self._wide.fun, self._wide.inner_tx, halved)
     has_rows = lambda x: np.ndim(x) > 0 and np.shape(x)[0] == n
     # A strided slice would not work on an explicit mesh.
     pairs = lambda x: x[: n - n % 2].reshape(n // 2, 2, *x.shape[1:])
@@ -202,17 +180,17 @@ def _emulated(policy: Policy) -> Policy:
   return dataclasses.replace(policy, fp8=dataclasses.replace(policy.fp8, emulate=True))
 
 
-def _finite_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[Array, PyTree, TrainState]:
-  """Returns loss and gradients at the largest loss scale that keeps them finite, and the state with it."""
+def _finite_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[PyTree, TrainState]:
+  """Returns gradients at the largest loss scale that keeps them finite, and the state with it."""
   scaling = step.policy.loss_scaling
   while True:
     loss, grads = step.gradients(state, batch)
     scaler = find_scaler(state.opt_state)
     if math.isfinite(_square([grads])) or scaling is None or scaler is None:
-      return loss, grads, state
+      return grads, state
     smaller = float(scaler.scale) / 2
     if scaling.kind != "dynamic" or smaller < scaling.min_scale or not math.isfinite(float(loss)):
-      return loss, grads, state
+      return grads, state
     state = state.replace(opt_state=_with_scale(state.opt_state, smaller))
 
 
@@ -254,11 +232,6 @@ def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _total(of: Mapping[str, float]) -> float:
   """Returns the sum over modules; infinity if one is not finite."""
   return math.fsum(of.values()) if all(map(math.isfinite, of.values())) else math.inf
-
-
-def _ratios(of: Mapping[str, float], to: Mapping[str, float]) -> dict[str, float]:
-  """Returns the ratio of two norms by module."""
-  return {module: _ratio(square, to[module]) for module, square in of.items()}
 
 
 def _ratio(of: float, to: float) -> float:

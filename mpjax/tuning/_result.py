@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -183,9 +180,10 @@ class TuneResult(Shown):
     others = [trial for trial in self.trials if trial is not self.chosen]
     if not any(trial.cost.cheaper(self.chosen.cost, self.objective) for trial in others):
       return f": nothing that was tried is cheaper on {self.target}"
+    least = min(trial.error.total for trial in others)
     return (
-      f": nothing cheaper stays below {self.tolerance:.2g}; the smallest error is "
-      f"{min(trial.error.total for trial in others):.2g}. If that is good enough, give a larger tolerance"
+      f": nothing cheaper stays below {self.tolerance:.2g}; the smallest error is {least:.2g}. If that is "
+      "good enough, give a larger tolerance"
     )
 
   def _compared(self) -> list[str]:
@@ -230,27 +228,17 @@ class TuneResult(Shown):
 
   def to_dict(self) -> dict[str, Any]:
     """Returns plain data; numbers that are not finite are strings, as JSON has none."""
+    same = ("target", "objective", "batches", "rows", "loss", "tolerance", "yaml")
     return plain_data(
-      {
-        "version": 1,
-        "target": self.target,
-        "objective": self.objective,
-        "batches": self.batches,
-        "rows": self.rows,
-        "loss": self.loss,
-        "tolerance": self.tolerance,
+      {name: getattr(self, name) for name in same}
+      | {
         "noise": None if self.noise is None else dataclasses.asdict(self.noise),
         "policy": self.policy.to_dict(),
-        "yaml": self.yaml,
         "chosen": self.chosen.label,
         "table": [dataclasses.asdict(t) | {"policy": t.policy.to_dict()} for t in self.trials],
-        "notes": list(self.notes),
+        "notes": self.notes,
       }
     )
-
-  def save_json(self, path: str | os.PathLike[str]) -> None:
-    """Writes `to_dict` as JSON."""
-    pathlib.Path(path).write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
 
 def _figures(trial: Trial) -> list[str]:

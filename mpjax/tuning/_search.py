@@ -29,7 +29,7 @@ class Option(NamedTuple):
   Attributes:
     label: its name.
     applies: what it needs: `fp8`, FP8 products; `tensors`, those with a scale for each tensor; `blocks`,
-      units for NVFP4; `state`, an optimiser's state in a search for memory; `masters`, also bfloat16.
+      units for NVFP4; `state`, an optimiser's state in a search for memory.
     fields: fields of the policy, or of its FP8 recipe.
   """
 
@@ -55,14 +55,6 @@ OPTIONS = (
   Option("fp8.saved_activations", "tensors", {"saved_activations": "fp8"}),
   Option("optimizer_dtype=int8", "state", {"optimizer_dtype": "int8"}),
   Option("optimizer_dtype=bfloat16", "state", {"optimizer_dtype": "bfloat16"}),
-  *(
-    Option(
-      f"param_dtype=bfloat16,master_weights={bits}",
-      "masters",
-      {"param_dtype": "bfloat16", "master_weights": bits, "vector_dtype": "float32"},
-    )
-    for bits in ("int8", "int16")
-  ),
 )
 
 
@@ -86,7 +78,6 @@ class Search:
     tolerance: the largest error.
     objective: `time` or `memory`.
     units: the target's matrix units.
-    has_state: whether the optimiser has a state.
     say: called with a line before each trial.
     trials: the trials so far, in order.
     notes: sentences for the reader of the result.
@@ -98,7 +89,6 @@ class Search:
   tolerance: float
   objective: str
   units: str
-  has_state: bool
   say: Callable[[str], None]
   trials: list[Trial] = dataclasses.field(default_factory=list)
   notes: list[str] = dataclasses.field(default_factory=list)
@@ -172,10 +162,8 @@ class Search:
 
   def _changed(self, policy: Policy, option: Option) -> Policy | None:
     """Returns a policy with an option; `None` if the option does not apply to it."""
-    if option.applies in ("state", "masters"):
-      halves = ("bfloat16",) if option.applies == "masters" else ("bfloat16", "float16")
-      applies = self.objective == "memory" and self.has_state and policy.compute_dtype.name in halves
-      return get_policy({"base": policy, **option.fields}) if applies else None
+    if option.applies == "state":
+      return get_policy({"base": policy, **option.fields}) if self.objective == "memory" else None
     own = self._recipe(policy)
     if policy.fp8 is None or own is None:
       return None

@@ -120,7 +120,6 @@ def tune(
       allowed,
       objective,
       device.matrix_units,
-      has_state=bool(jax.tree.leaves(jax.eval_shape(step.inner_tx.init, state.arrays))),
       say=say,
     )
     size = 1 if step.layout is None else step.layout.mesh.size
