@@ -27,25 +27,18 @@ _DPI = 200
 HEADING, TEXT, SMALL = 12, 10, 9  # points
 
 _STYLE = {
-  "font.family": "DejaVu Sans",  # comes with matplotlib
   "font.size": TEXT,
   "figure.titlesize": HEADING,
   "figure.titleweight": "bold",
   "axes.titlesize": TEXT,
   "axes.titlelocation": "left",
   "axes.labelsize": SMALL,
-  "axes.axisbelow": True,
-  "axes.linewidth": 0.8,
   "axes.spines.top": False,
   "axes.spines.right": False,
   "xtick.labelsize": SMALL,
   "ytick.labelsize": SMALL,
-  "grid.color": PALE,
-  "grid.linewidth": 0.7,
   "legend.fontsize": SMALL,
   "legend.frameon": False,
-  "lines.linewidth": 1.3,
-  "lines.markersize": 6,
   # Keeps text as text in an SVG, and gives the same picture the same bytes.
   "svg.fonttype": "none",
   "svg.hashsalt": "mpjax",
@@ -53,11 +46,8 @@ _STYLE = {
 
 
 @contextlib.contextmanager
-def picture_style(extra: str = "plan") -> Iterator[None]:
+def picture_style() -> Iterator[None]:
   """Applies the style inside its `with` block, or to a function that it decorates.
-
-  Args:
-    extra: the extra of mpjax that installs matplotlib, for the error.
 
   Raises:
     ImportError: if matplotlib is not installed.
@@ -65,7 +55,7 @@ def picture_style(extra: str = "plan") -> Iterator[None]:
   try:
     from matplotlib import style
   except ImportError as error:
-    raise ImportError(f"pictures need matplotlib: {pip_install(extra)}") from error
+    raise ImportError(f"pictures need matplotlib: {pip_install('plan')}") from error
   with style.context(["default", _STYLE]):
     yield
 

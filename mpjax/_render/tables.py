@@ -20,7 +20,6 @@ ANSWER_LINES = 11  # of an answer, without the line that says how to ask for mor
 
 _GAP = 2  # between columns
 _LEAST_WIDTH = 10  # of a column of text
-_HEADING_WIDTH = 21  # largest width that a heading gives a column of numbers
 _MOST_IN_NOTEBOOK = 16_000  # letters, since a notebook's file keeps them
 
 
@@ -32,7 +31,7 @@ class Table:
     name: a short word by which a reader asks for it; several tables may have the same. Without one, it is
       shown only with all.
     heading: the line above it.
-    rows: cells, the names of the columns first; an empty row is a rule.
+    rows: cells, the names of the columns first.
     lines: the sentences.
     left: the columns of text, aligned left. Their cells are folded if the table is too wide.
   """
@@ -45,34 +44,25 @@ class Table:
 
   def text(self, width: int = TEXT_WIDTH) -> str:
     """Returns the table as text, at most `width` columns wide if its cells can be broken."""
-    rows = self._row_lines(width) if self.rows else []
+    widths = self._widths(width)
+    folded = [[fold(cell, room) for cell, room in zip(row, widths, strict=True)] for row in self.rows]
+    rows = [line for lines in table(folded, left=self.left) for line in lines] if folded else []
+    if rows[1:]:
+      heading = max(len(cell.split("\n")) for cell in folded[0])
+      rows.insert(heading, "-" * max(map(len, rows)))
     return "\n".join([fold(self.heading, width), *rows, *(fold(line, width) for line in self.lines)])
 
-  def _row_lines(self, width: int) -> list[str]:
-    filled = [row for row in self.rows if row]
-    widths = self._widths(filled, width)
-    folded = [[fold(cell, room) for cell, room in zip(row, widths, strict=True)] for row in filled]
-    heading, *body = table(folded, left=self.left)
-    rule = ["-" * max(len(line) for row in (heading, *body) for line in row)]
-    drawn = iter(body)
-    parts = [heading, *([rule] if body else []), *(next(drawn) if row else rule for row in self.rows[1:])]
-    return [line for part in parts for line in part]
-
-  def _widths(self, rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Returns the widths of columns: their full widths, shrunk where necessary to fit `width`."""
-    widths, least = [], []
-    for i, (heading, *cells) in enumerate(zip(*rows, strict=True)):
-      full = max(map(len, cells), default=0)
-      words = [len(word.rstrip()) for cell in cells for word in re.split(r"(?<=[ ,/])", cell)]
-      word = min(max(map(len, heading.split()), default=0), _HEADING_WIDTH)
-      is_text = i in self.left
-      widths.append(max(full, len(heading) if is_text else min(len(heading), _HEADING_WIDTH)))
-      least.append(max(_LEAST_WIDTH, *words, 0) if is_text else max(full, word))
+  def _widths(self, width: int) -> list[int]:
+    """Returns the widths of columns: their full widths, those of text shrunk where necessary for `width`."""
+    columns = list(zip(*self.rows, strict=True))
+    widths = [max(map(len, cells)) for cells in columns]
+    words = lambda cells: (len(word.rstrip()) for cell in cells for word in re.split(r"(?<=[ ,/])", cell))
+    least = {i: max(_LEAST_WIDTH, *words(columns[i])) for i in self.left if i < len(columns)}
     while sum(widths) + _GAP * (len(widths) - 1) > width:
-      broad = [i for i in range(len(widths)) if widths[i] > least[i]]
+      broad = [i for i in least if widths[i] > least[i]]
       if not broad:
         break
-      widths[max(broad, key=lambda i: (i not in self.left, widths[i]))] -= 1
+      widths[max(broad, key=widths.__getitem__)] -= 1
     return widths
 
 
@@ -164,8 +154,7 @@ def print_shown(shown: Shown, console: rich.console.Console, name: str | None, a
   first, *others = *shown.tables, "all"
   tables = _part(shown, name) if name else _answer_of(shown, f"--table {first}, or {', '.join(others)}")
   text = rich.text.Text(tables_text(tables, console.width))
-  text.highlight_regex(r"(?m)(\A|(?<=\n\n)).+", "bold cyan")
-  text.highlight_regex(r"(?m)^-+$", "dim")
+  text.highlight_regex(r"(\A|(?<=\n\n)).+", "bold cyan")
   if alarm:
     text.highlight_regex(f"(?m){alarm}", "bold red")
   # A number that the terminal wraps can still be read; a number that is cut cannot.

@@ -12,7 +12,7 @@ NASTY = "<script>alert('x')</script> & \"quoted\""
 
 
 def test_columns_of_text_are_folded_and_figures_are_flush_right():
-  rows = [["module", "bytes"], ["GPT/blocks/0/attention", "1.5 GB"], (), ["all", "12.25 GB"]]
+  rows = [["module", "bytes"], ["GPT/blocks/0/attention", "1.5 GB"], ["all", "12.25 GB"]]
   table = Table("", "Memory of one device", rows, ["peak: 2 GB"])
   assert (
     table.text()
@@ -21,7 +21,6 @@ Memory of one device
 module                     bytes
 --------------------------------
 GPT/blocks/0/attention    1.5 GB
---------------------------------
 all                     12.25 GB
 peak: 2 GB"""
   )
@@ -34,7 +33,6 @@ module        bytes
 GPT/         1.5 GB
 blocks/0/
 attention
--------------------
 all        12.25 GB
 peak: 2 GB"""
   )
