@@ -25,11 +25,12 @@ _MOST_BYTES = 1 << 30
 
 def pytest_addoption(parser):
   parser.addoption("--all", action="store_true", help="with the tests that are slow or aot")
-  parser.addoption("--cost", nargs="?", const="table", metavar="FILE", help=_cost.__doc__.partition("\n")[0])
+  parser.addoption("--cost", action="store_true", help=_cost.__doc__.partition("\n")[0])
 
 
 def pytest_configure(config):
-  _cost.install(config)
+  if config.option.cost:
+    config.pluginmanager.register(_cost.Costs())
 
 
 @pytest.hookimpl(optionalhook=True)

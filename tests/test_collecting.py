@@ -1,11 +1,11 @@
-"""Which tests a command of pytest runs, and where it writes what they cost."""
+"""Which tests a command of pytest runs."""
 
 import pathlib
 import types
 
 import pytest
 
-from tests import _cost, conftest
+from tests import conftest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -43,11 +43,3 @@ def test_long_tests_run_with_all_by_a_mark_or_by_their_names(folder, args, optio
   assert [item.nodeid[-4] for item in items] == list(run)
   said = conftest.pytest_report_collectionfinish(config)
   assert (f"{4 - len(run)} that are slow" in said) if len(run) < 4 else not said
-
-
-@pytest.mark.parametrize("taken", ["tests/step/test_x.py", "tests/step/test_x.py::test_b", "tests"])
-def test_no_test_is_written_over_by_what_tests_cost(taken, monkeypatch):
-  monkeypatch.chdir(ROOT)
-  config = types.SimpleNamespace(option=types.SimpleNamespace(cost=taken))
-  with pytest.raises(pytest.UsageError, match="expected a file to write"):
-    _cost.install(config)
