@@ -7,12 +7,14 @@ import runpy
 import sys
 import types
 
+import flax.traverse_util
 import numpy as np
 import pytest
 import safetensors.numpy
 
 import mpjax
 from mpjax.cli import main
+from tests.models._transformers import made
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "llama"
 PLUGIN = ["--plugin", str(FOLDER / "llama.py")]
@@ -42,53 +44,27 @@ def task(**options):
   return runpy.run_path(str(FOLDER / "llama.py"))["llama"](info, **SIZES, **options)
 
 
+def flax_tree(weights):
+  """Weights of PyTorch's names and order as the Flax models of transformers have them."""
+  tree = {}
+  for name, array in weights.items():
+    *path, leaf = name.split(".")
+    if array.ndim == 2:
+      leaf, array = ("embedding", array) if path[-1] == "embed_tokens" else ("kernel", array.T)
+    tree[(*path, leaf)] = array
+  return flax.traverse_util.unflatten_dict(tree)
+
+
 @pytest.mark.slow
-def test_it_computes_what_the_papers_say_whether_queries_are_divided_or_not(run):
+def test_transformers_has_the_same_logits_and_divided_queries_do(run):
   files = [run / "hf" / name for name in ("config.json", "model.safetensors")]
   assert len({file.stat().st_mode for file in files}) == 1  # that of the umask
-  config = json.loads(files[0].read_text())
-  expected = reference(config, safetensors.numpy.load_file(files[1]), TOKENS)
   model = mpjax.train.load_safetensors(run / "model.safetensors")
-  for logits in (model.logits(TOKENS), task(queries=8).logits(model.params, TOKENS)):
-    np.testing.assert_allclose(logits, expected, atol=2e-5)
-
-
-def reference(config, weights, tokens):
-  """Logits by the formulas of the papers in float64, a head and a position at a time, of HF's weights."""
-  w = {name: array.astype(np.float64) for name, array in weights.items()}
-  size = config["hidden_size"] // config["num_attention_heads"]
-  share = config["num_attention_heads"] // config["num_key_value_heads"]
-
-  def norm(x, scale):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * scale
-
-  def turned(x):
-    pairs = x[..., : size // 2] + 1j * x[..., size // 2 :]
-    speeds = config["rope_theta"] ** (-2 * np.arange(size // 2) / size)
-    pairs = pairs * np.exp(1j * np.arange(len(x))[:, None] * speeds)
-    return np.concatenate([pairs.real, pairs.imag], -1)
-
-  def one(tokens):
-    x = w["model.embed_tokens.weight"][tokens]
-    for i in range(config["num_hidden_layers"]):
-      at = lambda name, i=i: w[f"model.layers.{i}.{name}.weight"]
-      h = norm(x, at("input_layernorm"))
-      q, k, v = (h @ at(f"self_attn.{name}_proj").T for name in "qkv")
-      heads = []
-      for head in range(config["num_attention_heads"]):
-        mine = slice(head * size, (head + 1) * size)
-        shared = slice(head // share * size, (head // share + 1) * size)
-        scores = turned(q[:, mine]) @ turned(k[:, shared]).T / np.sqrt(size)
-        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        heads.append(weights / weights.sum(-1, keepdims=True) @ v[:, shared])
-      x = x + np.concatenate(heads, -1) @ at("self_attn.o_proj").T
-      h = norm(x, at("post_attention_layernorm"))
-      gate = h @ at("mlp.gate_proj").T
-      x = x + (gate / (1 + np.exp(-gate)) * (h @ at("mlp.up_proj").T)) @ at("mlp.down_proj").T
-    return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
-
-  return np.stack([one(row) for row in tokens])
+  logits = model.logits(TOKENS)
+  np.testing.assert_allclose(task(queries=8).logits(model.params, TOKENS), logits, atol=2e-5)
+  theirs = made("Llama", "ForCausalLM", **json.loads(files[0].read_text()))
+  params = flax_tree(safetensors.numpy.load_file(files[1]))
+  np.testing.assert_allclose(theirs(TOKENS, params=params).logits, logits, atol=2e-5)
 
 
 @pytest.mark.slow

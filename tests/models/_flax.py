@@ -88,8 +88,4 @@ def decoder() -> Model:
   return Model(loss, drawn(shapes), {"x": text()})
 
 
-MODELS = {
-  "Flax CNN": cnn,
-  "Flax GPT": gpt,
-  "Flax nnx decoder": decoder,
-}
+MODELS = {"Flax CNN": cnn, "Flax GPT": gpt, "Flax nnx decoder": decoder}

@@ -63,8 +63,4 @@ def bert():
   return Model(loss, drawn(model.params_shape_tree), batch)
 
 
-MODELS = {
-  "transformers FlaxGPT2": gpt2,
-  "transformers FlaxLlama": llama,
-  "transformers FlaxBert": bert,
-}
+MODELS = {"transformers FlaxGPT2": gpt2, "transformers FlaxLlama": llama, "transformers FlaxBert": bert}
