@@ -1,5 +1,6 @@
 """`check_loss_scaling` of optimisers: compositions that are wrong are explained, and those that are right pass."""
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -64,3 +65,17 @@ def test_a_wrong_composition_is_explained(name):
 def test_nothing_outside_may_touch_overwritten_leaves():
   with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*differs from the value"):
     mpjax.loss_scale.check_loss_scaling(optax.chain(SCALED(ADAM), optax.scale(-1.0)), OVERWRITTEN)
+
+
+def test_multi_steps_outside_is_refused_by_whoever_sees_the_transform():
+  multi = optax.MultiSteps(optax.chain(SCALED(SGD)), 2)
+  tx = optax.masked(multi.gradient_transformation(), True)
+  assert float(mpjax.get_loss_scale(tx.init(PARAMS)).scale) == 2.0**16
+  step = mpjax.make_train_step(lambda params, batch: params["w"].sum(), tx, "fp32")
+  for see in (
+    lambda: mpjax.loss_scale.check_loss_scaling(tx, PARAMS),
+    lambda: step.init(PARAMS),
+    lambda: jax.eval_shape(step.tx.init, PARAMS),
+  ):
+    with pytest.raises(ValueError, match=r"MultiSteps is outside.*put it inside.*accumulate="):
+      see()

@@ -13,11 +13,14 @@ from flax import nnx
 
 import mpjax
 from mpjax.loss_scale import check_loss_scaling
+from tests.models._nnx import Normed
 
 F32 = np.float32
 RNG = np.random.default_rng(0)
 PARAMS = {"w": F32(RNG.normal(size=(8, 8)) / 3), "v": np.full((8, 2), 1 / 3, F32)}
 BATCH = {"x": F32(RNG.normal(size=(16, 8))), "y": np.ones((16, 2), F32)}
+
+NET = functools.partial(Normed, 8, 2)
 
 
 @jax.custom_vjp
@@ -78,25 +81,13 @@ def test_a_right_step_passes_and_one_of_the_plain_loss_is_told_the_line_to_write
   jax.tree.map(np.testing.assert_array_equal, (params, state), before)
 
 
-class Net(nnx.Module):
-  """A module with BatchNorm and dropout, which change in a step."""
-
-  def __init__(self):
-    self.linear = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
-    self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-    self.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(1))
-
-  def __call__(self, x):
-    return self.dropout(self.norm(self.linear(x)))
-
-
 def nnx_loss(model, batch, of_out=lambda out: out):
   return jnp.mean((of_out(model(batch["x"])) - batch["y"]) ** 2)
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_an_nnx_optimizer_that_changes_in_place(right):
-  model = Net()
+  model = NET()
   optimizer = nnx.Optimizer(model, mpjax.with_loss_scaling(optax.adam(1e-3), "fp16"), wrt=nnx.Param)
   run = mpjax.autocast(nnx_loss, "fp16")
 
@@ -143,12 +134,12 @@ def test_right_losses_pass():
     (lambda p, b: mpjax.Average(16 * loss_fn(p, b), 16), PARAMS, BATCH),
     (lambda w, train: jnp.sum(w**2) if train else 0.0, PARAMS["w"], True),
     (mpjax.autocast(lambda p, b: 1e-6 * loss_fn(p, b), "fp16"), PARAMS, BATCH),  # which underflows
-    (mpjax.autocast(nnx_loss, "fp16"), Net(), BATCH),
+    (mpjax.autocast(nnx_loss, "fp16"), NET(), BATCH),
     (lambda p: jnp.sum(p["w"]) + noisy(p["v"]), PARAMS),
   ):
     check_loss_scaling(fun, *args)
   with pytest.raises(ValueError, match=r"gradient of (linear|norm)"):
-    check_loss_scaling(functools.partial(nnx_loss, of_out=clipped), Net(), BATCH)
+    check_loss_scaling(functools.partial(nnx_loss, of_out=clipped), NET(), BATCH)
 
 
 SGD = optax.sgd(0.1)
@@ -157,7 +148,7 @@ SCALED_STATE = mpjax.dynamic_loss_scale(SGD).init(PARAMS)
 # What the error says, and the arguments.
 MISTAKES = {
   "ValueError: no loss scale": (MADE, MADE.init(PARAMS), BATCH),
-  "no loss scale": (lambda m, o, b: None, Net(), nnx.Optimizer(Net(), SGD, wrt=nnx.Param), BATCH),
+  "no loss scale": (lambda m, o, b: None, NET(), nnx.Optimizer(NET(), SGD, wrt=nnx.Param), BATCH),
   "returned a tuple.*none of its arguments holds": (lambda p, s: (p, s), PARAMS, SGD.init(PARAMS)),
   "updates no loss scale": (lambda p, s: p, PARAMS, SCALED_STATE),
   "not finite at any loss scale.*find_nonfinite": (lambda p: jnp.sum(jnp.sqrt(p["v"] - 1)), PARAMS),

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from scipy import special
 
 import mpjax
+from tests.step._problems import mesh
 
 HALF = jnp.float16
 DEPTH, WIDTH, ROWS = 8, 16, 32
@@ -184,8 +185,7 @@ ROW, COLUMN, WHOLE = PartitionSpec("d"), PartitionSpec(None, "d"), PartitionSpec
 
 
 def mapped(fun, in_specs, out_specs, check_vma=True):
-  mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-  return jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+  return jax.shard_map(fun, mesh=mesh(d=8), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -239,8 +239,3 @@ MISUSES = [
 def test_each_way_to_get_wrong_numbers_is_an_error_with_the_way_out(act, message):
   with pytest.raises((TypeError, ValueError), match=message):
     jax.eval_shape(lambda: (act(), ())[1])
-
-
-def test_the_ways_out_of_two_errors():
-  jax.eval_shape(lambda: (SCALING.layer(both, TWO, start(), kernel=lambda p: p["up"], fan_in=16), ())[1])
-  np.testing.assert_array_equal(jit(lambda x: jax.vmap(SCALING.finish)(jax.vmap(SCALING.start)(x)))(X), X)

@@ -133,3 +133,14 @@ def test_what_a_step_would_make_not_finite_is_not_made_and_is_no_fault_of_the_sc
     assert (bool(state.grads_finite), bool(state.updates_finite), float(state.scale)) == (True, taken, 2)
     assert (int(state.good_steps), int(state.skipped_steps)) == (5 + taken, not taken)
     assert np.asarray(updates).any() == taken
+
+
+def test_the_argument_grad_is_unscaled_and_no_other():
+  def update(updates, state, params=None, *, value, grad, other):
+    return {"updates": updates, "value": value, "grad": grad, "other": other}, state
+
+  tx = mpjax.dynamic_loss_scale(optax.GradientTransformationExtraArgs(lambda params: (), update))
+  grads = F32([2.0**16, 3 * 2.0**16])
+  seen, _ = jax.jit(tx.update)(grads, tx.init(grads), grads, value=F32(2.5), grad=2 * grads, other=grads)
+  for name, expected in {"updates": [1, 3], "value": 2.5, "grad": [2, 6], "other": grads}.items():
+    np.testing.assert_array_equal(seen[name], expected)

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from tests.models._nnx import Normed
 
 RNG = np.random.default_rng(0)
 PARAMS = {name: np.float32(RNG.normal(size=(8, 8)) / 4) for name in ("w", "v")}
@@ -90,21 +91,8 @@ def test_one_loop_with_every_function_serves_every_policy(policy):
   assert kept["count"] == 1
 
 
-class NnxNormed(nnx.Module):
-  """An nnx network with running statistics and dropout."""
-
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.linear = nnx.Linear(8, 8, rngs=rngs)
-    self.norm = nnx.BatchNorm(8, rngs=rngs)
-    self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-  def __call__(self, x):
-    return self.dropout(self.norm(self.linear(x)))
-
-
 def test_an_nnx_module_and_its_optimizer():
-  model, twin = NnxNormed(), NnxNormed()
+  model, twin = Normed(8, 8), Normed(8, 8)
   optimizer = nnx.Optimizer(model, mpjax.dynamic_loss_scale(SGD), wrt=nnx.Param)
   of = lambda model, x: jnp.mean((model(x) - 1) ** 2)
   before = np.asarray(model.linear.kernel[...])

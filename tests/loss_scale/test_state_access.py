@@ -1,6 +1,7 @@
-"""The loss scale in an optimiser's state: found, used, missing without harm; and `all_finite`."""
+"""The loss scale in an optimiser's state: found, used, logged, missing without harm; what is not finite."""
 
 import functools
+import json
 
 import equinox as eqx
 import jax
@@ -120,3 +121,33 @@ def test_all_finite():
   found = jax.jit(lambda: [mpjax.all_finite(tree) for tree in finite + not_finite])()
   assert [bool(out) for out in found] == [True] * len(finite) + [False] * len(not_finite)
   assert {(out.shape, out.dtype) for out in found} == {((), np.dtype(bool))}
+
+
+def test_metrics_are_the_state_ready_for_a_logger():
+  tx = mpjax.dynamic_loss_scale(optax.adam(0.1), growth_interval=2)
+  bad = PARAMS | {"a": np.float32([np.nan, 1])}
+  of_step = lambda state: mpjax.loss_scale.loss_scale_metrics(tx.update(bad, state, PARAMS)[1])
+  numbers = {name: value.item() for name, value in jax.jit(of_step)(tx.init(PARAMS)).items()}
+  assert numbers == {
+    "loss_scale": 2.0**15,
+    "good_steps": 0,
+    "skipped_steps": 1,
+    "consecutive_skips": 1,
+    "grads_finite": False,
+    "updates_finite": True,
+  }
+  json.dumps(numbers)
+  assert mpjax.loss_scale.loss_scale_metrics(optax.adam(0.1).init(PARAMS)) == {}
+  groups = optax.partition({"x": SCALED(4.0), "y": SCALED(8.0)}, GROUPS).init(PARAMS)
+  metrics = mpjax.loss_scale.loss_scale_metrics(groups)
+  scales = {name: float(value) for name, value in metrics.items() if name.endswith("/loss_scale")}
+  assert {name.split("'")[1]: scale for name, scale in scales.items()} == {"x": 4.0, "y": 8.0}
+
+
+def test_nonfinite_leaves_on_demand():
+  w = np.asarray([[np.nan, np.inf, 1], [np.inf, -np.inf, 2]], np.float32)
+  tree = {"dense": {"w": w, "b": np.ones(3)}, "c": np.complex64([complex(0, np.inf), 1]), "i": np.arange(3)}
+  rows = mpjax.loss_scale.nonfinite_leaves(tree)
+  expected = {"dense/w": "1 NaN, 2 +inf, 1 -inf of 6", "c": "1 +inf of 2"}
+  assert {path: str(row) for path, row in rows.items()} == expected
+  assert mpjax.loss_scale.nonfinite_leaves(PARAMS) == {}

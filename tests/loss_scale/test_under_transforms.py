@@ -8,13 +8,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import mpjax
+from tests.step._problems import mesh
 
 F32 = np.float32
 ROWS, WHOLE = PartitionSpec("d"), PartitionSpec()
-
-
-def mesh():
-  return jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def test_members_of_an_ensemble_have_their_own_scale_unless_they_agree():
@@ -44,7 +41,7 @@ def test_every_shard_takes_the_same_decision(how):
     run = jax.pmap(step, axis_name="d")
   else:
     vma = how == "shard_map"
-    run = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=ROWS, out_specs=ROWS, check_vma=vma))
+    run = jax.jit(jax.shard_map(step, mesh=mesh(d=8), in_specs=ROWS, out_specs=ROWS, check_vma=vma))
   for bad in (None, 0, 5):
     grads = np.ones((8, 1), F32)
     grads[slice(0) if bad is None else bad] = np.inf
@@ -64,6 +61,6 @@ def test_an_update_that_is_not_finite_on_one_device_is_taken_on_none():
 
   grads = np.ones((8, 1), F32)
   grads[5] = 0
-  updates, *finite = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=ROWS, out_specs=ROWS))(grads)
+  updates, *finite = jax.jit(jax.shard_map(step, mesh=mesh(d=8), in_specs=ROWS, out_specs=ROWS))(grads)
   assert not np.asarray(updates).any()
   np.testing.assert_array_equal(finite, [[False] * 8, [True] * 8])
