@@ -168,11 +168,8 @@ def test_what_the_format_has_stays_and_what_is_too_large_becomes_its_largest(dty
     assert (F32(rounded(np.full(1000, beyond), dtype, seed)) == largest).all()
 
 
-def test_under_strict_promotion_and_with_other_dtypes():
+def test_bfloat16_is_made_and_what_cannot_be_is_named():
   x = np.ones((2, 3), F32)
-  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-    for dtype in TARGETS:
-      assert jax.eval_shape(lambda x, dtype=dtype: compiled(x, dtype, 0), x).dtype == dtype
   assert jax.eval_shape(lambda x: mpjax.stochastic_round(x, jax.random.key(0)), x).dtype == "bfloat16"
   with pytest.raises(ValueError, match="dtype='float32'"):
     mpjax.stochastic_round(x, jax.random.key(0), jnp.float32)

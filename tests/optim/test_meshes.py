@@ -38,10 +38,7 @@ def values(dtype, scale=1.0):
   return {"w": (scale * normal(8, 16, 1024)).astype(dtype), "b": (scale * normal(2048, seed=1)).astype(dtype)}
 
 
-ROWS = [
-  ("lean", "columns"),
-  ("weights stochastic", "columns"),
-]
+ROWS = [("lean", "columns"), ("weights stochastic", "columns")]
 
 
 @pytest.mark.parametrize(("form", "by"), ROWS)

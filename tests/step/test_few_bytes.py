@@ -12,6 +12,7 @@ import pytest
 
 import mpjax
 from mpjax.optim import in_full_bytes
+from tests.optim._forms import described
 from tests.step._problems import (
   WIDE_BATCH as BATCH,
   WIDE_PARAMS as PARAMS,
@@ -32,10 +33,6 @@ def make(policy, tx=None, loss=loss_fn, **options):
   return mpjax.make_train_step(loss, tx or optax.adamw(SCHEDULE), policy, donate=False, **options)
 
 
-def types(tree):
-  return str(jax.tree.map(lambda x: (x.shape, x.dtype.name), tree))
-
-
 def adopt(new, state, old):
   return jax.jit(lambda state: new.adopt(state, old, warn=False))(state)
 
@@ -48,12 +45,7 @@ def loss_in_float32():
 
 @pytest.mark.parametrize(
   ("master", "stored"),
-  [
-    (None, "float8_e4m3fn"),
-    ("int16", "float32"),
-    ("int8", "int8"),
-    ("stochastic", "bfloat16"),
-  ],
+  [(None, "float8_e4m3fn"), ("int16", "float32"), ("int8", "int8"), ("stochastic", "bfloat16")],
 )
 def test_it_learns_as_float32_state_does_and_a_skip_changes_no_bit(master, stored):
   step = make(policy_of(master, stored), skip_nonfinite=True)
@@ -63,7 +55,7 @@ def test_it_learns_as_float32_state_does_and_a_skip_changes_no_bit(master, store
   after, _ = step(state, BATCH | {"x": BATCH["x"] * np.float32(np.nan)})
   kept = lambda state: (state.params, state.opt_state.inner_state)
   assert_same(kept(after), kept(state))
-  assert types(after) == types(first)
+  assert described(after) == described(first)
   assert step.jitted._cache_size() == 1
 
 
@@ -108,7 +100,7 @@ def test_a_state_goes_from_one_policy_to_another(before, after):
   (old, state), new = trained(before), make(after)
   adopted = adopt(new, state, old)
   first = jax.eval_shape(new.init, PARAMS)
-  assert types((adopted.params, adopted.opt_state)) == types((first.params, first.opt_state))
+  assert described((adopted.params, adopted.opt_state)) == described((first.params, first.opt_state))
   tolerance = 0 if new.policy.master_weights in (None, "int16") else 2**-7
   (mine, (adam, *_)), (theirs, (its_adam, *_)) = new.user_state(adopted), old.user_state(state)
   for name in PARAMS:
@@ -123,7 +115,7 @@ def test_state_that_is_quantised_by_tx_and_by_the_policy_is_adopted():
     old, new = make("fp32", tx), make("bf16_lean", tx)
     state, _ = train(old, old.init(PARAMS), 2, BATCH)
     adopted = adopt(new, state, old)
-    assert types(adopted.opt_state) == types(jax.eval_shape(new.init, PARAMS).opt_state)
+    assert described(adopted.opt_state) == described(jax.eval_shape(new.init, PARAMS).opt_state)
     moments = [jax.jit(in_full_bytes)(s) for s in (adopted.opt_state.inner_state, state.opt_state)]
     for mine, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
       np.testing.assert_allclose(mine, theirs, rtol=0.07, atol=np.max(np.abs(theirs)) * 1e-4)

@@ -9,16 +9,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.step._problems import (
-  BATCH,
-  FP16,
-  PARAMS,
-  X,
-  assert_near,
-  loss_and_gradients,
-  loss_fn,
-  mesh,
-)
+from tests.step._problems import BATCH, FP16, PARAMS, X, assert_near, loss_and_gradients, loss_fn, mesh
 
 
 def make(tx, policy="fp32", loss=loss_fn, **options):

@@ -17,6 +17,8 @@ from tests.step._problems import (
   Y,
   assert_near,
   assert_same,
+  linen_loss,
+  linen_variables,
   loss_and_gradients,
   loss_fn,
   nnx_loss,
@@ -193,3 +195,20 @@ def test_matmul_precision_is_the_policys_or_the_callers():
   with jax.default_matmul_precision("highest"):
     assert "HIGHEST" in precisions("fp32")
   assert "HIGHEST" not in precisions("fp32")
+
+
+def test_overrides_and_accumulation_dtype_are_honoured():
+  def make(**changes):
+    step = mpjax.make_train_step(linen_loss, optax.adam(1e-2), {"base": "bf16", **changes})
+    params, statistics = linen_variables()
+    return step, jax.eval_shape(lambda: step.init(params, model_state=statistics))
+
+  step, state = make(overrides={".*/head": "fp32"})
+  explanation = step.explain(state, BATCH)
+  assert explanation.matrix_flops() == {"bfloat16": 2 * 16 * 4 * 8, "float32": 2 * 16 * 8 * 1}
+  assert {row.path for row in explanation.rows if row.flops and row.after == "float32"} == {"Net/head"}
+  step, state = make(accum_dtype="float32")
+  assert "tensor<4x8xbf16>) -> tensor<16x8xf32>" in step.jitted.lower(state, BATCH).as_text()
+  step, state = make(overrides={"heat": "fp32"})
+  with pytest.raises(ValueError, match=r"'heat' matches no module path.*Net/first.*Net/head"):
+    step.explain(state, BATCH)

@@ -7,15 +7,8 @@ import optax
 import pytest
 
 import mpjax
-from tests.step._problems import (
-  FP16,
-  WIDE_BATCH,
-  WIDE_PARAMS,
-  assert_same,
-  np_tree,
-  train,
-  wide_loss,
-)
+from tests.optim._forms import described
+from tests.step._problems import FP16, WIDE_BATCH, WIDE_PARAMS, assert_same, np_tree, train, wide_loss
 
 INT16 = {"base": FP16, "param_dtype": "bfloat16", "master_weights": "int16", "optimizer_dtype": "bfloat16"}
 ADAM = optax.adam(1e-2)
@@ -31,10 +24,6 @@ def make(policy, tx=ADAMW, **options):
 
 def trained(step, steps=3):
   return train(step, step.init(WIDE_PARAMS), steps, WIDE_BATCH)[0]
-
-
-def described(tree):
-  return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
 def test_the_state_is_as_the_optimiser_makes_it():
