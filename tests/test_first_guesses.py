@@ -46,25 +46,20 @@ STATE = STEP.init(PARAMS)
 
 # What is written, and what of it works (None), or what the error contains.
 GUESSES = {
+  "flax: a linen module as parameters": (lambda: STEP.init(DENSE), "step.init(model.init(key, x)['params'])"),
+  "jmp: StaticLossScale": (lambda: mpjax.StaticLossScale(1024), "mpjax.static_loss_scale(tx, 1024.0)"),
+  "apex: initialize": (lambda: mpjax.initialize, "mpjax.make_train_step(loss_fn, tx, policy='bf16')"),
+  "torch: autocast('cuda', dtype=)": (lambda: mpjax.autocast("cuda", dtype=BF16), "policy='bf16'"),
   "torch: autocast(f, dtype=)": (
     lambda: mpjax.autocast(loss_fn, dtype=BF16),
     "mpjax.autocast(f, policy='bf16')",
   ),
-  "torch: autocast('cuda', dtype=)": (lambda: mpjax.autocast("cuda", dtype=BF16), "policy='bf16'"),
   "torch: autocast(f, enabled=)": (lambda: mpjax.autocast(loss_fn, enabled=False), "policy='fp32'"),
   "torch: with autocast()": (lambda: with_statement(), "loss = mpjax.autocast(loss_fn, 'bf16')"),
-  "torch: with autocast(policy=)": (lambda: with_statement(policy="bf16"), "mpjax.autocast(loss_fn, 'bf16')"),
-  "torch: with autocast('bf16')": (lambda: with_statement("bf16"), "mpjax.autocast(f, 'bf16')"),
   "torch: GradScaler": (lambda: mpjax.GradScaler(), "tx = mpjax.dynamic_loss_scale(tx)"),
-  "apex: initialize": (lambda: mpjax.initialize, "mpjax.make_train_step(loss_fn, tx, policy='bf16')"),
   "jmp: DynamicLossScale": (lambda: mpjax.DynamicLossScale(2.0**15), "tx = mpjax.dynamic_loss_scale(tx)"),
-  "jmp: StaticLossScale": (lambda: mpjax.StaticLossScale(1024), "mpjax.static_loss_scale(tx, 1024.0)"),
   "jmp: scale in place of tx": (lambda: mpjax.dynamic_loss_scale(1024.0), "mpjax.dynamic_loss_scale(tx"),
   "jmp: cast_to_compute": (lambda: mpjax.cast_to_compute(PARAMS), "get_policy('bf16').cast_to_compute"),
-  "mpjax before: recompute='dots'": (
-    lambda: mpjax.autocast(loss_fn, recompute="dots"),
-    "jax.checkpoint around a block",
-  ),
   "jmp: get_policy(string)": (lambda: mpjax.get_policy("params=float32,compute=half,output=float32"), None),
   "jmp: Policy('bf16')": (lambda: mpjax.Policy("bf16"), "mpjax.get_policy('bf16')"),
   "keras: get_policy('mixed_bfloat16')": (lambda: mpjax.get_policy("mixed_bfloat16"), None),
@@ -77,47 +72,23 @@ GUESSES = {
     lambda: mpjax.make_train_step(loss_fn, TX, precision="bf16-mixed"),
     "policy='bf16'",
   ),
-  "lightning: accumulate_grad_batches=": (
-    lambda: mpjax.make_train_step(loss_fn, TX, accumulate_grad_batches=4),
-    "accumulate=4",
-  ),
   "flax: TrainState.create": (
     lambda: mpjax.TrainState.create(apply_fn=DENSE.apply, params=PARAMS, tx=TX),
     "state = step.init(params)",
   ),
   "flax: a linen module as loss": (lambda: mpjax.make_train_step(DENSE, TX), "def loss_fn(params, batch)"),
-  "flax: a linen module as parameters": (lambda: STEP.init(DENSE), "step.init(model.init(key, x)['params'])"),
   "flax: explain(module, x)": (lambda: mpjax.explain(DENSE, X), "mpjax.explain(model.apply, variables, x"),
   "flax: autocast(module)": (lambda: mpjax.autocast(DENSE, "bf16"), "mpjax.autocast(model.apply, "),
-  "equinox: a module in a step": (
-    lambda: mpjax.make_train_step(module_loss, TX, "bf16").init(MLP),
-    None,
-  ),
+  "equinox: a module in a step": (lambda: mpjax.make_train_step(module_loss, TX, "bf16").init(MLP), None),
   "equinox: tx.init(module)": (
     lambda: mpjax.dynamic_loss_scale(optax.adam(0.1)).init(MLP),
     "eqx.partition(model, eqx.is_inexact_array)",
-  ),
-  "flax: tx.init(module)": (
-    lambda: mpjax.dynamic_loss_scale(optax.adam(0.1)).init(DENSE),
-    "pass model.init(key, x)['params']",
   ),
   "tune(loss, params, batches, policies=...)": (
     lambda: mpjax.tune(loss_fn, PARAMS, [BATCH], policies=["bf16"]),
     "mpjax.tune has no argument 'policies'",
   ),
-  "equinox: value_and_grad of a module": (
-    lambda: mpjax.value_and_grad(module_loss, TX.init(PARAMS))(MLP, BATCH),
-    "eqx.partition(model, eqx.is_inexact_array)",
-  ),
-  "equinox: filter_value_and_grad": (
-    lambda: mpjax.filter_value_and_grad,
-    "mpjax.value_and_grad(loss_fn, opt_state)",
-  ),
   "bitsandbytes: quantized_state(tx, bits=8)": (lambda: mpjax.quantized_state(TX, bits=8), "(tx, 'int8')"),
-  "quantize_state(tx, bits=8)": (
-    lambda: mpjax.quantize_state(TX, bits=8),
-    "mpjax.quantized_state(tx, 'int8')",
-  ),
   "master_weights(params)": (lambda: mpjax.master_weights(PARAMS), "mpjax.master_weights(tx)"),
   "a name that moved": (lambda: mpjax.layerwise_loss_scale, "mpjax.loss_scale.layerwise_loss_scale"),
   "with_loss_scaling(tx, name)": (lambda: mpjax.with_loss_scaling(TX, "fp16"), None),
@@ -133,25 +104,12 @@ GUESSES = {
     lambda: mpjax.explain(loss_fn, "bf16")(PARAMS, BATCH),
     "mpjax.explain(loss_fn, params, batch, policy='bf16')",
   ),
-  "explain(f, policy=...)(*args)": (
-    lambda: mpjax.explain(loss_fn, policy="bf16")(PARAMS, BATCH),
-    "mpjax.explain(loss_fn, params, batch, policy='bf16')",
-  ),
   "explain(step, state, batch)": (lambda: mpjax.explain(STEP, STATE, BATCH), None),
   "plan(step, (state, batch))": (lambda: mpjax.plan(STEP, (STATE, BATCH)), "mpjax.plan(step, state, batch)"),
   "plan(f, (params, batch))": (
     lambda: mpjax.plan(loss_fn, (PARAMS, BATCH)),
     "mpjax.plan(loss_fn, params, batch, target='h100'), with its arguments one by one",
   ),
-  "plan(jax.grad(f), (params, batch))": (
-    lambda: mpjax.plan(jax.grad(loss_fn), (PARAMS, BATCH)),
-    "with its arguments one by one",
-  ),
-  "explain(jax.grad(f), policy, params, batch)": (
-    lambda: mpjax.explain(jax.grad(loss_fn), "bf16", PARAMS, BATCH),
-    "mpjax.explain(loss_fn, params, batch, policy='bf16')",
-  ),
-  "plan(params=, batch=)": (lambda: mpjax.plan(loss_fn, params=PARAMS, batch=BATCH), "one by one"),
   "plan(device=)": (lambda: mpjax.plan(STEP, STATE, BATCH, device="h100"), "target='h100'"),
   "plan('h100')": (lambda: mpjax.plan("h100"), "mpjax.plan(loss_fn, params, batch, target='h100')"),
   "inspect_numerics(f, params, batch, policy)": (
@@ -167,17 +125,10 @@ GUESSES = {
     lambda: mpjax.find_nonfinite(lambda params, batch, rng: loss_fn(params, batch), PARAMS, BATCH, X),
     "batch, rng=rng",
   ),
-  "find_nonfinite(f with rng, params, batch, rng=)": (
-    lambda: mpjax.find_nonfinite(
-      lambda params, batch, rng: loss_fn(params, batch), PARAMS, BATCH, rng=jax.random.key(0)
-    ),
-    None,
-  ),
   "another policy round an autocast": (
     lambda: mpjax.find_nonfinite(mpjax.autocast(loss_fn, "fp16"), PARAMS, BATCH, policy="bf16"),
     "pass the function without its autocast",
   ),
-  "find_nonfinite(f, params, x, y)": (lambda: mpjax.find_nonfinite(loss_of_two, PARAMS, X, Y), None),
 }
 
 

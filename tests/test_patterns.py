@@ -2,21 +2,13 @@
 
 import optax
 
-from mpjax.patterns import named_leaves, parameter_of, path_text
+from mpjax.patterns import named_leaves, parameter_of
 
 
 def test_paths_of_dicts_sequences_and_named_tuples_are_joined():
   tree = {"blocks": [{"kernel": 1}, optax.EmptyState(), optax.ScaleByScheduleState(count=2)]}
   assert named_leaves(tree) == [("blocks/0/kernel", 1), ("blocks/2/count", 2)]
-
-
-def test_a_bare_leaf_has_no_path():
   assert named_leaves(3) == [("", 3)]
-  assert path_text(()) == ""
-
-
-def test_none_is_a_leaf_only_where_it_is_asked_for():
-  assert named_leaves({"a": None}) == []
   assert named_leaves({"a": None}, lambda x: x is None) == [("a", None)]
 
 

@@ -1,4 +1,4 @@
-"""What is said once for a release: the version, the Pythons that are tested, what an issue asks for."""
+"""What is said once for a release: the Pythons that are tested, what the workflows run and may do."""
 
 import pathlib
 import re
@@ -6,7 +6,6 @@ import tomllib
 
 import yaml
 
-import mpjax
 from mpjax.cli import COMMANDS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -47,20 +46,3 @@ def test_only_publishing_may_write_and_only_for_a_tag():
         assert (name, job) == ("package", "publish")
         assert settings["permissions"] == {"id-token": "write"}
         assert settings["if"] == "startsWith(github.ref, 'refs/tags/v')"
-
-
-def test_the_version_is_in_one_place():
-  assert "version" in PROJECT["dynamic"]
-  assert "version" not in yaml.safe_load((ROOT / "CITATION.cff").read_text())
-  assert mpjax.__version__ in (ROOT / "mpjax" / "_version.py").read_text()
-
-
-def test_every_form_of_an_issue_asks_for_the_environment():
-  forms = [file for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if file.stem != "config"]
-  assert len(forms) == 3
-  for file in forms:
-    form = yaml.safe_load(file.read_text())
-    assert form.keys() >= {"name", "description", "body"}
-    fields = {field["id"]: field["attributes"]["label"] for field in form["body"]}
-    assert "`mpjax env`" in fields["env"], file.name
-    assert len(fields) == len(form["body"])

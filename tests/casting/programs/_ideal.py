@@ -117,6 +117,10 @@ class Products:
     return self(lambda a, b: jax.lax.dot_general(a, b, *args, **options), a, b)
 
 
+def mlp(half: Products, params: Any, x: jax.Array) -> jax.Array:
+  return half.dot(jax.nn.gelu(half.dot(x, params["in"])), params["out"])
+
+
 # Two linear functions, each the transpose of the other, so that derivatives of any order are products of the
 # same kind: the first rounds, the second rounds what flows back through it.
 operand_p = Primitive("ideal_operand")

@@ -5,12 +5,9 @@ import jax.numpy as jnp
 import optax
 
 from tests.casting.programs._ideal import Out, program
+from tests.casting.programs._physics import mlp
 
 MLP = {"in": (8, 32), "out": (32, 4)}
-
-
-def mlp(half, params, x):
-  return half.dot(jnp.tanh(half.dot(x, params["in"])), params["out"])
 
 
 def tasks(rng, n=4):

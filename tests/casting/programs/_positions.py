@@ -50,10 +50,7 @@ def rotary_in_a_decoding_scan(half, params, inputs):
     at, x = token
     angle = jnp.einsum("i,j->ij", (FIRST + at[None]).astype(jnp.float32), frequencies())  # [1, D / 2]
     q, k, v = (half.dot(x, params[name]) for name in "qkv")
-    cache = {
-      "k": cache["k"].at[:, at].set(rotate(k[:, None], angle)[:, 0]),
-      "v": cache["v"].at[:, at].set(v),
-    }
+    cache = {"k": cache["k"].at[:, at].set(rotate(k[:, None], angle)[:, 0]), "v": cache["v"].at[:, at].set(v)}
     scores = half.einsum("bd,bkd->bk", rotate(q[:, None], angle)[:, 0], cache["k"]) * D**-0.5
     scores = jnp.where(jnp.arange(T) <= at, scores, -1e9)
     return cache, half.einsum("bk,bkd->bd", jax.nn.softmax(scores), cache["v"])
