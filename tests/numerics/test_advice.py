@@ -196,6 +196,12 @@ def test_an_overflow_is_said_where_a_step_at_that_scale_is_skipped(options):
     assert bool(found) == skipped, exponent
     assert all("the scale will fall" in f.text for f in found)
     assert not problems(report)  # an error of what is infinite is explained by that
+  static = {"kind": "static", "init_scale": 2.0**exponent}
+  report = mpjax.inspect_numerics(
+    loss_fn, params, (x, y), policy={"base": "fp16", "loss_scaling": static, **options}, advise=False
+  )
+  [text] = [f.text for f in report.findings if (f.kind, f.severity) == ("gradient overflow", "problem")]
+  assert "will fall" not in text
 
 
 def test_a_gradient_error_under_a_loss_scale_names_the_check_of_backward_rules():

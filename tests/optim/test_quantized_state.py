@@ -119,6 +119,16 @@ def test_sums_without_decay_lose_little_of_what_steps_add():
     assert np.linalg.norm(found - exact) < 0.05 * np.linalg.norm(exact), name
 
 
+def test_noise_differs_by_step_so_that_small_steps_add_up():
+  tx = mpjax.quantized_state(optax.trace(1.0), "bfloat16", min_size=0)
+  # From 1, where numbers are 2^-7 apart, an eighth of that each time.
+  draws = np.full(101, 2.0**-10, F32)
+  draws[0] = 1
+  add = lambda state, draw: (tx.update(jnp.full(512, draw), state)[1], None)
+  state = jax.jit(lambda: jax.lax.scan(add, tx.init(jnp.zeros(512)), draws)[0])()
+  np.testing.assert_allclose(dequantize(state.inner_state.trace), draws.sum(), atol=16 * 2.0**-7)
+
+
 def test_bad_arguments():
   for arguments, message in (
     ({"dtype": "int9"}, "did you mean 'int8'"),

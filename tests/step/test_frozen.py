@@ -175,6 +175,16 @@ def test_what_is_overwritten_is_so_and_integers_are_frozen_whatever_is_trained()
   assert bits(state.params["codes"]) == bits(codes)
 
 
+def test_a_gradient_that_decides_a_branch_of_the_optimiser_is_read():
+  turned = lambda u, _: {
+    "a": 0 * u["b"],
+    "b": jax.lax.cond(u["a"].sum() > 0, lambda: u["b"], lambda: -u["b"]),
+  }
+  step = make(lambda p, b: ((p["a"] + p["b"]) * b).sum(), optax.stateless(turned), "fp32")
+  state, _ = step(step.init({"a": np.ones(3, np.float32), "b": np.zeros(3, np.float32)}), np.ones(3))
+  np.testing.assert_array_equal(state.params["b"], 1)
+
+
 def test_a_wrong_choice_is_named():
   for wrt, params, error, match in (
     ("lroa", PARAMS, ValueError, "'lroa' matches no parameter; parameters: base/v, base/w, lora/a"),

@@ -153,8 +153,11 @@ TABLE = {"table": PARAMS["v"], "v": PARAMS["v"], "w": PARAMS["w"]}
 ROWS_OF_FP8 = RNG.normal(size=(64 * DEVICES, N)).astype(np.float32)
 
 
+FP8 = {"emulate": True, "min_dim": 16, "first_layer": True, "last_layer": True}
+
+
 def in_fp8_by(gather, **changes):
-  policy = {"base": "fp8", "fp8": {"emulate": True, "min_dim": 16}, **changes}
+  policy = {"base": "fp8", "fp8": FP8, **changes}
 
   def loss(p, batch):
     x = batch + p["table"][0]
@@ -183,6 +186,10 @@ def test_what_products_alone_read_crosses_in_fp8(gather):
     "w": ("float32", "float8_e4m3fn"),
   }
   assert "float8_e4m3fn" in explanation.table("gathers")
+  # What is gathered for a product is its operand, unless the recipe has a margin, which a parameter's scale has not.
+  with_margin, *args = in_fp8_by(gather, gather_dtype="float8_e4m3fn", fp8=FP8 | {"margin": 1})
+  assert ("given=(False, True" in jaxpr) == (gather == "block")
+  assert "given=(False, True" not in str(with_margin.jitted.trace(*args).jaxpr)
 
 
 def test_codes_that_crossed_are_those_of_the_product_and_show_what_is_not_finite():
