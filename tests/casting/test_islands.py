@@ -191,3 +191,8 @@ def test_values_are_those_without_islands():
 
 clip_gradient = jax.custom_vjp(lambda x: x * 1.0)
 clip_gradient.defvjp(lambda x: (x * 1.0, None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
+
+
+def test_an_activation_behind_an_exponential_is_no_statistic():
+  run = BF16(lambda p, x: (jnp.exp(x @ p["up"]) + x @ p["up"]) @ p["up"])
+  assert re.search(r"bf16\[\S+\] = add", str(jax.make_jaxpr(run)(PARAMS, X)))

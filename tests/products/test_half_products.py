@@ -47,6 +47,8 @@ PRODUCTS = {  # the function, shapes of its operands
   "attention scores": (einsum("bqhd,bkhd->bhqk"), (4, 64, 4, 32), (4, 48, 4, 32)),
   "output projection": (
     lambda x, w: lax.dot_general(x, w, (((2, 3), (0, 1)), ((), ()))), (4, 64, 4, 32), (4, 32, 96)),
+  "sums in crossed order": (
+    lambda x, w: lax.dot_general(x, w, (((2, 3), (1, 0)), ((), ()))), (4, 64, 4, 32), (32, 4, 96)),
   "experts": (experts, (256, 64), (4, 64, 96)),
   "vmap of experts": (experts_of_members, (2, 256, 64), (2, 4, 64, 96)),
   "checkpoint of experts": (jax.checkpoint(experts), (256, 64), (4, 64, 96)),

@@ -166,6 +166,13 @@ def test_a_run_continues_exactly_but_for_its_data(line, first):
   assert int(state.step) == 0
 
 
+def test_skipped_steps_of_the_first_run_are_not_counted(line, tmp_path):
+  options = ["policy={base: fp16, loss_scaling: 1.0e+30}", "train.steps=3"]  # every gradient overflows
+  assert train(line, tmp_path / "one", *options)[-1]["skipped_steps"] == 3
+  start = [f"train.init_from={tmp_path / 'one'}", "train.init_optimizer=true"]
+  assert train(line, tmp_path / "two", *options, *start)[0]["skipped_steps"] == 1
+
+
 def test_a_new_run_starts_from_an_export(line, first, tmp_path, capsys):
   by_run = train(line, tmp_path / "by_run", f"train.init_from={first}", "train.steps=1")
   for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 1e-2)):
