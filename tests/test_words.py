@@ -21,37 +21,19 @@ _MORE = (
   "more|less|longer|fewer|larger|smaller|greater|better|worse|higher|lower|later|earlier|faster|slower|such"
 )
 _END = r"(?=\s*(?:[.,;:)]|$))"
-# What is hard to read: how it looks (case counts: `None` is no fault), what to write, and an example.
+# What is hard to read: how it looks (case counts: `None` is no fault), and what to write.
 DIALECT = {
-  r"\b(?:has|have|had) not\b(?! (?:yet |only |always |ever |\w+ly )?(?:\w+ed|" + _IRREGULAR + r")\b)": (
-    "does not have",
-    "A column that the table has not, is refused.",
-  ),
-  r"(?<![Tt]here )\b(?:is|are|was|were|be) none\b": ("is not a ...", "The second is none of them."),
-  rf"(?<![Tt]here )\b(?:is|are|was|were) no (?!(?:{_MORE})\b)": ("is not a ...", "An epoch is no step."),
-  r"(?<!instead )(?<!ahead )(?<!\bas )\bof (?:before|now)\b": (
-    "earlier, present",
-    "The checkpoints of before stay.",
-  ),
-  r"(?<![\w-])[Bb]esides?(?![\w-])": ("also; next to, with", "It has a bias besides."),
-  r"^Of (?!course)|[;:] of (?:an?|the|each|every|all|those|these|what|two|its)\b": (
-    "begin with the subject",
-    "Of the gradients two are lost.",
-  ),
-  r"^So (?:is|are|has|have|does|do|was|were|can|will)\b(?! not)": ("name the subject", "So is the sum."),
-  r"^(?:Those|That) of\b": ("repeat the noun", "Those of the step are last."),
-  rf"\b(?:[Ss]uch an? one|[Ss]uch one|(?:another|one|two|many|most|all) such{_END})": (
-    "name it",
-    "It is a region; such a one stays.",
-  ),
-  rf"\b(?:that|which|whatever|what|as) there (?:are|is|was|were)\b(?: not\b)?{_END}": (
-    "leave it out, or: existing",
-    "It takes the devices that there are.",
-  ),
-  r"\b(?:[WwTtHh]h?ere(?:of|in)|[Ll]est|[Aa]mongst|[Ww]hilst|[Aa]ught|[Nn]aught|for want of)\b": (
-    "the plain word",
-    "The step and the parts thereof.",
-  ),
+  rf"\b(?:has|have|had) not\b(?! (?:yet |only |always |ever |\w+ly )?(?:\w+ed|{_IRREGULAR})\b)": "does not have",
+  r"(?<![Tt]here )\b(?:is|are|was|were|be) none\b": "is not a ...",
+  rf"(?<![Tt]here )\b(?:is|are|was|were) no (?!(?:{_MORE})\b)": "is not a ...",
+  r"(?<!instead )(?<!ahead )(?<!\bas )\bof (?:before|now)\b": "earlier, present",
+  r"(?<![\w-])[Bb]esides?(?![\w-])": "also; next to, with",
+  r"^Of (?!course)|[;:] of (?:an?|the|each|every|all|those|these|what|two|its)\b": "begin with the subject",
+  r"^So (?:is|are|has|have|does|do|was|were|can|will)\b(?! not)": "name the subject",
+  r"^(?:Those|That) of\b": "repeat the noun",
+  rf"\b(?:[Ss]uch an? one|[Ss]uch one|(?:another|one|two|many|most|all) such{_END})": "name it",
+  rf"\b(?:that|which|whatever|what|as) there (?:are|is|was|were)\b(?: not\b)?{_END}": "leave it out, or: existing",
+  r"\b(?:[WwTtHh]h?ere(?:of|in)|[Ll]est|[Aa]mongst|[Ww]hilst|[Aa]ught|[Nn]aught|for want of)\b": "the plain word",
 }
 _CODE = "\u2039code\u203a"
 _BLOCK = r"\n\s*\n|\n\s*(?:[-*+]|\d+[.)])\s+|\n\s*#+ |\n?\s*\|\s*|\n\s+[\w*, `.]+: |\n\s*:::.*"
@@ -81,17 +63,15 @@ def faults(text):
       sentence = sentence.strip(" \"'(*_")
       if len(re.findall(r"\S*\w\S*", sentence)) > SENTENCE_WORDS:
         found.append((sentence, f"at most {SENTENCE_WORDS} words"))
-      found += [
-        (sentence, instead) for pattern, (instead, _) in DIALECT.items() if re.search(pattern, sentence)
-      ]
+      found += [(sentence, instead) for pattern, instead in DIALECT.items() if re.search(pattern, sentence)]
   return found
 
 
-@pytest.mark.parametrize("pattern", DIALECT, ids=lambda pattern: DIALECT[pattern][1])
-def test_a_fault_is_found_in_text_and_not_in_code(pattern):
-  instead, example = DIALECT[pattern]
-  assert faults(f"# Title\n\n- It is a step. {example}\n") == [(example, instead)]
-  assert faults(f"| a | {example} |") == [(example, instead)]
+def test_a_fault_is_found_in_text_and_not_in_code():
+  assert faults("# Title\n\n- It is a step. The second is none of them.\n") == [
+    ("The second is none of them.", "is not a ...")
+  ]
+  assert not faults("Returns `(of a step)`: the value is `None` there.")
 
 
 def test_a_long_sentence_is_found():

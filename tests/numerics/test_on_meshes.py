@@ -1,10 +1,9 @@
 """The tools on steps with meshes of 4 and 8 devices: they find what they find without the mesh."""
 
+import collections
 import contextlib
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,20 +55,8 @@ def logarithm(p, batch):
   return mpjax.Average(found.sum(), jnp.float32(len(found)))
 
 
-class Case(NamedTuple):
-  """A step on a mesh; `explicit` says which types have axes: those of `nothing`, the `batch`, or `all`."""
-
-  loss: Callable[..., Any]
-  axes: dict[str, int]
-  explicit: str = "nothing"
-  accumulate: int = 1
-  options: dict[str, Any] | None = None
-
-  @property
-  def name(self):
-    return f"{self.loss.__name__}-{'-'.join(f'{axis}{n}' for axis, n in self.axes.items())}-{self.explicit}"
-
-
+# Which types of the step have axes: those of `nothing`, the `batch`, or `all`.
+Case = collections.namedtuple("Case", "loss axes explicit accumulate options", defaults=["nothing", 1, {}])
 OVER_TENSOR = {"sharding": {"in": ("fsdp", "tensor"), "out": ("tensor", None)}}
 BLOCK = {"gather": "block"}
 CASES = [
@@ -79,7 +66,9 @@ CASES = [
   Case(average, {"data": 2, "fsdp": 4}, "batch", accumulate=2),
   Case(divided, {"data": 2, "fsdp": 2, "tensor": 2}, "all", accumulate=2, options=OVER_TENSOR | BLOCK),
 ]
-on_meshes = lambda cases: pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+on_meshes = lambda cases: pytest.mark.parametrize(
+  "case", cases, ids=lambda case: "-".join([case.loss.__name__, *case.axes, case.explicit])
+)
 
 
 @contextlib.contextmanager
@@ -88,7 +77,7 @@ def on_mesh(case, loss):
   types = (AxisType.Auto if case.explicit == "nothing" else AxisType.Explicit,) * len(case.axes)
   sizes = tuple(case.axes.values())
   mesh = jax.make_mesh(sizes, tuple(case.axes), devices=jax.devices()[: math.prod(sizes)], axis_types=types)
-  step = step_of(loss, mesh=mesh, accumulate=case.accumulate, **(case.options or {}))
+  step = step_of(loss, mesh=mesh, accumulate=case.accumulate, **case.options)
   at = jax.NamedSharding(mesh, P(tuple(axis for axis in case.axes if axis != "tensor")))
   with jax.set_mesh(mesh) if case.explicit == "all" else contextlib.nullcontext():
     yield step, step.init(PARAMS), lambda batch: jax.device_put(batch, at)
