@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 
 from mpjax import _compat
-from mpjax.jaxpr import Trait, has
+from mpjax.jaxpr import Trait, has, layer_pattern
 from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
 from mpjax.planner._products import list_products
 from mpjax.planner._program import (
+  Buffer,
   Operation,
   Program,
   by_part,
   live_at_peak,
   read_backward,
-  saved_of,
   total_bytes,
 )
-from mpjax.planner._results import TRANSIENT_PARTS, Collective, Floor, HostMemory, Memory
+from mpjax.planner._results import TRANSIENT_PARTS, Collective, Floor, HostMemory, Memory, Saved
 from mpjax.planner._targets import Target
 
 _WORKSPACE = 4 << 20
+_MOST_SAVED = 20
 _IN_PARTS = (jax.lax.dynamic_slice_p, jax.lax.gather_p, jax.lax.slice_p)
 
 
@@ -54,7 +56,19 @@ def analytic_memory(
   transient["outputs"] += max(0, missing)
   parts, slots = argument_parts(arguments, target.kind)
   parts |= {name: transient[name] for name in TRANSIENT_PARTS if transient[name]}
-  return Memory(parts, slots, *saved_of(peak.saved), sum(parts.values()))
+  return Memory(parts, slots, _saved(peak.saved), total_bytes(peak.saved), sum(parts.values()))
+
+
+def _saved(buffers: Sequence[Buffer]) -> tuple[Saved, ...]:
+  """Returns equal activations as one row each, the largest first."""
+  found: dict[Saved, list[int]] = {}
+  for b in buffers:
+    o = b.maker
+    if o is not None:
+      row = Saved(layer_pattern(o.path), o.source, o.name, str(b.dtype), b.shape, count=1, nbytes=0)
+      found.setdefault(row, []).append(b.nbytes)
+  rows = [dataclasses.replace(row, count=len(sizes), nbytes=sum(sizes)) for row, sizes in found.items()]
+  return tuple(sorted(rows, key=lambda row: -row.nbytes)[:_MOST_SAVED])
 
 
 def host_memory(program: Program, arguments: Sequence[Argument], kind: str) -> HostMemory | None:

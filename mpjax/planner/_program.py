@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mpjax.jaxpr import BACKWARD, FORWARD, layer_pattern
-from mpjax.planner._results import Collective, Note, Saved, add_up, add_up_saved
+from mpjax.jaxpr import BACKWARD, FORWARD
+from mpjax.planner._results import Collective, Note, add_up
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -204,14 +204,6 @@ def by_part(buffers: Collection[Buffer], kept: Collection[Buffer]) -> collection
   for b in buffers:
     parts[b.part or ("activations" if b in kept else "temporaries")] += b.nbytes
   return parts
-
-
-def saved_of(buffers: Collection[Buffer]) -> tuple[tuple[Saved, ...], int]:
-  """Returns saved activations as rows, and the bytes of all."""
-  makers = ((b, b.maker) for b in buffers if b.maker is not None)
-  return add_up_saved(
-    Saved(layer_pattern(o.path), o.source, o.name, str(b.dtype), b.shape, 1, b.nbytes) for b, o in makers
-  )
 
 
 def read_backward(program: Program) -> set[Buffer]:

@@ -30,7 +30,7 @@ TIME_PARTS = (
   "collectives",
   "host",
 )
-_MOST_SOURCES, _MOST_SAVED = 3, 20
+_MOST_SOURCES = 3
 
 
 class Note(str):
@@ -72,16 +72,6 @@ class Saved:
   nbytes: int
 
 
-def add_up_saved(saved: Iterable[Saved]) -> tuple[tuple[Saved, ...], int]:
-  """Returns equal activations as one row each, the largest 20 first, and the bytes of all."""
-  found: dict[Saved, list[int]] = {}
-  for one in saved:
-    found.setdefault(dataclasses.replace(one, nbytes=0), []).append(one.nbytes)
-  rows = [dataclasses.replace(row, count=len(sizes), nbytes=sum(sizes)) for row, sizes in found.items()]
-  rows.sort(key=lambda row: -row.nbytes)
-  return tuple(rows[:_MOST_SAVED]), sum(row.nbytes for row in rows)
-
-
 @dataclasses.dataclass(frozen=True)
 class Memory(Renamed):
   """Bytes on one device.
@@ -90,7 +80,7 @@ class Memory(Renamed):
     parts: bytes of each part, by the names of ARGUMENT_PARTS and TRANSIENT_PARTS, without empty parts; their
       sum is `peak`.
     optimizer: bytes of optimiser state by slot and dtype, such as `mu float32`.
-    saved: activations that the backward pass reads, the largest first.
+    saved: activations that the backward pass reads, the largest 20 first; empty for a compiled program.
     saved_bytes: the most bytes of activations for the backward pass at one time, listed or not.
     peak: the most bytes in memory at one time.
   """

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from mpjax.jaxpr import BACKWARD, FORWARD, is_library, split_scopes
+from mpjax.jaxpr import BACKWARD, FORWARD
 from mpjax.planner._program import Buffer, Operation, Program, read_backward
 from mpjax.planner.compiled._hlo import (
   VIEWS,
@@ -46,14 +46,12 @@ def from_hlo(
     weights: shapes of the weights, whole and on one device.
     kernels: FLOPs of fused kernels, as `traced_kernels` returns them.
   """
-  return _Reader(module, kind, {_without_ones(shape) for shape in weights}, kernels or {}).program(
-    module.entry
-  )
+  reader = _Reader(kind, {_without_ones(shape) for shape in weights}, kernels or {})
+  return reader.program(module.entry)
 
 
 class _Reader:
-  def __init__(self, module: HloModule, kind: str, weights: set[tuple[int, ...]], kernels: Kernels):
-    self._module = module
+  def __init__(self, kind: str, weights: set[tuple[int, ...]], kernels: Kernels):
     self._kind = kind
     self._weights = weights
     self._kernels = kernels
@@ -99,17 +97,8 @@ class _Reader:
           starts[key] = operation
         elif (awaited := _awaits(instruction)) in starts:
           operation.awaits = starts.pop(awaited)
-      named = speaker.named
-      operation.name, operation.path = split_scopes(named.op_name)[-1], path_of_name(named.op_name)
-      operation.source = self._source(named)
+      operation.path = path_of_name(speaker.named.op_name)
     return Program([o for i, o in operations.items() if i.op not in VIEWS], [], results)
-
-  def _source(self, instruction: HloInstruction) -> str:
-    """Returns the file and line of the user's program, `model.py:31`."""
-    frames = self._module.lines.get(instruction.proto.metadata.stack_frame_id, ())
-    shown = [f"{file.rpartition('/')[2]}:{line}" for file, line in frames]
-    own = (text for text, (file, _) in zip(shown, frames, strict=True) if not is_library(file))
-    return next(own, shown[0] if shown else "")
 
   def _part(self, shape: HloShape, maker: HloInstruction) -> str:
     """Returns the part of memory that a result belongs to whoever reads it; empty if that decides."""

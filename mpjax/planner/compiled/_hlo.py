@@ -18,7 +18,6 @@ COLLECTIVES = frozenset(
   {"all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"}
   | {"ragged-all-to-all", "reduce-scatter"}
 )
-_DEPTH = 64
 _MOST_UNNAMED = 8
 # Parts of a name that lowering adds for loops and calls.
 _NOT_MODULES = MARKS | {
@@ -125,12 +124,10 @@ class HloModule:
   Attributes:
     computations: by name; those that others run come before them.
     entry: the main computation.
-    lines: from the number of a stack frame to (file, line) of itself and its callers, innermost first.
   """
 
   computations: dict[str, HloComputation]
   entry: HloComputation
-  lines: dict[int, list[tuple[str, int]]]
 
 
 def parse(proto: bytes) -> HloModule:
@@ -158,7 +155,6 @@ def parse(proto: bytes) -> HloModule:
   return HloModule(
     {computation.name: computation for computation in computations.values()},
     computations[message.entry_computation_id],
-    _frames(message.stack_frame_index),
   )
 
 
@@ -276,16 +272,3 @@ def _number(constant: HloInstruction) -> int | None:
   literal = constant.proto.literal
   found = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
   return found[0] if len(found) == 1 else None
-
-
-def _frames(index: Any) -> dict[int, list[tuple[str, int]]]:
-  """Returns (file, line) of each stack frame and its callers; the tables count from one."""
-  chains: dict[int, list[tuple[str, int]]] = {}
-  for number in range(1, len(index.stack_frames) + 1):
-    at, chain = number, chains.setdefault(number, [])
-    while at and len(chain) < _DEPTH:
-      frame = index.stack_frames[at - 1]
-      location = index.file_locations[frame.file_location_id - 1]
-      chain.append((index.file_names[location.file_name_id - 1], location.line))
-      at = frame.parent_frame_id
-  return chains

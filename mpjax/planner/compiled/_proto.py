@@ -15,7 +15,7 @@ _MESSAGES = {
   "Layout": "minor_to_major:1:int64* tiles:6:Tile* memory_space:8:int64",
   "Shape": "element_type:2:int32 dimensions:3:int64* tuple_shapes:4:Shape* layout:5:Layout",
   "Literal": "s32s:4:int32* s64s:5:int64* u32s:6:uint32* u64s:7:uint64*",
-  "Metadata": "op_name:2:string stack_frame_id:15:int32",
+  "Metadata": "op_name:2:string",
   "WindowDimension": "size:1:int64 stride:2:int64 padding_low:3:int64 window_dilation:5:int64"
   " base_dilation:6:int64",
   "Window": "dimensions:1:WindowDimension*",
@@ -48,9 +48,7 @@ _MESSAGES = {
   "Sequence": "instruction_ids:1:int64*",
   "ScheduleEntry": "key:1:int64 value:2:Sequence",
   "Schedule": "sequences:1:ScheduleEntry*",
-  "FileLocation": "file_name_id:1:int32 line:3:int32",
-  "StackFrame": "file_location_id:1:int32 parent_frame_id:2:int32",
-  "StackFrames": "file_names:1:string* file_locations:3:FileLocation* stack_frames:4:StackFrame*",
+  "StackFrames": "file_names:1:string*",
   "Module": "name:1:string computations:3:Computation* entry_computation_id:6:int64 schedule:7:Schedule"
   " stack_frame_index:17:StackFrames",
 }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mpjax._render.plain_text import bytes_text
 from mpjax.planner._arguments import Argument, argument_parts
-from mpjax.planner._program import Program, by_part, collectives_of, live_at_peak, loops_of, saved_of
+from mpjax.planner._program import Program, by_part, collectives_of, live_at_peak, loops_of
 from mpjax.planner._results import TRANSIENT_PARTS, Collective, Compiled, Memory, Note
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled._compile import CompiledProgram
@@ -85,8 +85,7 @@ def _divided(program: Program, whole: Compiled, known_live: int) -> tuple[Memory
     known_live: bytes of `temporaries` that are live at the peak, by the compiler; 0 if not known. The rest
       are gaps between buffers.
   """
-  live, kept = live_at_peak(program).live, kept_of(program)
-  parts = by_part(live, kept)
+  parts = by_part(live_at_peak(program).live, kept_of(program))
   known, listed = whole.temporaries, parts.total()
   divided = {name: parts[name] * known // max(listed, known, 1) for name in TRANSIENT_PARTS}
   gaps = known - known_live if 0 < known_live < known and listed <= known else 0
@@ -94,10 +93,8 @@ def _divided(program: Program, whole: Compiled, known_live: int) -> tuple[Memory
   every = whole.memory.parts | divided
   every["outputs"] = whole.memory.parts.get("outputs", 0)
   every["allocator"] = known - sum(divided.values())
-  saved, saved_bytes = saved_of([b for b in live if not b.part and b in kept])
-  memory = dataclasses.replace(
-    whole.memory, parts={name: n for name, n in every.items() if n}, saved=saved, saved_bytes=saved_bytes
-  )
+  sized = {name: n for name, n in every.items() if n}
+  memory = dataclasses.replace(whole.memory, parts=sized, saved_bytes=parts["activations"])
   return memory, max(0.0, 1 - missed / whole.peak) if whole.peak else 1.0
 
 
