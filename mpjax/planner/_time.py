@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 
@@ -52,7 +52,7 @@ def traced_time(program: Program, target: Target) -> Time | None:
   """
   if not _has_rates(target):
     return None
-  spent = _spent(_kernels(program, target), target)
+  spent = _spent(_kernels(program), target)
   for place, seconds in spent.by_place.items():
     if place[0] == "collectives":
       spent.by_place[place] = seconds * (1 - HIDDEN)
@@ -162,12 +162,12 @@ class _Kernel:
   writes: dict[Buffer, float]
 
 
-def _kernels(program: Program, target: Target) -> Program:
+def _kernels(program: Program) -> Program:
   """Returns a program of kernels, with the bytes that they move."""
-  kernels = list(_merged(program))
   operations = []
-  for kernel, moved in zip(kernels, _moved(kernels, program, target.on_chip / 2), strict=True):
-    bodies = [_kernels(body, target) for body in kernel.operation.bodies]
+  for kernel in list(_merged(program)):  # which adds to those before
+    moved = sum((*kernel.reads.values(), *kernel.writes.values()))
+    bodies = [_kernels(body) for body in kernel.operation.bodies]
     operations.append(dataclasses.replace(kernel.operation, bodies=bodies, moved=moved))
   return dataclasses.replace(program, operations=operations)
 
@@ -183,15 +183,14 @@ def _merged(program: Program) -> Iterator[_Kernel]:
   for operation in program.operations:
     reads, writes = dict(operation.reads), {b: float(b.nbytes) for b in operation.writes}
     depth = max((level.get(b, 0) for b in reads), default=0)
-    is_copy = operation.part == "copies" and not writes
-    heavy = is_copy or is_heavy(operation)
+    heavy = is_heavy(operation)
     level.update(dict.fromkeys(writes, depth + (heavy or has(operation.origin, Trait.STORES_RESULT))))
     alone = Operation(operation.origin, path=operation.path, part="element-wise")
     if heavy:
       if is_fp8(operation.origin):
         yield _Kernel(alone, {Buffer((), None): _quantised_bytes(operation)}, {})
       kernel = _Kernel(operation, reads, writes)
-      if not operation.bodies and not is_copy:
+      if not operation.bodies:
         _in_part(kernel)
       yield kernel
       continue
@@ -206,30 +205,6 @@ def _merged(program: Program) -> Iterator[_Kernel]:
       yield found
     found.reads |= {b: nbytes for b, nbytes in reads.items() if b not in found.writes}
     found.writes |= writes
-
-
-def _moved(kernels: Sequence[_Kernel], program: Program, room: float) -> Iterator[float]:
-  """Yields the bytes that each kernel moves to and from the device's memory.
-
-  What fits the memory on a TPU's chip, which the compiler fills, does not go there at all if it is read
-  before others take its place.
-  """
-  last = {b: kernel for kernel in kernels for b in kernel.reads}
-  stays = {b for b, kernel in last.items() if not kernel.operation.bodies} - set(program.results)
-  held: collections.OrderedDict[Buffer, float] = collections.OrderedDict()
-  for kernel in kernels:
-    moved = sum(nbytes for b, nbytes in kernel.reads.items() if b not in held)
-    for b in kernel.reads:
-      if last[b] is kernel:
-        held.pop(b, None)
-    for b, nbytes in kernel.writes.items():
-      if b in stays:
-        held[b] = nbytes
-      else:
-        moved += nbytes
-    while sum(held.values()) > room:
-      moved += held.popitem(last=False)[1]
-    yield moved
 
 
 def _in_part(kernel: _Kernel) -> None:
