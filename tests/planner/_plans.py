@@ -15,14 +15,6 @@ ACTIVATIONS = {"fp32": 9_876_543_210, "bf16": 5_432_109_876, "bf16_pure": 5_012_
 DTYPE = {"fp32": "float32", "bf16": "bfloat16", "bf16_pure": "bfloat16"}
 
 
-def in_words(nbytes):
-  """Bytes as a report has them."""
-  for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-    if nbytes >= size:
-      return f"{nbytes / size:.2f} {unit}"
-  return f"{nbytes} B"
-
-
 def a_memory(policy="bf16", scale=1.0):
   parts = {name: size * PARAMETERS for name, size in PER_PARAMETER[policy].items()}
   parts |= {"batch": BATCH, "activations": int(scale * ACTIVATIONS[policy]), "temporaries": 123_456_789}

@@ -145,26 +145,6 @@ def test_what_a_gpu_has_no_units_for_takes_the_time_of_float32():
       assert plan.eligible == (dtype == F16), (target, dtype)
 
 
-def test_several_passes_take_as_many_times_as_long():
-  size = 2048
-  for target, precision, once in (
-    ("v5e", "BF16_BF16_F32", 197e12),
-    ("v5e", "BF16_BF16_F32_X3", 197e12 / 3),
-    ("v5e", "BF16_BF16_F32_X6", 197e12 / 6),
-    ("v5e", "high", 197e12 / 3),
-    ("h200", "BF16_BF16_F32_X9", 989.4e12 / 9),
-    ("h200", "TF32_TF32_F32", 494.7e12),
-    ("h200", "TF32_TF32_F32_X3", 494.7e12 / 3),
-  ):
-    with jax.default_matmul_precision(precision):
-      plan = plan_of(product_of, *[S((size, size), F32)] * 2, target=target)
-    assert plan.floor.parts["matrix units"] == pytest.approx(2 * size**3 / once), (target, precision)
-    assert plan.inference == 4 * size**2
-  text = str(plan)
-  assert "products: tensorfloat32 x3 100.0%" in text
-  assert "in half precision (bf16 or fp16) multiplies at a higher rate" in text
-
-
 def test_what_is_below_16_bits_has_the_rate_of_its_units_or_that_of_bfloat16():
   size = 4096
   of = lambda recipe, **options: (

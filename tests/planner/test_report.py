@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
+from mpjax._render.plain_text import bytes_text as in_words
 from mpjax._render.tables import tables_text
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective, Floor, Note
 from mpjax.planner._report import NO_FIT, answer, answer_beside, sections_of
-from tests.planner._plans import PARAMETERS, a_plan, a_product, a_time, in_words, the_head
+from tests.planner._plans import PARAMETERS, a_plan, a_product, a_time, the_head
 
 POLICIES = ("fp32", "bf16", "bf16_pure")
 

@@ -31,7 +31,6 @@ from tests.planner._steps import (
   mesh_of,
   nbytes,
   on,
-  training,
 )
 from tests.planner.test_array_bytes import SIZES, shapes_to_try
 
@@ -217,26 +216,6 @@ def test_plan_for_one_described_device(target, size_of, table):
 
 
 @for_devices
-@pytest.mark.parametrize("target", ["v5e:2x2", "tpu7x:1x2x1", "h200:4"])
-def test_plan_of_a_data_mesh(target):
-  tx, mesh = optax.adamw(1e-3), mesh_of(AxisType.Explicit if target == "h200:4" else AxisType.Auto, data=4)
-  args = on(mesh, PARAMS), on(mesh, jax.eval_shape(tx.init, PARAMS)), on(mesh, BATCH, "data")
-  plan = mpjax.plan(
-    jax.jit(training(residual, tx), donate_argnums=(0, 1)), *args, target=described(target), compile=True
-  )
-  assert plan.devices == 4
-  assert by_parts(plan, "master weights") == 4 * WEIGHTS
-  assert by_parts(plan, "batch") == nbytes(BATCH) // 4
-  assert by_parts(plan, *ARGUMENT_PARTS) == plan.compiled.arguments
-  (reduced,) = plan.collectives
-  assert (reduced.operation, reduced.dtype) == ("all-reduce", "float32")
-  assert 4 * WEIGHTS < reduced.nbytes <= 4 * WEIGHTS + 512  # the gradients and the loss
-  # A floor: a ring sends more, and no network less than what each device must hear of.
-  sent = plan.floor.parts["interconnect"] * get_target(target).interconnect
-  assert reduced.nbytes / 2 <= sent <= 2 * reduced.nbytes * 3 / 4
-
-
-@for_devices
 @pytest.mark.parametrize(("recipe", "dtype"), [("auto", "f8e4m3fn"), ("nvfp4", "f4e2m1fn")])
 def test_blocks_are_multiplied_as_blocks_and_take_less_memory_than_bfloat16(recipe, dtype):
   blocks = mean_squares(lambda params, x: functools.reduce(lambda x, p: residual_block(p, x), params, x))
@@ -249,14 +228,6 @@ def test_blocks_are_multiplied_as_blocks_and_take_less_memory_than_bfloat16(reci
   }
   assert f"triton: {dtype} x {dtype}" in plans["fp8"].compiled.kernels
   assert plans["fp8"].compiled.temporaries < plans["bf16"].compiled.temporaries
-
-
-@for_devices
-def test_a_compiler_widens_what_its_gpu_has_no_units_for():
-  step, state = a_train_step("bf16")
-  plan = mpjax.plan(step, state, {"x": S((16, 64), F32)}, target=described("t4"), compile=True)
-  assert all("f32 x f32" in kernel for kernel in plan.compiled.kernels)
-  assert plan.eligible == 0
 
 
 @for_devices

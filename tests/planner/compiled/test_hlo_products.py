@@ -1,10 +1,8 @@
 """The collectives and matrix products of compiled programs, against bytes and multiplications counted by hand."""
 
-import collections
 import functools
 import itertools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -140,12 +138,6 @@ def test_every_collective_is_its_bytes_in_the_forms_of_each_release():
 # Products, against counts of multiplications one by one.
 
 
-def products_of(function, *args):
-  compiled = jax.jit(function).lower(*args).compile()
-  module = parse(module_proto(compiled))
-  return products_in(module, "cpu")
-
-
 def total(products):
   return sum(product.flops * times for product, _, times in products)
 
@@ -168,13 +160,6 @@ CONVOLUTIONS = [
   ((5, 3), (2, 3), ((2, 1), (0, 2)), (1, 1)),
   ((3, 3), (1, 1), ((2, 2), (2, 2)), (2, 2)),
 ]
-EINSUMS = [
-  ("ij,jk->ik", (32, 48), (48, 80)),
-  ("bij,bjk->bik", (3, 32, 48), (3, 48, 80)),
-  ("bhtd,bhsd->bhts", (2, 4, 64, 32), (2, 4, 64, 32)),
-  ("ij,jkl->ikl", (32, 48), (48, 5, 16)),
-  ("ijk,jkl->il", (32, 4, 12), (4, 12, 80)),
-]
 
 
 def convolve(x, w, stride, padding, dilation=(1, 1), groups=1):
@@ -190,35 +175,11 @@ def a_convolution(taps, stride, padding, dilation):
   return function, (a_shape(4, *sizes, 16), a_shape(*taps, 16, 24)), 2 * 4 * 16 * 24 * math.prod(met)
 
 
-def an_einsum(dtype, spec, *shapes):
-  letters = dict(zip("".join(spec.split("->")[0].split(",")), itertools.chain(*shapes), strict=True))
-  args = [a_shape(*shape, dtype=dtype) for shape in shapes]
-  return functools.partial(jnp.einsum, spec), args, 2 * math.prod(letters.values())
-
-
-def test_flops_of_products_and_convolutions_which_leave_out_the_padding():
-  scan = lambda w, x: lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=7)[0]
-  grouped = functools.partial(convolve, stride=(1, 1), padding="VALID", groups=4)
-  rows = [(row, *a_convolution(*row)) for row in CONVOLUTIONS]
-  rows += [((dtype, *row), *an_einsum(dtype, *row)) for row in EINSUMS for dtype in (f32, bf16)]
-  rows += [("seven times", scan, (a_shape(64, 64), a_shape(16, 64)), 7 * 2 * 16 * 64 * 64)]
-  rows += [("grouped", grouped, (a_shape(2, 8, 8, 16), a_shape(3, 3, 4, 24)), 2 * 2 * 6 * 6 * 24 * 3 * 3 * 4)]
-
-  def every(*args):
-    results = []
-    for i, ((_, function, *_), given) in enumerate(zip(rows, args, strict=True)):
-      with jax.named_scope(f"row{i}"):
-        results.append(function(*given))
-    return results
-
-  found = collections.defaultdict(list)
-  for product in products_of(every, *(args for _, _, args, _ in rows)):
-    found[int(re.search(r"row(\d+)", product[1].path)[1])].append(product)
-  for i, (name, _, _, flops) in enumerate(rows):
-    assert total(found[i]) == flops, name
-    assert {(p.kernel, times) for p, _, times in found[i]} == {("dot", 7 if name == "seven times" else 1)}, (
-      name
-    )
+def test_flops_of_convolutions_leave_out_the_padding():
+  for row in CONVOLUTIONS:
+    function, args, flops = a_convolution(*row)
+    module = parse(module_proto(jax.jit(function).lower(*args).compile()))
+    assert total(products_in(module, "cpu")) == flops, row
 
 
 # What multiplies on a GPU: lines that read `a` of [8, 16] and `b` of [16, 4].
@@ -290,11 +251,8 @@ def kept_flops():
     "scan": 18 * 2 * 2048 * 128 * 128,
     "scan in half precision": 18 * 2 * 512 * 256 * 256,
     "convolutions": 11 * convolution,
-    "filling": 0,
     "updating": 2 * 64 * 512 * 512,
-    "scattering": 2 * 1024 * 128 * 128,
     "branching": 2 * 2 * 256**3,
-    "looping": 5 * 3 * 2 * 256**3,
     "crossing": 0,
     "data": 5 * 2 * 1024 * 512 * 2048,  # the rows of one of four devices
     "fsdp": 5 * 2 * 512 * 512 * 2048,

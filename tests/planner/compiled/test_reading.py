@@ -165,15 +165,3 @@ def test_without_protobuf_the_compilers_totals_are_left(monkeypatch):
   plan = plan_of(*TRAINING)
   assert any(note.startswith(f"{UNREADABLE} (") and "protobuf" in note for note in plan.notes)
   assert plan.peak == whole(*TRAINING)[0].peak
-
-
-def test_a_computation_that_runs_itself_is_no_failure():
-  def looped(proto):
-    module = module_class().FromString(proto)
-    for computation in module.computations:
-      for instruction in computation.instructions:
-        for k in range(len(instruction.called_computation_ids)):
-          instruction.called_computation_ids[k] = computation.id
-    return module.SerializeToString()
-
-  assert plan_of(*TRAINING, looped).peak == whole(*TRAINING)[0].peak

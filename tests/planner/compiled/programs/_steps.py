@@ -94,16 +94,6 @@ def convolutions():
   return Step(step, ([a_shape(3, 3, 16, 16)] * 4, a_shape(32, 16, 16, 16)), (0,))
 
 
-def filling(rows, width):
-  """A buffer that a loop fills in place."""
-
-  def fill(x):
-    write = lambda i, buffer: lax.dynamic_update_index_in_dim(buffer, jnp.sin(x * i), i, 0)
-    return lax.fori_loop(0, rows, write, jnp.zeros((rows, width))).sum(0)
-
-  return Step(fill, (a_shape(width),))
-
-
 def updating(rows, width):
   def update(a, x, at):
     a = jnp.sin(a)
@@ -114,22 +104,9 @@ def updating(rows, width):
   return Step(update, (a_shape(rows, width), a_shape(width), a_shape(3, dtype=jnp.int32)))
 
 
-def scattering(rows, width):
-  add = lambda table, at, x: jnp.tanh((table * 2).at[at].add(x)) @ jnp.ones((width, width))
-  return Step(add, (a_shape(rows, width), a_shape(32, dtype=jnp.int32), a_shape(32, width)))
-
-
 def branching(width):
   branches = (lambda x: (x @ x @ x).sum(), lambda x: jnp.sin(x).sum())
   return Step(lambda x, c: lax.cond(c > 0, *branches, x), (a_shape(width, width), a_shape()))
-
-
-def looping(length, width):
-  def body(c, _):
-    h = jnp.tanh(c @ c)
-    return jnp.sin(h @ h @ h), None
-
-  return Step(lambda x: lax.scan(body, jnp.sin(x), None, length=length)[0], (a_shape(width, width),))
 
 
 def a_mesh(**sizes):
@@ -191,11 +168,8 @@ STEPS = {
   "scan": (lambda: perceptron(6, 128, 2048, scan=True), ALONE),
   "scan in half precision": (lambda: perceptron(6, 256, 512, bf16, scan=True), ALONE),
   "convolutions": (convolutions, ALONE),
-  "filling": (lambda: filling(64, 4096), ALONE),
   "updating": (lambda: updating(64, 512), ALONE),
-  "scattering": (lambda: scattering(1024, 128), ALONE),
   "branching": (lambda: branching(256), ALONE),
-  "looping": (lambda: looping(5, 256), ALONE),
   "crossing": (crossing, ("v5e:2x2", "h200:4")),
   "data": (lambda: over_a_mesh(data=4), ("v5e:2x2", "h200:4")),
   "fsdp": (lambda: over_a_mesh(data=2, fsdp=4), ("v5e:2x4", "h200:8")),
