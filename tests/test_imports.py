@@ -14,7 +14,7 @@ FILES = [file for top in ("mpjax", "tests", "benchmarks", "scripts") for file in
 
 # What a folder's files do not have, but for those named: a pattern of it.
 NEVER = {
-  "a lowering rule": ("mpjax", r"\bmlir\b", "products/_lowering"),
+  "a lowering rule": ("mpjax", r"\bmlir\b", "products/_primitives"),
   "a transform in a policy": ("mpjax/policy", r"mpjax\.(optim|loss_scale|casting|products)", ""),
   # Layer-wise scaling has to know what its functions close over, and whether they communicate.
   "a program in a loss scale": ("mpjax/loss_scale", r"mpjax\.jaxpr", "loss_scale/_layerwise"),

@@ -18,7 +18,6 @@ from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._fp8_products import Fp8Product, SideInputs
 from mpjax.casting._kinds import Held
 from mpjax.casting._reasons import Code
-from mpjax.fp8 import Recipe
 from mpjax.jaxpr import backward_depth, bodies_of, constants_of, in_region
 from mpjax.products import has_own_gradients
 
@@ -50,7 +49,6 @@ class Decision:
     about: what the reason's sentence tells, such as a size.
     call: for `Mode.ENTER`, its bodies.
     fp8: the quantised product, if it is an FP8 product.
-    recipe: for a product, the FP8 recipe that decided whether it is one; `None` without a recipe.
     site: under delayed FP8 scaling, the name of its history.
   """
 
@@ -64,7 +62,6 @@ class Decision:
   about: str = ""
   call: Call | None = None
   fp8: Fp8Product | None = None
-  recipe: Recipe | None = None
   site: str | None = None
 
   @property
@@ -207,9 +204,9 @@ class CastPlan:
       for plan in node.call.plans if node.call else ():
         yield from plan.all_nodes()
 
-  def fp8_sites(self) -> dict[str, Recipe]:
-    """Returns the recipe of each history of delayed FP8 scaling, by its name."""
-    return {n.site: n.recipe for n in self.all_nodes() if n.site is not None and n.recipe is not None}
+  def fp8_sites(self) -> set[str]:
+    """Returns the names of histories of delayed FP8 scaling."""
+    return {node.site for node in self.all_nodes() if node.site is not None}
 
 
 @dataclasses.dataclass(frozen=True)

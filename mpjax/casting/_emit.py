@@ -65,7 +65,7 @@ def execute(
     ValueError: for an `fp8_state` that is missing, or belongs to another function.
   """
   products = [node.fp8 for node in plan.all_nodes() if node.fp8]
-  side, tie = _fp8_products.open_state_for(fp8_state, plan.fp8_sites(), products)
+  side, tie = _fp8_products.open_state_for(fp8_state, products)
   if tap is not None:
     side = side._replace(tap_probes=dict(enumerate(tap.probes)))
   return _fp8_products.tie_to_state(tie, Emitter(side, tap)(plan, operands))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import pathlib
 import sys
 import warnings
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,17 +29,15 @@ from mpjax.products import (
   NOTHING,
   RHS,
   Spec,
+  free_dims,
   half_dot_general_p,
   half_ragged_dot_p,
   multiply_dot,
   multiply_ragged,
   observe,
-  ragged_sizes,
   recipe_of_experts,
-  sizes_of,
   spec_of,
   spread,
-  unfit,
   why_not_fp8,
 )
 
@@ -82,14 +81,12 @@ class Fp8Decision(NamedTuple):
   """The decision about one product of a module with a recipe.
 
   Attributes:
-    recipe: the recipe that decided.
     code: the reason.
     about: what its sentence tells.
     fp8: the quantised product; `None` if it stays in half precision.
     site: under delayed scaling, the name of its history, which it also has in half precision.
   """
 
-  recipe: Recipe
   code: Code
   about: str = ""
   fp8: Fp8Product | None = None
@@ -97,24 +94,18 @@ class Fp8Decision(NamedTuple):
 
 
 class Sites:
-  """Names for histories of delayed scaling: the module path, and a number if it has several weights."""
+  """Names for histories of delayed scaling, and numbers for products in the order of the decisions."""
 
   def __init__(self) -> None:
-    self._numbers = itertools.count()
+    self.numbers = itertools.count()
     self._names: dict[tuple[str, Hashable], str] = {}
-    self._weights: dict[str, int] = {}
 
   def name(self, path: str, weight: Hashable) -> str:
-    """Returns the name for a product with a weight (given by its identity), in a module."""
+    """Returns the module path, and a number if it has several weights (each given by its identity)."""
     if (path, weight) not in self._names:
-      i = self._weights.get(path, 0)
-      self._weights[path] = i + 1
+      i = sum(known == path for known, _ in self._names)
       self._names[path, weight] = f"{path}:{i}" if i else path or ":0"
     return self._names[path, weight]
-
-  def next_number(self) -> int:
-    """Returns a number for a product, in the order of the decisions."""
-    return next(self._numbers)
 
 
 class SideInputs(NamedTuple):
@@ -149,34 +140,19 @@ class SideInputs(NamedTuple):
     return jax.tree.unflatten(jax.tree.structure(self), arrays)
 
 
-class Support(NamedTuple):
-  """This machine's support for a recipe: whether its products are quantised, and in which units.
-
-  Attributes:
-    why_not: the reason why they are not; `None` if they are.
-    native: see `fp8_dot_general`.
-  """
-
-  why_not: str | None
-  native: bool | None
-
-
-def support(recipe: Recipe) -> Support:
-  """Returns the support of the default backend's device for a recipe."""
+def support(recipe: Recipe) -> tuple[str | None, bool | None]:
+  """Returns why this machine quantises no product by a recipe, `None` if it does, and `Spec.native`."""
   has_units, lack = fp8_units(recipe)
-  platform = jax.default_backend()
   if has_units:
-    return Support(None, True)
-  if recipe.emulate:
-    # A machine without a GPU may compile for one: the platform decides.
-    return Support(None, None if platform in ("cpu", "tpu") else False)
-  return Support(lack, None)
+    return None, True
+  # A machine without a GPU may compile for one: the platform decides.
+  return None if recipe.emulate else lack, None if jax.default_backend() in ("cpu", "tpu") else False
 
 
 def warn_of(recipes: set[Recipe], compute_dtype: str) -> None:
   """Warns if a policy asks for FP8 that the device does not have."""
   for recipe in recipes:
-    lack = support(recipe).why_not
+    lack, _ = support(recipe)
     if lack is not None:
       warnings.warn(
         f"the policy asks for FP8 products, but {lack}: they run in {compute_dtype} instead. For the numbers "
@@ -200,9 +176,9 @@ def decide(
   """
   why_not = _why_not(equation, recipe, role)
   if role is None or why_not is not None:
-    return Fp8Decision(recipe, *(why_not or (Code.IN_RULE,)))
-  if equation.primitive in _RAGGED:
-    return _of_experts(equation, recipe, role, sites)
+    return Fp8Decision(*(why_not or (Code.IN_RULE,)))
+  of_experts = equation.primitive in _RAGGED
+  recipe = recipe_of_experts(recipe) if of_experts else recipe
   site = None
   # Gradients of a backward pass inside the program have no history: they have their own scale.
   if recipe.recipe == "delayed" and not any(role.gradients):
@@ -210,28 +186,16 @@ def decide(
     weight = id(equation) if all(role.active) else (role.roots[side], side)
     # Also if the sizes are unfit: another batch may have sizes that fit.
     site = sites.name(path, weight)
-  number = sites.next_number()
-  lhs, rhs = map(shape_of, equation.invars[:2])
-  if lack := unfit(sizes_of(lhs, rhs, equation.params["dimension_numbers"]), recipe):
-    return Fp8Decision(recipe, Code.UNFIT, lack, site=site)
-  spec = spec_of(recipe, role.gradients, role.weights, support(recipe).native)
-  fp8 = Fp8Product(recipe, spec, role.roots, site, number)
-  return Fp8Decision(recipe, Code.FP8, str(recipe), fp8, site)
-
-
-def _of_experts(equation: JaxprEqn, recipe: Recipe, role: ProductRole, sites: Sites) -> Fp8Decision:
-  """Decides about a ragged product; it has no history, and a recipe of its own."""
-  own = recipe_of_experts(recipe)
-  if lack := unfit(ragged_sizes(equation), own):
-    return Fp8Decision(recipe, Code.UNFIT, lack)
-  spec = spec_of(own, role.gradients, native=support(own).native)
-  fp8 = Fp8Product(own, spec, role.roots, None, sites.next_number())
-  return Fp8Decision(recipe, Code.FP8_EXPERTS, str(own), fp8)
+  if lack := _unfit(equation, recipe):
+    return Fp8Decision(Code.UNFIT, lack, site=site)
+  spec = spec_of(recipe, role.gradients, None if of_experts else role.weights, support(recipe)[1])
+  fp8 = Fp8Product(recipe, spec, role.roots, site, next(sites.numbers))
+  return Fp8Decision(Code.FP8_EXPERTS if of_experts else Code.FP8, str(recipe), fp8, site)
 
 
 def _why_not(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> tuple[Code, str] | None:
   """Returns why a product is not FP8, for any sizes, and what tells it; `None` if it may be."""
-  lack = support(recipe).why_not
+  lack, _ = support(recipe)
   if lack is not None:
     return Code.NO_UNITS, lack
   if equation.primitive not in _PRODUCTS:
@@ -251,6 +215,33 @@ def _why_not(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> tu
     return Code.LAST_LAYERS, f"{recipe.keep_last:g}"
   if equation.primitive in _RAGGED and (lack := why_not_fp8(equation)):
     return Code.UNFIT, lack
+  return None
+
+
+def _unfit(equation: JaxprEqn, recipe: Recipe) -> str | None:
+  """Returns why a product of an equation's sizes is not quantised; `None` if it is.
+
+  It counts as [M, K] x [K, N], without batch dimensions, one of experts with the weight of one. All three
+  sizes matter: each is contracted in one of the forward and the two backward products.
+  """
+  lhs, rhs = map(shape_of, equation.invars[:2])
+  ragged = equation.params.get("ragged_dot_dimension_numbers")
+  contracted, batch = ragged.dot_dimension_numbers if ragged else equation.params["dimension_numbers"]
+  dims = (contracted, (batch[0], (*batch[1], *ragged.rhs_group_dimensions)) if ragged else batch)
+  parts = {
+    "M": [lhs[i] for i in free_dims(len(lhs), dims, 0)],
+    "K": [lhs[i] for i in contracted[0]],
+    "N": [rhs[i] for i in free_dims(len(rhs), dims, 1)],
+  }
+  if not all(isinstance(size, int) for part in parts.values() for size in part):
+    return "a dimension is symbolic, so it may not be a multiple of 16"
+  sizes = {name: math.prod(part) for name, part in parts.items()}
+  shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+  odd = [name for name, size in sizes.items() if size % recipe.multiple]
+  if odd:
+    return f"{shown}: {', '.join(odd)} is not a multiple of {recipe.multiple}"
+  if min(sizes.values()) < recipe.min_dim:
+    return f"{shown}: smaller than fp8.min_dim={recipe.min_dim}"
   return None
 
 
@@ -291,24 +282,21 @@ def tie_to_state(tie: Array | None, results: list[Array]) -> list[Array]:
   return [observe(x, tie, NOTHING) if is_float(jax.typeof(x)) else x for x in results]
 
 
-def open_state_for(
-  state: Fp8State | None, recipes: Mapping[str, Recipe], products: Iterable[Fp8Product]
-) -> tuple[SideInputs, Array | None]:
+def open_state_for(state: Fp8State | None, products: Iterable[Fp8Product]) -> tuple[SideInputs, Array | None]:
   """Returns what a program's products under delayed scaling read in a step, and the probe for `tie_to_state`.
 
   Args:
     state: the state from `mpjax.init_fp8_state`, or `None`.
-    recipes: the recipe of each site.
-    products: the FP8 products of the program.
+    products: the FP8 products of the program, all by one recipe.
 
   Raises:
     ValueError: if the program has products under delayed scaling but there is no state, or one of another
       function. A product without a history in the state is scaled by its own amax.
   """
-  uses: dict[str, list[int]] = {}
+  uses: dict[str, list[Fp8Product]] = {}
   for fp8 in products:
     if fp8.site is not None:
-      uses.setdefault(fp8.site, []).append(fp8.number)
+      uses.setdefault(fp8.site, []).append(fp8)
   if state is None and not uses:
     return SideInputs({}, {}, {}), None
   if state is None:
@@ -316,11 +304,12 @@ def open_state_for(
       "fp8 recipe 'delayed' scales by the amaxes of earlier steps: pass them as mpjax.autocast(..., "
       "fp8_state=state), first from mpjax.init_fp8_state(function, policy)(*arguments); or use 'current'"
     )
-  check_state(state, {site: recipes[site].amax_history_len for site in uses})
-  known = {site: numbers for site, numbers in uses.items() if site in state["amax"]}
+  recipes = {site: found[0].recipe for site, found in uses.items()}
+  check_state(state, {site: recipe.amax_history_len for site, recipe in recipes.items()})
+  known = {site: found for site, found in uses.items() if site in state["amax"]}
   scales, probes, tie = open_state(state, {site: recipes[site] for site in known})
   by_number: dict[int, Array] = {}
-  for site, numbers in known.items():  # of products that share a history, the larger amax counts
-    several = spread(probes[site], len(numbers)) if len(numbers) > 1 else probes[site][None]
-    by_number |= {number: several[i] for i, number in enumerate(numbers)}
+  for site, found in known.items():  # of products that share a history, the larger amax counts
+    several = spread(probes[site], len(found)) if len(found) > 1 else probes[site][None]
+    by_number |= {fp8.number: several[i] for i, fp8 in enumerate(found)}
   return SideInputs(scales, by_number, {}), tie

@@ -9,6 +9,7 @@ from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import OpLists, make_rules
 from mpjax.casting._product_roles import input_root
 from mpjax.casting._trace import Traced
+from mpjax.fp8 import Recipe
 from mpjax.fp8._delayed import empty_state
 from mpjax.policy import get_policy, matmul_precision
 
@@ -57,7 +58,8 @@ def init_fp8_state(
     with matmul_precision(resolved):
       plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved)
     rules.overrides.check_all_matched()
-    return empty_state({site: recipe.amax_history_len for site, recipe in sorted(plan.fp8_sites().items())})
+    length = (resolved.fp8 or Recipe()).amax_history_len
+    return empty_state(dict.fromkeys(sorted(plan.fp8_sites()), length))
 
   return init
 

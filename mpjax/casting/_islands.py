@@ -408,7 +408,7 @@ def _saved_dtype(island: Island, rules: CastingRules) -> np.dtype | None:
   `None` if there is an exponential: a rounding error there is an error of the exponent.
   """
   recipe = rules.overrides.recipe_at(island.nodes[0].path)
-  if recipe is None or recipe.saved_activations != "fp8" or _fp8_products.support(recipe).why_not:
+  if recipe is None or recipe.saved_activations != "fp8" or _fp8_products.support(recipe)[0]:
     return None
   inside = rules.primitives([node.equation for node in island.nodes])
   exponential = any(has(primitive, Trait.EXPONENTIAL) for primitive in inside)

@@ -7,6 +7,8 @@ conversions saturate). Values that were not finite become NaN, for the loss scal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +20,14 @@ from mpjax._types import DTypeLike
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
-def amax_of(x: Float[Array, "..."], lead: int = 0) -> Float32[Array, "..."]:
-  """Returns the largest magnitude: f32[], or f32[*x.shape[:lead]]; NaN or infinity if x holds one."""
-  return jnp.max(jnp.abs(x), axis=tuple(range(lead, x.ndim)), initial=0).astype(jnp.float32)
+def amax_of(x: Float[Array, "..."], alone: Sequence[int] = ()) -> Float32[Array, "..."]:
+  """Returns the largest magnitude, f32[]; NaN or infinity if x holds one.
+
+  Entries along the dimensions `alone` each have their own: then it has the dimensions of x, the others of
+  size 1.
+  """
+  within = tuple(i for i in range(x.ndim) if i not in alone)
+  return jnp.max(jnp.abs(x), axis=within, keepdims=bool(alone), initial=0).astype(jnp.float32)
 
 
 def scale_of(

@@ -21,7 +21,7 @@ from mpjax import _compat
 from mpjax._types import Array
 from mpjax.fp8._scaling import amax_of
 from mpjax.jaxpr import PrimitiveFacts, register
-from mpjax.products._lowering import lower_as
+from mpjax.products._primitives import lower_as
 
 LHS, RHS, GRADIENT, NOTHING = range(4)
 
@@ -50,6 +50,10 @@ spread.defvjp(lambda probe, n: (spread(probe, n), None), lambda n, _, ct: (ct.ma
 observe_p = Primitive("fp8_observe")
 
 
+def _amax(x: Array, lead: int) -> Array:
+  return amax_of(x, range(lead)).reshape(x.shape[:lead])
+
+
 def _jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, slot: int, lead: int
 ) -> tuple[Array, Array | ad.Zero]:
@@ -60,7 +64,7 @@ def _jvp(
   if isinstance(d_probe, ad.Zero):
     return out, dx
   if not amax:
-    amax = [amax_of(x, lead) if slot in (LHS, RHS) else jnp.zeros(x.shape[:lead], jnp.float32)]
+    amax = [_amax(x, lead) if slot in (LHS, RHS) else jnp.zeros(x.shape[:lead], jnp.float32)]
   return out, bind(ad.instantiate_zeros(dx), d_probe, *amax)
 
 
@@ -77,7 +81,7 @@ def _transpose(
   of_probe = None
   if ad.is_undefined_primal(d_probe):
     if slot == GRADIENT:
-      amax = jnp.zeros_like(amax) if isinstance(ct, ad.Zero) else amax_of(ct, lead)
+      amax = jnp.zeros_like(amax) if isinstance(ct, ad.Zero) else _amax(ct, lead)
     axes = tuple(sorted(_compat.varying_axes(amax) - _compat.varying_axes_of_type(d_probe.aval)))
     amax = jax.lax.pmax(amax, axes) if axes else amax
     of_probe = jnp.where(np.eye(4, 3, dtype=bool)[slot], amax[..., None], 0)  # an amax may be NaN

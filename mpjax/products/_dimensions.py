@@ -1,13 +1,17 @@
-"""Dimensions and sizes of a product, the products for its gradients, and the sum of its tangents."""
+"""Dimensions and scales of a product, the products for its gradients, and the sum of its tangents.
+
+A scale is f32[] for a tensor. By entry it has the dimensions of its operand, each of size 1 unless entries
+along it have scales of their own: channels, or the members of an ensemble under `vmap`.
+"""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import ad
@@ -15,9 +19,11 @@ from jax.sharding import NamedSharding
 
 from mpjax import _compat
 from mpjax._types import Array
-from mpjax.fp8 import Recipe
 
 Dims: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+LARGEST_UNIT = 2.0**127  # that a scale gives a result; also of bfloat16
 
 
 def free_dims(ndim: int, dims: jax.lax.DotDimensionNumbers, side: int) -> list[int]:
@@ -26,70 +32,9 @@ def free_dims(ndim: int, dims: jax.lax.DotDimensionNumbers, side: int) -> list[i
   return [i for i in range(ndim) if i not in used]
 
 
-class Sizes(NamedTuple):
-  """A product as [m, k] x [k, n], without batch dimensions; a symbolic dimension is `None`."""
-
-  m: int | None
-  k: int | None
-  n: int | None
-
-
-def sizes_of(
-  lhs_shape: tuple[Any, ...], rhs_shape: tuple[Any, ...], dimension_numbers: jax.lax.DotDimensionNumbers
-) -> Sizes:
-  """Returns the sizes of a `dot_general`, its dimensions folded."""
-
-  def folded(sizes: list[Any]) -> int | None:
-    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
-
-  return Sizes(
-    folded([lhs_shape[i] for i in free_dims(len(lhs_shape), dimension_numbers, 0)]),
-    folded([lhs_shape[i] for i in dimension_numbers[0][0]]),
-    folded([rhs_shape[i] for i in free_dims(len(rhs_shape), dimension_numbers, 1)]),
-  )
-
-
-def unfit(sizes: Sizes, recipe: Recipe) -> str | None:
-  """Returns why a product of these sizes is not quantised; `None` if it is.
-
-  All three dimensions count: each is contracted in one of the forward and the two backward products.
-  """
-  named = {"M": sizes.m, "K": sizes.k, "N": sizes.n}
-  known = {name: size for name, size in named.items() if size is not None}
-  if len(known) < len(named):
-    return "a dimension is symbolic, so it may not be a multiple of 16"
-  shown = " x ".join(f"{name}={size}" for name, size in known.items())
-  odd = [name for name, size in known.items() if size % recipe.multiple]
-  if odd:
-    return f"{shown}: {', '.join(odd)} is not a multiple of {recipe.multiple}"
-  if min(known.values()) < recipe.min_dim:
-    return f"{shown}: smaller than fp8.min_dim={recipe.min_dim}"
-  return None
-
-
-class GradientProduct(NamedTuple):
-  """The product that gives an operand's gradient: its dimensions, and the transpose to the operand's layout.
-
-  Attributes:
-    dims: the dimensions of the product of the cotangent and the other operand.
-    permutation: from the product's result to the operand.
-    out_sharding: the sharding of the product's result; `None` without explicit axes.
-    operand: the operand's type.
-  """
-
-  dims: Dims
-  permutation: tuple[int, ...]
-  out_sharding: NamedSharding | None
-  operand: ShapedArray
-
-  def in_layout(self, out: Array) -> Array:
-    """Returns the product's result as the operand's gradient."""
-    return jax.lax.convert_element_type(jax.lax.transpose(out, self.permutation), self.operand.dtype)
-
-
 def gradient_product(
   operand: ShapedArray, other_ndim: int, dims: Dims, side: int, *, cotangent_first: bool
-) -> GradientProduct:
+) -> tuple[Dims, NamedSharding | None, Callable[[Array], Array]]:
   """Returns the product for the gradient of one operand, as JAX's own rule computes it.
 
   Args:
@@ -98,6 +43,11 @@ def gradient_product(
     dims: the dimensions of the product.
     side: 0 if the operand is the lhs, 1 if it is the rhs.
     cotangent_first: whether the cotangent is the lhs of the gradient's product, or the rhs.
+
+  Returns:
+    dims: the dimensions of the product of the cotangent and the other operand.
+    out_sharding: the sharding of its result; `None` without explicit axes.
+    in_layout: its result -> the gradient, in the operand's layout and dtype.
   """
   (contract, other_contract), (batch, other_batch) = ((pair[side], pair[1 - side]) for pair in dims)
   free, other_free = free_dims(operand.ndim, dims, side), free_dims(other_ndim, dims, 1 - side)
@@ -110,8 +60,11 @@ def gradient_product(
     contracted, batches = contracted[::-1], batches[::-1]
     layout = [*batch, *layout[n + len(free) :], *free]
   permutation = tuple(int(i) for i in np.argsort(layout))
-  sharding = _compat.permuted_sharding(operand, permutation)
-  return GradientProduct((contracted, batches), permutation, sharding, operand)
+
+  def in_layout(out: Array) -> Array:
+    return jax.lax.convert_element_type(jax.lax.transpose(out, permutation), operand.dtype)
+
+  return (contracted, batches), _compat.permuted_sharding(operand, permutation), in_layout
 
 
 def sum_of_tangents(
@@ -135,3 +88,52 @@ def sum_of_tangents(
     if not isinstance(dx, ad.Zero)
   ]
   return functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(jax.typeof(out))
+
+
+def own_dims(shape: Sequence[int]) -> list[int]:
+  """Returns the dimensions along which a scale of this shape is by entry."""
+  return [i for i, size in enumerate(shape) if size != 1]
+
+
+def product_of_scales(scales: Sequence[Array], dims: Dims, ndims: Sequence[int]) -> Array:
+  """Returns the product of scales, [] or [batch, lhs free, rhs free]; of `levelled` ones where they vary."""
+  if not any(scale.ndim for scale in scales):
+    return scales[0] * scales[1]
+  free = [free_dims(ndims[side], dims, side) for side in (0, 1)]
+  aligned = []
+  for side, scale in enumerate(scales):
+    batch, contracted = dims[1][side], dims[0][side]
+    scale = scale.reshape(scale.shape or (1,) * ndims[side]).transpose(*batch, *free[side], *contracted)
+    scale = scale[(..., *(0,) * len(contracted))]
+    at = len(batch) if side else scale.ndim
+    aligned.append(jnp.expand_dims(scale, range(at, at + len(free[1 - side]))))
+  return aligned[0] * aligned[1]
+
+
+def levelled(scales: Sequence[Array], dims: Dims, ndims: Sequence[int], sides: Sequence[int]) -> list[Array]:
+  """Lowers scales by entry that vary in a sum so that their products are equal in it, to the lowest.
+
+  An entry loses only values that are small compared with the sum. If neither scale can absorb the difference
+  alone, both are lowered.
+
+  Args:
+    scales: the scales of lhs and rhs.
+    dims: the dimensions of the product.
+    ndims: the numbers of dimensions of lhs and rhs.
+    sides: the operands whose scales may be lowered, in the order of preference.
+  """
+  if not any(i in own_dims(scales[side].shape) for side in (0, 1) for i in dims[0][side]):
+    return list(scales)
+  both = [scale.reshape(scale.shape or (1,) * ndim) for scale, ndim in zip(scales, ndims, strict=True)]
+  for side in sides:
+    own, other = both[side], both[1 - side]
+    free = free_dims(other.ndim, dims, 1 - side)
+    if any(other.shape[i] != 1 for i in free):
+      continue
+    partner = {i: j for pair in dims for i, j in zip(pair[side], pair[1 - side], strict=True)}
+    shape = [other.shape[partner[i]] if i in partner else 1 for i in range(own.ndim)]
+    other = other.transpose(*(partner[i] for i in sorted(partner)), *free).reshape(shape)
+    lowest = (own * other).min(dims[0][side], keepdims=True)
+    both[side] = jnp.minimum(lowest / other, own)
+    return both
+  return [scale.min(dims[0][side], keepdims=True) for side, scale in enumerate(both)]

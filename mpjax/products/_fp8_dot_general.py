@@ -1,4 +1,4 @@
-"""`fp8_dot_general`: a bilinear primitive with FP8 operands, in the forward and both backward products.
+"""A bilinear primitive with FP8 operands, in the forward and both backward products.
 
 As a primitive it is differentiated like `dot_general` (forward and reverse, to any order). The platform
 that it is lowered for decides whether FP8 units or wider ones multiply; the numbers are the same.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,81 +19,24 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching
 
 from mpjax import _compat
-from mpjax._types import DTypeLike
-from mpjax.fp8 import Recipe
-from mpjax.fp8._hardware import on_device
-from mpjax.fp8._recipe import RecipeLike, parse_recipe
+from mpjax._types import JaxprEqn
 from mpjax.fp8._saved_operands import not_differentiable
-from mpjax.fp8._scaling import quantise, scale_of
+from mpjax.fp8._scaling import amax_of, quantise, scale_of
+from mpjax.jaxpr import shape_of
 from mpjax.products._amax_probe import batch_size
-from mpjax.products._block_products import multiply_blocks, require_whole_blocks
-from mpjax.products._dimensions import Dims, gradient_product, sum_of_tangents
+from mpjax.products._blocks import multiply_blocks, require_whole_blocks
+from mpjax.products._dimensions import (
+  LARGEST_UNIT,
+  Dims,
+  gradient_product,
+  levelled,
+  own_dims,
+  product_of_scales,
+  sum_of_tangents,
+)
 from mpjax.products._half_products import half_product
-from mpjax.products._lowering import compute_by_platform
-from mpjax.products._scales import amax_by_entry, levelled, own_dims, product_of_scales
-from mpjax.products._spec import FLOAT32, Spec, fp8_primitive, spec_of, wide_operands
-
-_LARGEST = 2.0**127  # also of bfloat16
-
-
-def fp8_dot_general(
-  lhs: Array,
-  rhs: Array,
-  dimension_numbers: jax.lax.DotDimensionNumbers,
-  recipe: RecipeLike = "current",
-  *,
-  scales: tuple[Array, Array, Array] | None = None,
-  out_dtype: DTypeLike | None = None,
-  gradient_operand: tuple[bool, bool] = (False, False),
-  weight_operand: tuple[bool, bool] = (False, True),
-  native: bool | None = None,
-) -> Array:
-  """Computes `jax.lax.dot_general` with FP8 operands and float32 accumulation, forward and backward.
-
-  ```python
-  y = mpjax.fp8_dot_general(x, params["body"]["kernel"], (((1,), (0,)), ((), ())))
-  ```
-
-  Operands are scaled, saturated and rounded to `recipe.forward_dtype`, incoming gradients to
-  `recipe.gradient_dtype`. Scaling the result back is exact to float32 if the product of the two amaxes is
-  between 1e-31 and 1e43; below, the result is zero.
-
-  Args:
-    lhs: floating, any shape.
-    rhs: floating.
-    dimension_numbers: see `jax.lax.dot_general`.
-    recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`; `auto` is this device's.
-    scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors. For `delayed` they are powers
-      of two.
-    out_dtype: dtype of the result; `None`: that of lhs.
-    gradient_operand: which operands are gradients themselves.
-    weight_operand: which operands are weights, which `nvfp4` quantises in squares.
-    native: whether FP8 units multiply; `None`: if the platform has them.
-
-  Returns:
-    [batch, lhs free, rhs free] in `out_dtype`.
-
-  Raises:
-    ValueError: for an invalid recipe, a delayed one without scales, scales for blocks or of another shape,
-      operands that are not floating, or a contracted dimension that is not a multiple of its blocks.
-  """
-  lhs, rhs, out = wide_operands("fp8_dot_general", lhs, rhs, "out_dtype", out_dtype)
-  parsed = on_device(parse_recipe(recipe) or Recipe())
-  if parsed.recipe == "delayed" and scales is None:
-    raise ValueError("recipe 'delayed' takes its scales from earlier steps: pass scales=, or use 'current'")
-  spec = dataclasses.replace(spec_of(parsed, gradient_operand, weight_operand, native), out_dtype=out)
-  if scales is not None and spec.in_blocks:
-    raise ValueError(
-      f"recipe {parsed.recipe!r} has a scale for each block: leave out scales=, or use 'current'"
-    )
-  if scales is not None and [np.shape(x) for x in scales] != [(), (), ()]:
-    raise ValueError(
-      f"fp8_dot_general: scales of shapes {[np.shape(x) for x in scales]}, expected three numbers: for lhs, "
-      "rhs and the gradient"
-    )
-  if scales is not None and parsed.recipe != "delayed":  # they may be any numbers
-    spec = dataclasses.replace(spec, pow2=False)
-  return multiply_dot(lhs, rhs, dimension_numbers, spec, scales)
+from mpjax.products._primitives import compute_by_platform, fp8_primitive
+from mpjax.products._spec import FLOAT32, Spec
 
 
 def multiply_dot(
@@ -120,7 +63,7 @@ def multiply_dot(
   return fp8_dot_general_p.bind(lhs, rhs, *factors, dimension_numbers=dims, spec=spec)
 
 
-fp8_dot_general_p = fp8_primitive("fp8_dot_general")
+fp8_dot_general_p = fp8_primitive("fp8_dot_general", jax.lax.dot_general_p)
 
 
 def _abstract(
@@ -169,7 +112,7 @@ def _compute(
   out = jax.lax.dot_general(
     lhs, rhs, dimension_numbers, preferred_element_type=spec.wide, out_sharding=spec.out_sharding
   )
-  unit = jnp.minimum(1 / product_of_scales(own, dimension_numbers, ndims), _LARGEST)
+  unit = jnp.minimum(1 / product_of_scales(own, dimension_numbers, ndims), LARGEST_UNIT)
   # A power of two, in the dtype of the product, is exact, and XLA for GPU fuses it with the product.
   of = spec.wide if spec.pow2 else FLOAT32
   return (out.astype(of) * unit.astype(of).reshape(unit.shape or (1,) * out.ndim)).astype(spec.out_dtype)
@@ -186,7 +129,7 @@ def _scale(x: Array, scales: Sequence[Array], side: int, spec: Spec, dims: Dims)
   alone = own_dims(scales[side].shape)
   if spec.scheme == "channel":  # values that are not summed together have scales of their own
     alone = [i for i in range(x.ndim) if i not in dims[0][side]]
-  return scale_of(amax_by_entry(x, alone), (spec.lhs_dtype, spec.rhs_dtype)[side], spec.margin, spec.pow2)
+  return scale_of(amax_of(x, alone), (spec.lhs_dtype, spec.rhs_dtype)[side], spec.margin, spec.pow2)
 
 
 def _in_fp8(x: Array, scale: Array, dtype: np.dtype) -> Array:
@@ -194,10 +137,9 @@ def _in_fp8(x: Array, scale: Array, dtype: np.dtype) -> Array:
   return x.astype(dtype) if x.dtype.itemsize == 1 else quantise(x, scale, dtype)
 
 
-def jvp(
+def _jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, dimension_numbers: Dims, spec: Spec
 ) -> tuple[Array, Array | ad.Zero]:
-  """Returns a product and its tangent, like the rule of the primitive."""
   lhs, rhs, *scales = primals
   if spec.saved:
     lhs, rhs, scales, spec = _saved(lhs, rhs, scales, spec, dimension_numbers)
@@ -250,7 +192,9 @@ def _transpose(
   operands: list[Any] = [lhs, rhs]
   like, other_ndim = operands[side].aval, operands[1 - side].ndim
   # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
-  product = gradient_product(like, other_ndim, dimension_numbers, side, cotangent_first=side == 0)
+  dims, sharding, in_layout = gradient_product(
+    like, other_ndim, dimension_numbers, side, cotangent_first=side == 0
+  )
   of_gradient, known = scales[2], spec.given[2]
   if not known:  # by entry where that of an operand is
     ndims = (like.ndim, other_ndim)[:: 1 if side == 0 else -1]
@@ -263,11 +207,12 @@ def _transpose(
     spec.with_gradient(side),
     given=given,
     out_dtype=like.dtype if like.dtype.itemsize > 1 else spec.out_dtype,  # float32 for a master weight
-    out_sharding=product.out_sharding,
+    out_sharding=sharding,
   )
   pair, own = put(operands, ct), put(scales[:2], of_gradient)
-  out = fp8_dot_general_p.bind(*pair, *own, scales[2], dimension_numbers=product.dims, spec=backward)
-  result[side] = product.in_layout(out)
+  result[side] = in_layout(
+    fp8_dot_general_p.bind(*pair, *own, scales[2], dimension_numbers=dims, spec=backward)
+  )
   return result
 
 
@@ -309,6 +254,65 @@ def _batch(
 
 compute_by_platform(fp8_dot_general_p, _compute)
 fp8_dot_general_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[fp8_dot_general_p] = jvp
+ad.primitive_jvps[fp8_dot_general_p] = _jvp
 ad.primitive_transposes[fp8_dot_general_p] = _transpose
 batching.fancy_primitive_batchers[fp8_dot_general_p] = _batch
+
+
+# Operands already in FP8: parameters that crossed devices in FP8
+
+
+def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
+  """Returns whether an equation is an FP8 product that may take an operand in FP8, with its own scale.
+
+  Args:
+    equation: any equation.
+    operand: the operand's position.
+    dtype: dtype of the codes.
+  """
+  if equation.primitive is not fp8_dot_general_p or operand > 1:
+    return False
+  spec: Spec = equation.params["spec"]
+  # The scale of a parameter that crosses devices has no margin.
+  if spec.scheme != "tensor" or spec.margin or shape_of(equation.invars[2 + operand]):
+    return False
+  return not spec.given[operand] and (spec.lhs_dtype, spec.rhs_dtype)[operand] == dtype
+
+
+class InFp8(NamedTuple):
+  """A value already in FP8, with its own scale.
+
+  Attributes:
+    value: floating, of any shape; what is differentiated.
+    codes: FP8, of its shape: the value is `codes / scale`.
+    scale: f32[].
+  """
+
+  value: Array
+  codes: Array
+  scale: Array
+
+
+def multiply_codes(equation: JaxprEqn, operands: Sequence[Array | InFp8]) -> Array:
+  """Applies an FP8 product to operands, of which some are in FP8, as `takes_codes` allows.
+
+  Its derivative uses the values of the operands in FP8.
+  """
+  spec, dims = equation.params["spec"], equation.params["dimension_numbers"]
+  pair, (*own, of_gradient) = operands[:2], cast(Sequence[Array], operands[2:])
+  values = [x.value if isinstance(x, InFp8) else x for x in pair]
+  stored = [x.codes if isinstance(x, InFp8) else x for x in pair]
+  scales = [x.scale if isinstance(x, InFp8) else scale for x, scale in zip(pair, own, strict=True)]
+  given = [known or isinstance(x, InFp8) for known, x in zip(spec.given, pair, strict=False)]
+  spec = dataclasses.replace(spec, given=(*given, spec.given[2]))
+
+  @jax.custom_jvp
+  def multiply(values: Sequence[Array], *operands: Array) -> Array:
+    return fp8_dot_general_p.bind(*operands, dimension_numbers=dims, spec=spec)
+
+  @multiply.defjvp
+  def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    out, tangent = _jvp(primals[1:], tangents[0], dimension_numbers=dims, spec=spec)
+    return out, cast(Array, tangent)
+
+  return multiply(values, *stored, *scales, of_gradient)

@@ -29,14 +29,13 @@ from mpjax import _compat
 from mpjax._types import JaxprEqn
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import FP4
-from mpjax.fp8._scaling import quantise, scale_of
+from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.jaxpr import shape_of
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
-from mpjax.products._dimensions import Sizes, free_dims, sizes_of, sum_of_tangents
+from mpjax.products._dimensions import free_dims, sum_of_tangents
 from mpjax.products._half_products import half_ragged_dot_p
-from mpjax.products._lowering import compute_by_platform
-from mpjax.products._scales import amax_by_entry
-from mpjax.products._spec import FLOAT32, Spec, fp8_primitive
+from mpjax.products._primitives import compute_by_platform, fp8_primitive
+from mpjax.products._spec import FLOAT32, Spec
 
 _Scaled: TypeAlias = tuple[Array, Array]  # codes, and the units of the result that they give it
 
@@ -89,15 +88,7 @@ def why_not_fp8(equation: JaxprEqn) -> str | None:
   return None
 
 
-def ragged_sizes(equation: JaxprEqn) -> Sizes:
-  """Returns the sizes of a `ragged_dot_general` of all rows, with one expert's weight."""
-  dims = cast(RaggedDotDimensionNumbers, equation.params["ragged_dot_dimension_numbers"])
-  contract, (lhs_batch, rhs_batch) = dims.dot_dimension_numbers
-  lhs, rhs = map(shape_of, equation.invars[:2])
-  return sizes_of(lhs, rhs, (contract, (lhs_batch, (*rhs_batch, *dims.rhs_group_dimensions))))
-
-
-fp8_ragged_dot_p = fp8_primitive("fp8_ragged_dot")
+fp8_ragged_dot_p = fp8_primitive("fp8_ragged_dot", _compat.ragged_dot_general_p)
 
 
 def _bind(operands: Sequence[Sequence[Array]], *, spec: Spec, **parameters: Any) -> Array:
@@ -137,8 +128,8 @@ def _by_channel(
   contract, batch = dims.dot_dimension_numbers
   (ragged,), (group,) = dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
   free = [i for i in free_dims(rhs.ndim, dims.dot_dimension_numbers, 1) if i != group]
-  lhs_scale = scale_of(amax_by_entry(lhs, (*batch[0], ragged)), spec.lhs_dtype, pow2=False)
-  rhs_scale = scale_of(amax_by_entry(rhs, (*batch[1], group, *free)), spec.rhs_dtype, pow2=False)
+  lhs_scale = scale_of(amax_of(lhs, (*batch[0], ragged)), spec.lhs_dtype, pow2=False)
+  rhs_scale = scale_of(amax_of(rhs, (*batch[1], group, *free)), spec.rhs_dtype, pow2=False)
   lead, rows = [lhs.shape[i] for i in batch[0]], lhs.shape[ragged]
   of_row = (1 / lhs_scale).transpose(*batch[0], ragged, *contract[0])
   of_row = of_row.reshape(*lead, rows, *(1,) * len(free))

@@ -32,10 +32,9 @@ from jax.sharding import NamedSharding
 from mpjax import _compat
 from mpjax._types import Array, JaxprEqn
 from mpjax.formats._passes import passes_of
-from mpjax.jaxpr import register_as
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
 from mpjax.products._dimensions import Dims, gradient_product, sum_of_tangents
-from mpjax.products._lowering import compute_by_platform
+from mpjax.products._primitives import PLAIN, compute_by_platform, half_primitive
 from mpjax.products._spec import FLOAT32
 
 # Operands: those of JAX's product, and an original for each side (0, 1) in the parameter `originals`. A
@@ -44,17 +43,10 @@ from mpjax.products._spec import FLOAT32
 #
 # In a derivative, the product of the primal values is JAX's own again, which policies of
 # `jax.checkpoint` recognise; tangents and cotangents use these products.
-half_dot_general_p = Primitive("dot_general")
-half_conv_p = Primitive("conv_general_dilated")
-half_ragged_dot_p = Primitive("ragged_dot_general")
-PLAIN = {
-  half_dot_general_p: jax.lax.dot_general_p,
-  half_conv_p: jax.lax.conv_general_dilated_p,
-  half_ragged_dot_p: _compat.ragged_dot_general_p,
-}
+half_dot_general_p = half_primitive(jax.lax.dot_general_p)
+half_conv_p = half_primitive(jax.lax.conv_general_dilated_p)
+half_ragged_dot_p = half_primitive(_compat.ragged_dot_general_p)
 _OWN = {plain: own for own, plain in PLAIN.items()}
-for _own, _plain in PLAIN.items():
-  register_as(_own, _plain)
 
 
 def half_product(
@@ -191,9 +183,10 @@ def _transpose(
   if FLOAT32 in (x.aval.dtype, parameters["preferred_element_type"]):
     parameters["preferred_element_type"] = x.aval.dtype
   if own is half_dot_general_p:
-    product = gradient_product(x.aval, y.ndim, parameters["dimension_numbers"], side, cotangent_first=True)
-    parameters |= {"dimension_numbers": product.dims, "out_sharding": product.out_sharding}
-    out[place] = product.in_layout(own.bind(ct, y, originals=(), **parameters))
+    dims = parameters["dimension_numbers"]
+    dims, sharding, in_layout = gradient_product(x.aval, y.ndim, dims, side, cotangent_first=True)
+    parameters |= {"dimension_numbers": dims, "out_sharding": sharding}
+    out[place] = in_layout(own.bind(ct, y, originals=(), **parameters))
   else:
     others, bind = [y, *cast(Sequence[Array], plain[2:])], functools.partial(_bind_groups, own, ())
     out[place] = gradient_as_jax(PLAIN[own], ct, x, others, side, parameters, bind)

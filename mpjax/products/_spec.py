@@ -7,11 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 
-from mpjax._types import Array, DTypeLike
+from mpjax._types import DTypeLike
 from mpjax.fp8 import Recipe
-from mpjax.jaxpr import PrimitiveFacts, Trait, register
 
 SCHEMES = {"current": "tensor", "delayed": "tensor", "per_channel": "channel", "mx": "mx", "nvfp4": "nvfp4"}
 FLOAT32 = np.dtype(np.float32)
@@ -92,39 +90,6 @@ class Spec:
       formats = [self.gradient_dtype, self.gradient_dtype]
     lhs, rhs = (GRADIENT if i == side and role != UNKNOWN else role for i, role in enumerate(self.roles))
     return dataclasses.replace(self, lhs_dtype=formats[0], rhs_dtype=formats[1], roles=(lhs, rhs))
-
-
-def wide_operands(
-  function: str, lhs: Array, rhs: Array, key: str, out_dtype: DTypeLike | None
-) -> tuple[Array, Array, np.dtype]:
-  """Returns lhs and rhs as arrays, and the dtype of their product: that asked for by a key, or that of lhs.
-
-  Raises:
-    ValueError: for an operand or a result that is not floating of 16 bits or more.
-  """
-  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-  out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
-  found = {f"lhs is {lhs.dtype}": lhs.dtype, f"rhs is {rhs.dtype}": rhs.dtype, f"{key}={out}": out}
-  for said, dtype in found.items():
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-      raise ValueError(
-        f"{function}: {said}, expected float16, bfloat16, float32 or float64; for codes with scales call "
-        "jax.lax.scaled_dot"
-      )
-  return lhs, rhs, out
-
-
-def fp8_primitive(name: str) -> Primitive:
-  """Returns a primitive for a product that quantises its operands itself."""
-  facts = PrimitiveFacts(
-    "opaque",
-    "an FP8 product, whose operands are quantised already",
-    recompute=False,
-    traits=Trait.PRODUCT | Trait.READS_STORED,
-  )
-  primitive = Primitive(name)
-  register(primitive, facts)
-  return primitive
 
 
 def spec_of(
