@@ -25,7 +25,7 @@ from mpjax.casting._gradient_sums import MANY, derivative_apart, look_up, store_
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._islands import held_dtype, is_statistic, statistics_bytes
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
-from mpjax.fp8._saved_operands import keep_in_fp8
+from mpjax.fp8._scaling import keep_in_fp8
 from mpjax.jaxpr import (
   as_traced,
   backward_depth,

@@ -21,7 +21,7 @@ from mpjax.casting._product_roles import ProductRole, Root
 from mpjax.casting._reasons import Code
 from mpjax.fp8 import Recipe
 from mpjax.fp8._delayed import check_state, open_state
-from mpjax.fp8._hardware import fp8_units
+from mpjax.fp8._hardware import lacks
 from mpjax.jaxpr import shape_of
 from mpjax.products import (
   GRADIENT,
@@ -140,20 +140,18 @@ class SideInputs(NamedTuple):
     return jax.tree.unflatten(jax.tree.structure(self), arrays)
 
 
-def support(recipe: Recipe) -> tuple[str | None, bool | None]:
-  """Returns why this machine quantises no product by a recipe, `None` if it does, and `Spec.native`."""
-  has_units, lack = fp8_units(recipe)
-  if has_units:
-    return None, True
+def support(recipe: Recipe) -> tuple[str, bool | None]:
+  """Returns why this machine quantises no product by a recipe, empty if it does, and `Spec.native`."""
+  lack = lacks(recipe)
   # A machine without a GPU may compile for one: the platform decides.
-  return None if recipe.emulate else lack, None if jax.default_backend() in ("cpu", "tpu") else False
+  native = None if jax.default_backend() in ("cpu", "tpu") else False
+  return ("" if recipe.emulate else lack), (native if lack else True)
 
 
 def warn_of(recipes: set[Recipe], compute_dtype: str) -> None:
   """Warns if a policy asks for FP8 that the device does not have."""
   for recipe in recipes:
-    lack, _ = support(recipe)
-    if lack is not None:
+    if lack := support(recipe)[0]:
       warnings.warn(
         f"the policy asks for FP8 products, but {lack}: they run in {compute_dtype} instead. For the numbers "
         "of FP8 without its speed, put emulate: true into the policy's fp8 mapping",
@@ -195,8 +193,7 @@ def decide(
 
 def _why_not(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> tuple[Code, str] | None:
   """Returns why a product is not FP8, for any sizes, and what tells it; `None` if it may be."""
-  lack, _ = support(recipe)
-  if lack is not None:
+  if lack := support(recipe)[0]:
     return Code.NO_UNITS, lack
   if equation.primitive not in _PRODUCTS:
     name = equation.primitive.name

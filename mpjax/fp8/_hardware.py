@@ -8,11 +8,11 @@ import re
 import jax
 
 from mpjax.formats import LOW_PRECISION, fp8_time, runs_on
-from mpjax.fp8._recipe import FP4, Recipe
+from mpjax.fp8._recipe import BLOCKS, FP4, Recipe
 
 
-def fp8_units(recipe: Recipe, device: jax.Device | None = None) -> tuple[bool, str]:
-  """Returns whether a device has units for a recipe's products, and if not, what it lacks.
+def lacks(recipe: Recipe, device: jax.Device | None = None) -> str:
+  """Returns what a device lacks for a recipe's products, after its name; empty if it has units for them.
 
   NVIDIA has E4M3FN and E5M2 from compute capability 8.9 (Ada, Hopper), MXFP8 and NVFP4 from 10.0 (Blackwell).
   AMD has the FNUZ formats on gfx94x (MI300) and the others on gfx95x (MI350). TPU v5 and v6 have E4M3B11FNUZ
@@ -21,32 +21,24 @@ def fp8_units(recipe: Recipe, device: jax.Device | None = None) -> tuple[bool, s
   Args:
     recipe: the recipe; `auto` stands for what it is on the device.
     device: a `jax.Device`; `None`: the first of the default backend.
-
-  Returns:
-    (whether, why not); the reason starts with the device's name.
   """
   device = device or jax.devices()[0]
   kind, units = device.device_kind, matrix_units_of(device)
   recipe = on_units(recipe, units)
   if units not in LOW_PRECISION:
-    return False, f"{kind} {_without(device)}"
-  blocks = {"mx": "mxfp8", "nvfp4": "nvfp4"}.get(recipe.recipe)
-  if blocks is not None and not runs_on(units, blocks):
-    size, name = (32, "MXFP8") if blocks == "mxfp8" else (16, "NVFP4")
-    return False, (
-      f"{kind} multiplies no blocks of {size} with a scale each ({name}): that starts with NVIDIA's compute "
-      "capability 10.0"
-    )
-  own = LOW_PRECISION[units]
-  formats = (recipe.forward_dtype, recipe.gradient_dtype)
-  lacking = [x for x in formats if x != FP4 and not runs_on(units, x)]
-  if lacking:
-    use = f"{own.forward_dtype} and {own.gradient_dtype}"
+    return f"{kind} {_without(device)}"
+  blocks, name = {"mx": ("mxfp8", "MXFP8"), "nvfp4": ("nvfp4", "NVFP4")}.get(recipe.recipe, ("", ""))
+  if blocks and not runs_on(units, blocks):
     return (
-      False,
-      f"{kind} has no units for {' and '.join(dict.fromkeys(lacking))}: use {use}, or recipe: auto",
+      f"{kind} multiplies no blocks of {BLOCKS[recipe.recipe]} with a scale each ({name}): that starts with "
+      "NVIDIA's compute capability 10.0"
     )
-  return True, ""
+  formats = dict.fromkeys((recipe.forward_dtype, recipe.gradient_dtype))
+  if lacking := [x for x in formats if x != FP4 and not runs_on(units, x)]:
+    own = LOW_PRECISION[units]
+    use = f"{own.forward_dtype} and {own.gradient_dtype}"
+    return f"{kind} has no units for {' and '.join(lacking)}: use {use}, or recipe: auto"
+  return ""
 
 
 def _without(device: jax.Device) -> str:
@@ -97,14 +89,14 @@ def on_units(recipe: Recipe, units: str) -> Recipe:
 
 
 def in_force(recipe: Recipe, device: jax.Device | None = None) -> str:
-  """Returns the recipe and the formats in force on a device (see `fp8_units`), in words.
+  """Returns the recipe and the formats in force on a device (see `lacks`), in words.
 
   `mx scaling, E4M3FN forward, E4M3FN backward, emulated`; `none, ` and the reason where nothing is quantised.
   """
-  has_units, lack = fp8_units(recipe, device)
-  if not has_units and not recipe.emulate:
+  lack = lacks(recipe, device)
+  if lack and not recipe.emulate:
     return f"none, {lack}"
-  return str(on_device(recipe, device)) + ("" if has_units else ", emulated")
+  return str(on_device(recipe, device)) + (", emulated" if lack else "")
 
 
 def slowness(recipe: Recipe, device: jax.Device | None = None) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from mpjax._gone import instead
-from mpjax.dtypes import did_you_mean
+from mpjax.dtypes import one_of
 
 RECIPES = ("auto", "current", "delayed", "per_channel", "mx", "nvfp4")
 # By short name: OCP's formats, which NVIDIA uses; AMD's, which have no negative zero; that of TPU v5 and v6.
@@ -25,56 +25,45 @@ BLOCKS = {"mx": 32, "nvfp4": 16}  # elements with one scale
 _KEEP_LAST = 0.15  # of a 12B model's linear layers, arXiv 2509.25149 keeps 16%
 
 
-class _Field(NamedTuple):
-  """The values that a field may have.
-
-  Attributes:
-    holds: whether a value is one of them.
-    expected: all of them, in words.
-    recipes: the recipes that use the field.
-    choices: the names among them.
-  """
-
-  holds: Callable[[Any], bool]
-  expected: str
-  recipes: Sequence[str] = RECIPES
-  choices: Sequence[str] = ()
-
-
-def _one_of(*choices: str, recipes: Sequence[str] = RECIPES) -> _Field:
-  holds = lambda x: isinstance(x, str) and x in choices
-  return _Field(holds, f"one of {', '.join(choices)}", recipes, choices)
-
-
-def _integer(least: int, most: int, recipes: Sequence[str] = RECIPES) -> _Field:
-  holds = lambda x: isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
-  return _Field(holds, f"an integer of at least {least} and at most {most}", recipes)
-
-
-def _is_share(x: Any) -> bool:
-  return x is None or (isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x <= 1)
-
-
-_TRUTH = _Field(lambda x: isinstance(x, bool), "true or false")
-_OF_FP8 = ("auto", "current", "delayed", "per_channel", "mx")
-_FORMAT = _Field(  # NVFP4 has one of its own
-  lambda x: x in ("", FP4, *FORMATS.values()), f"one of {', '.join(FORMATS)}", _OF_FP8, tuple(FORMATS)
-)
-_FIELDS = {
-  "recipe": _one_of(*RECIPES),
-  "forward_dtype": _FORMAT,
-  "gradient_dtype": _FORMAT,
-  "backward": _one_of("policy", "compute"),
-  "margin": _integer(0, 64, ("auto", "current", "delayed", "per_channel")),
-  "amax_history_len": _integer(1, 1 << 20, ("delayed",)),
-  "emulate": _TRUTH,
-  "first_layer": _TRUTH,
-  "last_layer": _TRUTH,
-  "keep_last": _Field(_is_share, "a share from 0 to 1"),
-  "attention": _TRUTH,
-  "min_dim": _integer(1, 1 << 20),
-  "saved_activations": _one_of("compute", "fp8", recipes=("auto", "current", "delayed")),
+# What each field may be: one of some names, an integer in a range, true or false, or a share.
+_FIELDS: dict[str, Any] = {
+  "recipe": RECIPES,
+  "forward_dtype": FORMATS,
+  "gradient_dtype": FORMATS,
+  "backward": ("policy", "compute"),
+  "margin": range(65),
+  "amax_history_len": range(1, (1 << 20) + 1),
+  "emulate": bool,
+  "first_layer": bool,
+  "last_layer": bool,
+  "keep_last": float,
+  "attention": bool,
+  "min_dim": range(1, (1 << 20) + 1),
+  "saved_activations": ("compute", "fp8"),
 }
+_OF_FP8 = RECIPES[:-1]  # NVFP4 has a format of its own
+# The recipes that use a field, for one that not all do.
+_USED_BY = {
+  "forward_dtype": _OF_FP8,
+  "gradient_dtype": _OF_FP8,
+  "margin": ("auto", "current", "delayed", "per_channel"),
+  "amax_history_len": ("delayed",),
+  "saved_activations": ("auto", "current", "delayed"),
+}
+
+
+def _why_wrong(value: Any, allowed: Any) -> str:
+  """Returns what is expected of a field in the place of a value; empty if it may be that."""
+  number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  if allowed is bool:
+    return "" if isinstance(value, bool) else "expected true or false"
+  if allowed is float:
+    return "" if value is None or (number and 0 <= value <= 1) else "expected a share from 0 to 1"
+  if isinstance(allowed, range):
+    fits = number and isinstance(value, int) and value in allowed
+    return "" if fits else f"expected an integer of at least {allowed[0]} and at most {allowed[-1]}"
+  values = ("", FP4, *FORMATS.values()) if allowed is FORMATS else allowed
+  return "" if isinstance(value, str) and value in values else one_of(value, allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +114,14 @@ class Recipe:
       forward_dtype=_long_name(self.forward_dtype),
       gradient_dtype=_long_name(self.gradient_dtype),
     )
-    for key, field in _FIELDS.items():
+    for key, allowed in _FIELDS.items():
       value = getattr(self, key)
-      if not field.holds(value):
-        hint = did_you_mean(str(value), field.choices)
-        raise ValueError(f"fp8.{key}={value!r}: expected {field.expected}{hint}")
-      if self.recipe not in field.recipes and value not in (_USUAL[key], FP4):
+      if wrong := _why_wrong(value, allowed):
+        raise ValueError(f"fp8.{key}={value!r}: {wrong}")
+      used_by = _USED_BY.get(key, RECIPES)
+      if self.recipe not in used_by and value not in (_USUAL[key], FP4):
         raise ValueError(
-          f"fp8 key {key!r} belongs to recipe: {', '.join(field.recipes)}; not to recipe: {self.recipe}"
+          f"fp8 key {key!r} belongs to recipe: {', '.join(used_by)}; not to recipe: {self.recipe}"
         )
     if self.keep_last is None:
       self._set(keep_last=_KEEP_LAST if self.recipe == "nvfp4" else 0.0)
@@ -202,7 +191,7 @@ class Recipe:
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the fields that the recipe uses as plain data, which `parse_recipe` takes back."""
-    used = [key for key, field in _FIELDS.items() if self.recipe in field.recipes]
+    used = [key for key in _FIELDS if self.recipe in _USED_BY.get(key, RECIPES)]
     return {key: getattr(self, key) for key in used if getattr(self, key) != ""}
 
   def shorthand(self) -> str | dict[str, Any]:
@@ -240,8 +229,7 @@ def parse_recipe(spec: RecipeLike) -> Recipe | None:
     return None
   for key in given:
     if key not in _FIELDS:
-      hint = instead(str(key), "fp8") or did_you_mean(str(key), _FIELDS)
-      raise ValueError(f"unknown fp8 key {key!r}: expected one of {', '.join(_FIELDS)}{hint}")
+      raise ValueError(f"unknown fp8 key {key!r}{instead(str(key), 'fp8') or ': ' + one_of(key, _FIELDS)}")
   return Recipe(**given)
 
 

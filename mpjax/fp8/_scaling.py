@@ -1,4 +1,4 @@
-"""From a wide tensor to FP8 and a scale: amax, scale, the saturating cast.
+"""From a wide tensor to FP8 and a scale: amax, scale, the saturating cast; tensors saved so.
 
 x is stored as q with x = q / scale; q never overflows. A cast to E4M3, which has no infinity, turns overflow
 into NaN, and a cast to E5M2 into infinity, so values are clamped before it (arXiv 2209.05433, section 3.1:
@@ -7,14 +7,15 @@ conversions saturate). Values that were not finite become NaN, for the loss scal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from mpjax._types import DTypeLike
+from mpjax._types import DTypeLike, PyTree
 
 # Reciprocals stay normal numbers, which no device flushes to zero.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
@@ -82,3 +83,63 @@ def as_stored(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
   size = jax.lax.bitcast_convert_type(bits & np.uint16(0x7FFF), x.dtype).astype(jnp.float32)
   sign = (bits >> 15).astype(jnp.uint32) << 31
   return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(size, jnp.uint32) | sign, jnp.float32)
+
+
+def keep_in_fp8(fun: Callable[..., PyTree], which: Sequence[bool], dtype: DTypeLike) -> Callable[..., PyTree]:
+  """Returns `fun` with a backward pass that recomputes it, from operands saved in FP8.
+
+  The value is that of `fun`; the gradient is the gradient at the rounded operands.
+
+  Args:
+    fun: any function of arrays.
+    which: for each operand, whether it is saved in FP8; the others are saved as they are.
+    dtype: an FP8 format.
+
+  Returns:
+    A function with `fun`'s value, for reverse-mode differentiation, once.
+  """
+
+  @jax.custom_vjp
+  def kept(*operands: Array) -> PyTree:
+    return fun(*operands)
+
+  def forward(*operands: Array) -> tuple[PyTree, list[PyTree]]:
+    return fun(*operands), [
+      _narrow(x, dtype) if narrow else x for x, narrow in zip(operands, which, strict=True)
+    ]
+
+  def backward(saved: list[PyTree], cotangents: PyTree) -> tuple[PyTree, ...]:
+    # Otherwise a compiler might widen early, and save the wide array.
+    kept, cotangents = jax.lax.optimization_barrier(
+      ([x for x, narrow in zip(saved, which, strict=True) if narrow], cotangents)
+    )
+    narrowed = iter(kept)
+    operands = [_wide(*next(narrowed)) if narrow else x for x, narrow in zip(saved, which, strict=True)]
+    return jax.vjp(fun, *operands)[1](cotangents)
+
+  kept.defvjp(forward, backward)
+  return kept
+
+
+@jax.custom_jvp
+def not_differentiable(x: jax.Array) -> jax.Array:
+  """Returns `x`, saved for a backward pass in too few bits for a second differentiation."""
+  return x
+
+
+@not_differentiable.defjvp
+def _(primals: Sequence[Array], tangents: Sequence[Array]) -> NoReturn:
+  raise NotImplementedError(
+    "a second derivative of a function with saved_activations: fp8, which saves too little for it: use "
+    "saved_activations: compute"
+  )
+
+
+def _narrow(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array, jax.Array]:
+  x = not_differentiable(x)
+  scale = scale_of(amax_of(x), dtype)
+  return quantise(x, scale, dtype), scale, jnp.zeros([0], x.dtype)
+
+
+def _wide(q: jax.Array, scale: jax.Array, like: jax.Array) -> jax.Array:
+  return (q.astype(jnp.float32) / scale).astype(like.dtype)

@@ -111,22 +111,38 @@ class Facts(Generic[F]):
       if is_variable(atom):
         self._of[atom] = self._analysis.join(self._of[atom], fact) if atom in self._of else fact
 
-  def _enter(self, equation: JaxprEqn, bodies: Iterable[Facts[F]]) -> None:
-    self._inner.update(((equation, i), facts) for i, facts in enumerate(bodies))
-
 
 class _Analysis(abc.ABC, Generic[F]):
   """What facts are, for both directions.
 
   Attributes:
     nothing: the fact about a value that nothing flows into.
+    backward: whether facts flow from results to operands.
   """
 
   nothing: F
+  backward = False
+
+  @abc.abstractmethod
+  def transfer(self, equation: JaxprEqn, known: list[F], calls: Calls) -> Sequence[F]:
+    """Returns the facts about an equation's results, from those about its operands.
+
+    Backward: what it adds to the facts about its operands, from those about its results.
+    """
+
+  @abc.abstractmethod
+  def enter(
+    self, equation: JaxprEqn, layout: CallLayout, known: Sequence[F], calls: Calls = ()
+  ) -> tuple[list[Facts[F]], Sequence[F]]:
+    """Returns the facts about the bodies of a call, and what `transfer` does."""
 
   def start(self, atom: Atom) -> F:
     """Returns the fact about an atom before anything flows into it."""
     return self.nothing
+
+  def constant(self, variable: Var, value: object) -> F:
+    """Returns the fact about a constant that a body is closed over, from its value."""
+    return self.start(variable)
 
   def join(self, a: F, b: F) -> F:
     """Returns the fact about a value with both facts: their union, if they are Booleans, flags or sets."""
@@ -136,21 +152,36 @@ class _Analysis(abc.ABC, Generic[F]):
     """Returns whether facts flow through an equation's bodies; if not, it is treated as any other."""
     return call_kind(equation) is not None
 
-  def _layout(self, equation: JaxprEqn) -> CallLayout | None:
-    layout = call_layout(equation) if self.enters(equation) else None
-    return layout if layout is not None and layout.bodies else None
+  def solve(self, jaxpr: AnyJaxpr, given: Sequence[F], calls: Calls = ()) -> Facts[F]:
+    """Returns the facts about a program.
+
+    Args:
+      jaxpr: the program.
+      given: facts about its inputs; backward, what to add to the facts about its outputs.
+      calls: the calls around it.
+    """
+    body = open_jaxpr(jaxpr)
+    facts = Facts(body, calls, self)
+    facts._join(body.outvars if self.backward else body.invars, given)
+    if not self.backward:
+      constants = zip(body.constvars, constants_of(jaxpr), strict=False)
+      facts._of.update((v, self.constant(v, value)) for v, value in constants)
+    for equation in reversed(facts.equations) if self.backward else facts.equations:
+      atoms: Sequence[Sequence[Atom]] = (equation.invars, equation.outvars)
+      read, made = atoms[::-1] if self.backward else atoms
+      known = [facts[atom] for atom in read]
+      layout = call_layout(equation) if self.enters(equation) else None
+      if layout is None or not layout.bodies:
+        found = self.transfer(equation, known, calls)
+      else:
+        bodies, found = self.enter(equation, layout, known, calls)
+        facts._inner.update(((equation, i), inner) for i, inner in enumerate(bodies))
+      facts._join(made, found)
+    return facts
 
 
 class Forward(_Analysis[F]):
   """Facts about a value that follow from its inputs. `start` is for literals and constants of a jaxpr."""
-
-  @abc.abstractmethod
-  def transfer(self, equation: JaxprEqn, operands: list[F], calls: Calls) -> Sequence[F]:
-    """Returns the facts about the results of an equation, from the facts about its operands."""
-
-  def constant(self, variable: Var, value: object) -> F:
-    """Returns the fact about a constant that a body is closed over, from its value."""
-    return self.start(variable)
 
   def row(self, fact: F) -> F:
     """Returns the fact about the row that one step of a `scan` reads, from the fact about the array."""
@@ -168,34 +199,9 @@ class Forward(_Analysis[F]):
     """Returns the fact about a result that depends on a choice: a `cond`'s index, a `while`'s condition."""
     return result
 
-  def solve(self, jaxpr: AnyJaxpr, inputs: Sequence[F], calls: Calls = ()) -> Facts[F]:
-    """Returns the facts about a program.
-
-    Args:
-      jaxpr: the program.
-      inputs: facts about its inputs.
-      calls: the calls around it.
-    """
-    body = open_jaxpr(jaxpr)
-    facts = Facts(body, calls, self)
-    facts._of.update(zip(body.invars, inputs, strict=True))
-    known = zip(body.constvars, constants_of(jaxpr), strict=False)
-    facts._of.update((v, self.constant(v, value)) for v, value in known)
-    for equation in facts.equations:
-      operands = [facts[a] for a in equation.invars]
-      layout = self._layout(equation)
-      if layout is None:
-        results = self.transfer(equation, operands, calls)
-      else:
-        bodies, results = self.enter(equation, layout, operands, calls)
-        facts._enter(equation, bodies)
-      facts._of.update(zip(equation.outvars, results, strict=True))
-    return facts
-
   def enter(
     self, equation: JaxprEqn, layout: CallLayout, operands: Sequence[F], calls: Calls = ()
   ) -> tuple[list[Facts[F]], Sequence[F]]:
-    """Returns the facts about the bodies of a call, and about its results."""
     entering = list(operands)
     for k in layout.rows or ():
       entering[k] = self.row(entering[k])
@@ -223,40 +229,15 @@ class Forward(_Analysis[F]):
 class Backward(_Analysis[F]):
   """Facts about a value that follow from its uses. `start` is for a value that nothing reads."""
 
-  @abc.abstractmethod
-  def transfer(self, equation: JaxprEqn, results: list[F], calls: Calls) -> Sequence[F]:
-    """Returns what an equation adds to the facts about its operands, from the facts about its results."""
+  backward = True
 
   def choice(self, equation: JaxprEqn, results: list[F], calls: Calls) -> F:
     """Returns what a call's results add to the fact about the operand that decides them (see `chosen`)."""
     return self.nothing
 
-  def solve(self, jaxpr: AnyJaxpr, outputs: Sequence[F], calls: Calls = ()) -> Facts[F]:
-    """Returns the facts about a program.
-
-    Args:
-      jaxpr: the program.
-      outputs: what to add to the facts about its outputs.
-      calls: the calls around it.
-    """
-    body = open_jaxpr(jaxpr)
-    facts = Facts(body, calls, self)
-    facts._join(body.outvars, outputs)
-    for equation in reversed(facts.equations):
-      results = [facts[v] for v in equation.outvars]
-      layout = self._layout(equation)
-      if layout is None:
-        operands = self.transfer(equation, results, calls)
-      else:
-        bodies, operands = self.enter(equation, layout, results, calls)
-        facts._enter(equation, bodies)
-      facts._join(equation.invars, operands)
-    return facts
-
   def enter(
     self, equation: JaxprEqn, layout: CallLayout, results: Sequence[F], calls: Calls = ()
   ) -> tuple[list[Facts[F]], list[F]]:
-    """Returns the facts about the bodies of a call, and what it adds to the facts about its operands."""
     leaving = list(results)
     while True:
       choice = self.choice(equation, leaving, calls)

@@ -30,15 +30,17 @@ def decide(
   *rows: Key | Rows,
   float16: str = "",
   in_float16: str = "",
-  recompute: bool = True,
+  recompute: bool | None = None,
 ) -> None:
   """Adds primitives with the same decision of autocast to the table; see `PrimitiveFacts`.
 
   Args:
-    listed, reason, float16, recompute: for each primitive.
+    listed, reason, float16: for each primitive.
     rows: the primitives.
     in_float16: what float16 adds to the reason.
+    recompute: for each primitive; by default what is on the lists `deny` and `infer`.
   """
+  recompute = listed in ("deny", "infer") if recompute is None else recompute
   for entry in rows:
     traits, keys, call, collective = entry if isinstance(entry, tuple) else of(T.NONE, entry)
     row = PrimitiveFacts(listed, reason, float16, recompute, traits, call, in_float16, collective)
@@ -52,7 +54,6 @@ decide(
   "a dense product: fast in half precision, accumulated in float32",
   of(T.ACCUMULATES | T.PRODUCT | T.READS_STORED, lax.dot_general_p, lax.conv_general_dilated_p),
   of(T.PRODUCT | T.READS_STORED, "ragged_dot_general"),
-  recompute=False,
 )
 decide(
   "deny",
@@ -311,7 +312,6 @@ decide(
   of(T.READS_STORED, "ffi_call", "scaled_dot"),
   of(T.NONE, "composite", "compute_on", call=CallKind.UNIT),
   of(T.ALGEBRA, lax.linear_solve_p),
-  recompute=False,
 )
 decide(
   "opaque",
@@ -320,7 +320,6 @@ decide(
   of(T.NONE, primitives.random_split_p, lax.rng_uniform_p, primitives.threefry2x32_p),
   "random_clone random_unwrap random_wrap",
   of(T.READS_STORED, primitives.random_bits_p, lax.rng_bit_generator_p),
-  recompute=False,
 )
 decide(
   "opaque",
@@ -329,7 +328,6 @@ decide(
   of(T.READS_STORED | T.KERNEL, "dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper"),
   of(T.READS_STORED | T.KERNEL, "dot_product_attention_fp8_bwd_wrapper"),
   of(T.READS_STORED | T.KERNEL, "dot_product_attention_fp8_fwd_wrapper"),
-  recompute=False,
 )
 decide(
   "call",
@@ -345,5 +343,4 @@ decide(
   of(T.NONE, "shard_map", call=CallKind.SHARD_MAP),
   of(T.READS_STORED | T.IN_PLACE, lax.while_p, call=CallKind.WHILE),
   of(T.NONE, "xla_metadata_call", call=CallKind.UNIT),
-  recompute=False,
 )

@@ -16,7 +16,7 @@ import jax
 from mpjax._render.install_text import pip_install
 from mpjax.dtypes import did_you_mean
 from mpjax.formats import LOW_PRECISION, DeviceData, described_devices, narrow_bits, runs_on
-from mpjax.fp8._hardware import fp8_units, in_force, matrix_units_of, on_units, slowness
+from mpjax.fp8._hardware import in_force, lacks, matrix_units_of, on_units, slowness
 from mpjax.policy import Policy
 
 HERE = "here"
@@ -253,7 +253,7 @@ def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
     platform=target.kind, device_kind=target.device, compute_capability=f"{major}.{minor}"
   )
   says = "; ".join(filter(None, (in_force(recipe, device), slowness(recipe, device))))
-  if not (recipe.emulate or fp8_units(recipe, device)[0]):
+  if not recipe.emulate and lacks(recipe, device):
     return dataclasses.replace(policy, fp8=None), f"{says}: products run in {policy.compute_dtype.name}"
   # Its products must be traced as FP8 on this machine, too; the target decides which kernels they become.
   there = dataclasses.replace(on_units(recipe, target.matrix_units), emulate=True)

@@ -73,8 +73,8 @@ def multiply_ragged(equation: JaxprEqn, operands: Sequence[Array], spec: Spec) -
   return _bind([[x] for x in operands[:3]], spec=spec, **{**parameters, "precision": None})
 
 
-def why_not_fp8(equation: JaxprEqn) -> str | None:
-  """Returns why a `ragged_dot_general` does not have an FP8 form, whatever its sizes; `None` if it does."""
+def why_not_fp8(equation: JaxprEqn) -> str:
+  """Returns why a `ragged_dot_general` does not have an FP8 form, whatever its sizes; empty if it does."""
   dims = cast(RaggedDotDimensionNumbers, equation.params["ragged_dot_dimension_numbers"])
   (contract, _), (batch, _) = dims.dot_dimension_numbers
   free = free_dims(len(shape_of(equation.invars[0])), dims.dot_dimension_numbers, 0)
@@ -85,7 +85,7 @@ def why_not_fp8(equation: JaxprEqn) -> str | None:
     return "its groups are of one of several dimensions"
   if _compat.is_explicit(equation.outvars[0].aval):
     return "there is no FP8 ragged product over explicit axes of a mesh"
-  return None
+  return ""
 
 
 fp8_ragged_dot_p = fp8_primitive("fp8_ragged_dot", _compat.ragged_dot_general_p)
