@@ -7,6 +7,8 @@ not here is `opaque`, and `mpjax.explain` lists it as unknown.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.extend.core.primitives as primitives
 from jax import lax
 from jax.extend.core import Primitive
@@ -16,37 +18,25 @@ from mpjax._compat import newer
 from mpjax.jaxpr._primitives import CallKind, PrimitiveFacts, Trait as T, register
 
 Key = Primitive | str  # a string may hold several names, separated by spaces
-Rows = tuple[T, tuple[Key, ...], CallKind | None, str]
+Row = tuple[tuple[Key, ...], dict[str, Any]]
 
 
-def of(traits: T, *keys: Key, call: CallKind | None = None, collective: str = "") -> Rows:
-  """Returns primitives with the same traits."""
-  return traits, keys, call, collective
+def of(traits: T, *keys: Key, **facts: Any) -> Row:
+  """Returns primitives with the same traits, and other facts of theirs."""
+  return keys, {"traits": traits, **facts}
 
 
-def decide(
-  listed: str,
-  reason: str,
-  *rows: Key | Rows,
-  float16: str = "",
-  in_float16: str = "",
-  recompute: bool | None = None,
-) -> None:
-  """Adds primitives with the same decision of autocast to the table; see `PrimitiveFacts`.
+def decide(listed: str, reason: str, *rows: Key | Row, **facts: Any) -> None:
+  """Adds primitives with the same decision of autocast, reason and other facts to the table.
 
-  Args:
-    listed, reason, float16: for each primitive.
-    rows: the primitives.
-    in_float16: what float16 adds to the reason.
-    recompute: for each primitive; by default what is on the lists `deny` and `infer`.
+  The backward pass recomputes what is on the lists `deny` and `infer`, if the facts do not say otherwise.
   """
-  recompute = listed in ("deny", "infer") if recompute is None else recompute
-  for entry in rows:
-    traits, keys, call, collective = entry if isinstance(entry, tuple) else of(T.NONE, entry)
-    row = PrimitiveFacts(listed, reason, float16, recompute, traits, call, in_float16, collective)
+  facts.setdefault("recompute", listed in ("deny", "infer"))
+  for row in rows:
+    keys, own = row if isinstance(row, tuple) else of(T.NONE, row)
     for key in keys:
       for primitive in key.split() if isinstance(key, str) else [key]:
-        register(primitive, row)
+        register(primitive, PrimitiveFacts(listed, reason, **facts, **own))
 
 
 decide(

@@ -102,7 +102,7 @@ class PrimitiveFacts:
       primitive, whose body is entered).
     reason: the reason for that list.
     float16: `deny` for a primitive on `infer` that is denied in float16 because of its range; else empty.
-    reason_in_float16: what float16's range adds to the reason; else empty.
+    in_float16: what float16's range adds to the reason; else empty.
     collective: XLA's name of the collective (`all-reduce`); empty if nothing crosses devices.
     recompute: whether the backward pass may recompute it instead of saving it.
     traits: how it uses its operands.
@@ -115,7 +115,7 @@ class PrimitiveFacts:
   recompute: bool = True
   traits: Trait = Trait.NONE
   call: CallKind | None = None
-  reason_in_float16: str = ""
+  in_float16: str = ""
   collective: str = ""
 
   def list_in(self, dtype: np.dtype | None) -> str:
@@ -124,7 +124,7 @@ class PrimitiveFacts:
 
   def reason_in(self, dtype: np.dtype | None) -> str:
     """Returns the reason if `dtype` is the compute dtype."""
-    in_float16 = self.reason_in_float16 if dtype == np.float16 else ""
+    in_float16 = self.in_float16 if dtype == np.float16 else ""
     return in_float16 if self.float16 and in_float16 else "; ".join(filter(None, (self.reason, in_float16)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +164,14 @@ def with_gradients(fun):
     return out, *back(ct.astype(out.dtype))
 
   return compiled(run)
+
+
+def lowered(fun, *args, platform):
+  """The dtypes of each product of a program for a platform: (lhs, rhs, result)."""
+  text = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+  products = re.findall(r"(?:stablehlo\.(?:dot_general|convolution)|chlo\.ragged_dot)\b.* : (.*)", text)
+  types = [re.findall(r"tensor<(?:\d+x)*(\w+)>", types) for types in products]
+  return [(found[0], found[1], found[-1]) for found in types]
 
 
 def normal(*shape, seed=0, scale=1.0):

@@ -1,17 +1,21 @@
-"""Which products are FP8 under autocast, why others are not, and derivatives beside those of bfloat16."""
+"""FP8 under autocast: which products of functions and modules, why not others, dtypes, devices without units."""
 
 from __future__ import annotations
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn, nnx
 
 import mpjax
-from tests.casting._jaxprs import named
-from tests.fp8._programs import SHORT, D, W, X, fp8, loss, mlp, relu, weights
+from tests.casting._jaxprs import jit, named
+from tests.fp8._programs import SHORT, D, W, X, by_path, fp8, loss, mlp, relu, weights
+from tests.fp8._reference import normal
 
 P = jax.sharding.PartitionSpec
 FORMATS = {"float8_e4m3fn": "4", "float8_e5m2": "5"}
@@ -241,6 +245,73 @@ def test_convolutions_stay_in_the_compute_dtype(kernel):
   assert traced(jax.grad(lambda x, w: mpjax.autocast(conv, policy)(x, w).sum()), images, filters) == []
 
 
+# Modules
+
+SEQUENCE = np.arange(2 * D).reshape(2, D) % D
+
+
+class Linen(nn.Module):
+  dtype: jnp.dtype | None = None
+
+  @nn.compact
+  def __call__(self, tokens):
+    x = nn.Embed(D, D, name="embed", dtype=self.dtype)(tokens)
+    x = x + nn.MultiHeadDotProductAttention(2, name="attn", dtype=self.dtype)(x)
+    x = nn.gelu(nn.Dense(D, name="up", dtype=self.dtype)(x))
+    return nn.Dense(D, name="head", dtype=self.dtype)(x)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_linen(dtype):
+  model = Linen(dtype)
+  variables = jax.eval_shape(model.init, jax.random.key(0), SEQUENCE)
+  found = {path.removesuffix("/dropout"): k for path, k in by_path(model.apply, variables, SEQUENCE).items()}
+  ends = {f"Linen/attn/{name}": "8" for name in ("query", "key", "value", "out")}
+  assert found == {**ends, "Linen/attn": "bb", "Linen/up": "8", "Linen/head": "b"}
+
+
+class Nnx(nnx.Module):
+  def __init__(self, rngs):
+    self.embed = nnx.Embed(D, D, rngs=rngs)
+    self.attn = nnx.MultiHeadAttention(2, D, rngs=rngs, decode=False)
+    self.layers = nnx.List([nnx.Linear(D, D, rngs=rngs) for _ in range(2)])
+
+  def __call__(self, tokens):
+    x = self.embed(tokens)
+    x = x + self.attn(x)
+    for layer in self.layers:
+      x = nnx.relu(layer(x))
+    return self.embed.attend(x)
+
+
+def test_nnx():
+  model = Nnx(nnx.Rngs(0))
+  found = by_path(model, SEQUENCE)
+  assert found == {
+    **{f"Nnx/attn/{name}": "8" for name in ("query", "key", "value", "out")},
+    "Nnx/attn": "bb",
+    "Nnx/layers/0": "8",
+    "Nnx/layers/1": "8",
+    "Nnx/embed": "b",
+  }
+
+
+# Overrides, and which of the modules are FP8 under them.
+CHOSEN = [
+  ({"layers/1": "fp8", ".*": "bf16"}, {"layers/1"}),
+  ({".*/attn": "bf16"}, {"layers/0", "layers/1"}),
+  ({".*/attn/query": "fp8", "attn": "bf16"}, {"attn/query", "layers/0", "layers/1"}),
+]
+
+
+def test_modules_chosen_by_path():
+  model = Nnx(nnx.Rngs(0))
+  for overrides, expected in CHOSEN:
+    found = by_path(model, SEQUENCE, policy=fp8(overrides))
+    assert {path for path, kind in found.items() if kind == "8"} == {f"Nnx/{p}" for p in expected}, overrides
+  assert by_path(model, SEQUENCE, policy=fp8({"layers/1": "fp32"}))["Nnx/layers/1"] == "f"
+
+
 # The last layers
 
 TEN = weights(*[D] * 11)
@@ -291,3 +362,58 @@ def test_a_checkpoint_policy_that_keeps_products_keeps_fp8_ones():
     assert len(traced(jax.grad(mpjax.autocast(fun, fp8())), W, X)) == 9 + again, policy
   for recompute in ("islands", "nothing"):
     assert len(traced(jax.grad(mpjax.autocast(loss, fp8(), recompute=recompute)), W, X)) == 9, recompute
+
+
+# Values
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="needs skip_file_prefixes of warnings")
+def test_the_warning_names_the_users_line():
+  with pytest.warns(UserWarning, match="no FP8 units") as said:
+    mpjax.autocast(loss, "fp8")(weights(*[128] * 4), normal(128, 128))
+  assert said[0].filename == __file__
+
+
+@pytest.mark.parametrize("policy", ["fp8", {"base": "fp8", "fp8": {"recipe": "mx", "min_dim": 16}}], ids=str)
+def test_without_units_fp8_is_bfloat16_and_says_so(policy):
+  w, x = weights(*[128] * 4), normal(128, 128)
+  with pytest.warns(
+    UserWarning, match=r"cpu has no FP8 units: they run in bfloat16 instead.*emulate: true"
+  ) as said:
+    out = jit(jax.value_and_grad(mpjax.autocast(loss, policy)))(w, x)
+  assert len(said) == 1
+  half = jit(jax.value_and_grad(mpjax.autocast(loss, "bf16")))(w, x)
+  jax.tree.map(np.testing.assert_array_equal, out, half)
+  rows = [row for row in mpjax.explain(loss, w, x, policy=policy).rows if row.flops]
+  assert {row.after for row in rows} == {"bfloat16"}
+  assert all("emulate: true" in row.why for row in rows)
+
+
+@pytest.mark.parametrize("recipe", ["current", "mx", "delayed"])
+def test_what_is_not_finite_reaches_the_loss_scale(recipe):
+  policy = {**fp8(recipe=recipe), "compute_dtype": "float16", "loss_scaling": {"init_scale": 2.0**10}}
+  of = lambda w, batch: loss([w["first"], w["inner"], w["last"]], batch)
+  step = mpjax.make_train_step(of, optax.adam(1e-2), policy, donate=False)
+  state = step.init(dict(zip(("first", "inner", "last"), W, strict=False)), batch=X)
+  state, metrics = step(state, X)
+  assert bool(metrics["grads_finite"])
+  for where, bad in (("input", np.nan), ("input", np.inf), ("weight", -np.inf)):
+    x, inner = X.copy(), np.array(state.params["inner"])
+    (x if where == "input" else inner)[3, 5] = bad
+    given = state.replace(params={**state.params, "inner": inner})
+    after, metrics = step(given, x)
+    assert not bool(metrics["grads_finite"]), (where, bad)
+    jax.tree.map(
+      np.testing.assert_array_equal, (after.params, after.fp8_state), (given.params, given.fp8_state)
+    )
+    assert float(after.opt_state.scale) == float(state.opt_state.scale) / 2
+
+
+def test_output_and_gradient_dtypes():
+  out, grads = jax.eval_shape(jax.value_and_grad(mpjax.autocast(loss, fp8())), W, X)
+  assert {a.dtype.name for a in jax.tree.leaves((out, grads))} == {"float32"}
+  made = lambda fun: sorted(e.params["spec"].out_dtype.name for e in named("fp8_dot_general", fun, W, X))
+  assert made(mpjax.autocast(mlp, fp8())) == ["bfloat16"] * 3
+  grad = jax.grad(mpjax.autocast(loss, fp8()))  # of float32 weights it is float32, of activations not
+  assert made(grad) == ["bfloat16"] * 6 + ["float32"] * 3
+  assert made(mpjax.autocast(mlp, {**fp8(), "accum_dtype": "float32"})) == ["float32"] * 3

@@ -1,4 +1,4 @@
-"""Products of bfloat16 and float16, and their gradients, are as exact under `jit` as one rounding allows."""
+"""Products of bfloat16 and float16 and their gradients are as exact as one rounding allows; products in passes."""
 
 import functools
 import re
@@ -11,6 +11,7 @@ from jax import lax
 
 import mpjax
 from tests.casting._jaxprs import equations
+from tests.fp8._reference import lowered, normal, relative
 
 pytestmark = pytest.mark.optimised  # rounding is what is tested
 
@@ -75,11 +76,6 @@ def in_order(order, fun, policy):
   return mpjax.autocast(lambda *args: gradients(fun, *args), policy)
 
 
-def relative_error(got, want):
-  got, want = (np.asarray(x, np.float64) for x in (got, want))
-  return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
 @pytest.mark.parametrize(
   ("order", "dtype"),
   [
@@ -101,7 +97,7 @@ def test_gradients_are_rounded_once(order, dtype):
     )
     return {name: [f(*args[name]) for f in of(name)] for name in args}
 
-  found = {name: jax.tree.map(relative_error, *pair) for name, pair in both(args).items()}
+  found = {name: jax.tree.map(relative, *pair) for name, pair in both(args).items()}
   # A scan adds four gradients, each rounded; nothing else rounds more than once.
   most = {name: (2 if name == "scan" else 1.1) * ROUNDING[dtype] for name in found}
   assert {name: errors for name, errors in found.items() if max(errors) > most[name]} == {}
@@ -129,10 +125,8 @@ def test_other_platforms_convolve_in_half_precision_once_for_each_gradient(platf
   fun, *shapes = PRODUCTS["convolution"]
   args = operands((*shapes, (4, 8, 8, 48)), "bfloat16")
   for order in ("grad(autocast)", "autocast(grad)"):
-    lowered = jax.jit(in_order(order, fun, "bf16")).trace(*args).lower(lowering_platforms=(platform,))
-    lines = [line for line in lowered.as_text().splitlines() if "stablehlo.convolution" in line]
-    found = [re.findall(r"x(bf16|f32)>", line.rpartition(" : ")[2]) for line in lines]
-    assert found == [["bf16", "bf16", result]] * 2, order
+    found = lowered(in_order(order, fun, "bf16"), *args, platform=platform)
+    assert found == [("bf16", "bf16", result)] * 2, order
 
 
 def products(lowered):
@@ -147,3 +141,52 @@ def test_policies_of_a_checkpoint_outside_save_products():
   saved = jax.checkpoint(mpjax.autocast(loss, "bf16"), policy=jax.checkpoint_policies.dots_saveable)
   names = [e.primitive.name for e in equations(jax.grad(saved, (0, 1)), x, w)]
   assert names.count("dot_general") == 6  # two forward, and two for each of them backward
+
+
+# Products of float32 operands in passes of bfloat16 or TensorFloat-32
+
+A, B = normal(64, 96), normal(96, 32, seed=1)
+NAMES = (
+  "BF16_BF16_F32", "bfloat16_x3", "bfloat16_x6", "bfloat16_x9", "TF32_TF32_F32", "tensorfloat32_x3"
+)  # fmt: skip
+
+
+def under(name, fun=jnp.matmul):
+  return mpjax.autocast(fun, {"base": "fp32", "matmul_precision": name})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cpu_computes_in_float32(name):
+  both = lambda fun: (fun(A, B), *jax.vjp(fun, A, B)[1](jnp.ones((64, 32))), jax.vmap(fun, (0, None))(A, B))
+  for run in (both, jax.jit(both, static_argnums=0)):
+    for got, want in zip(run(under(name)), run(jnp.matmul), strict=True):
+      np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_other_platforms_get_the_algorithm_itself(platform):
+  def text(fun):
+    exported = jax.export.export(jax.jit(fun), platforms=[platform])(A, B).mlir_module()
+    return re.sub(r"loc\(.*?\)|#loc.*|@\S+", "", exported).split()
+
+  def loss(x, y):
+    return jnp.sum(jnp.tanh(x @ y))
+
+  with jax.default_matmul_precision("BF16_BF16_F32_X3"):
+    plain = [text(loss), text(jax.grad(loss))]
+  assert "num_primitive_operations = 3" in " ".join(plain[0])
+  assert [text(under("bfloat16_x3", loss)), text(jax.grad(under("bfloat16_x3", loss)))] == plain
+
+
+@pytest.mark.parametrize(("base", "half"), [("bf16", jnp.bfloat16), ("fp16", jnp.float16)])
+def test_products_in_half_precision_have_no_passes(base, half):
+  policy = {"base": base, "matmul_precision": "bfloat16_x3"}
+
+  def loss(x, y):
+    return jnp.sum(jnp.tanh(x @ y)) + jnp.sum(mpjax.full_precision(jnp.matmul)(x, y))
+
+  made = str(jax.make_jaxpr(jax.grad(mpjax.autocast(loss, policy)))(A, B))
+  plain = str(jax.make_jaxpr(jax.grad(mpjax.autocast(loss, base)))(A, B))
+  name = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[half]
+  assert made.count(f"{name}[") == plain.count(f"{name}[") > 0
+  assert made.count("precision=BF16_BF16_F32_X3") == 2  # the float32 product and its gradient
