@@ -191,20 +191,17 @@ def manual_axes(equation: JaxprEqn) -> tuple[str, ...]:
   return tuple(sorted(p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]))
 
 
-def shard_map_like(
-  equation: JaxprEqn, fun: Callable[..., Any], replicated: int = 0, split: int = 0
-) -> tuple[Callable[..., Any], int]:
+def shard_map_like(equation: JaxprEqn, fun: Callable[..., Any], split: int) -> tuple[Callable[..., Any], int]:
   """Returns `fun` under the `shard_map` of an equation, with more operands, and the number of devices.
 
   Args:
     equation: the equation.
     fun: takes the equation's operands and then the additional ones.
-    replicated: how many additional operands are the same on every device.
-    split: how many additional operands have a row for each device, after the replicated ones.
+    split: how many additional operands have a row for each device.
   """
   p = equation.params
   axes = manual_axes(equation)
-  more = (*(jax.sharding.PartitionSpec(),) * replicated, *(jax.sharding.PartitionSpec(axes),) * split)
+  more = (jax.sharding.PartitionSpec(axes),) * split
   mapped = jax.shard_map(
     fun,
     mesh=p["mesh"],

@@ -275,10 +275,10 @@ class Emit(abc.ABC):
   def within(self, plans: Sequence[CastPlan]) -> SideInputs:
     """Returns the side inputs that some plans read."""
     nodes = [node for plan in plans for node in plan.all_nodes()]
-    fp8 = [node.fp8 for node in nodes if node.fp8 is not None and node.fp8.site is not None]
+    products = {node.fp8.number for node in nodes if node.fp8 is not None}
     numbers = self.tap.numbers if self.tap else {}
     taps = [numbers[node, i] for node in nodes for i in range(len(node.outs)) if (node, i) in numbers]
-    return self.side.select({x.site for x in fp8 if x.site}, {x.number for x in fp8}, taps)
+    return self.side.select(products, taps)
 
   def replace(self, side: SideInputs) -> Self:
     """Returns the same object with other side inputs."""

@@ -150,7 +150,7 @@ class Emitter(Emit):
       depth = _common_scopes(island)
       inside: Function = functools.partial(self._inside, island, values.held, depth)
       if self.tap is None and not any(n.fp8 for n in island.nodes):  # only arrays go in
-        alone = Emitter(SideInputs({}, {}, {}), None)  # or the function would keep this trace's tracers
+        alone = Emitter(SideInputs({}, {}), None)  # or the function would keep this trace's tracers
         own = functools.partial(alone._inside, island, values.held, depth)
         inside = self._alike(_island_key(island, values.held, depth), own)
       with scopes_of(island.nodes[0].equation, depth):

@@ -112,21 +112,18 @@ class SideInputs(NamedTuple):
   """Inputs of an emitted program that the user's program does not have; bodies that read them get them, too.
 
   Attributes:
-    scales: float32[3] for lhs, rhs and gradient of an FP8 product, by the name of its history.
-    amax_probes: float32[3] by number of the FP8 product; their cotangents are the amaxes.
+    scales: float32[3] for lhs, rhs and gradient, by number of the FP8 product; their cotangents are amaxes.
     tap_probes: the probes of a tap, by number of the tapped value: an array, or a tree of arrays, with
       a row for each step of the loops around the value.
   """
 
-  scales: dict[str, Array]
-  amax_probes: dict[int, Array]
+  scales: dict[int, Array]
   tap_probes: dict[int, PyTree]
 
-  def select(self, sites: Collection[str], products: Collection[int], taps: Sequence[int]) -> SideInputs:
-    """Returns the inputs for some histories, FP8 products and tapped values."""
+  def select(self, products: Collection[int], taps: Sequence[int]) -> SideInputs:
+    """Returns the inputs for some FP8 products and tapped values."""
     return SideInputs(
-      {site: x for site, x in self.scales.items() if site in sites},
-      {number: x for number, x in self.amax_probes.items() if number in products},
+      {number: x for number, x in self.scales.items() if number in products},
       {number: self.tap_probes[number] for number in taps},
     )
 
@@ -251,7 +248,7 @@ def emit(
     fp8: the decision.
     equation: the product in the user's program.
     operands: in any floating dtypes.
-    side: under delayed scaling, its scales and its probe.
+    side: under delayed scaling, its scales.
     out_dtype: dtype of the result.
   """
   spec = dataclasses.replace(fp8.spec, out_dtype=out_dtype)
@@ -259,12 +256,11 @@ def emit(
     return multiply_ragged(equation, operands, spec)
   lhs, rhs = operands[:2]  # originals may follow, in a product of an inner autocast
   dims = equation.params["dimension_numbers"]
-  if fp8.site is None or fp8.site not in side.scales:
+  scales = side.scales.get(fp8.number)
+  if scales is None:
     return multiply_dot(lhs, rhs, dims, spec)
-  of_lhs, of_rhs, of_gradient = side.scales[fp8.site]
-  probe = side.amax_probes[fp8.number]
-  lhs, rhs = observe(lhs, probe, LHS), observe(rhs, probe, RHS)
-  return observe(multiply_dot(lhs, rhs, dims, spec, (of_lhs, of_rhs, of_gradient)), probe, GRADIENT)
+  lhs, rhs = observe(lhs, scales, LHS), observe(rhs, scales, RHS)
+  return observe(multiply_dot(lhs, rhs, dims, spec, list(scales)), scales, GRADIENT)
 
 
 def tie_to_state(tie: Array | None, results: list[Array]) -> list[Array]:
@@ -295,7 +291,7 @@ def open_state_for(state: Fp8State | None, products: Iterable[Fp8Product]) -> tu
     if fp8.site is not None:
       uses.setdefault(fp8.site, []).append(fp8)
   if state is None and not uses:
-    return SideInputs({}, {}, {}), None
+    return SideInputs({}, {}), None
   if state is None:
     raise ValueError(
       "fp8 recipe 'delayed' scales by the amaxes of earlier steps: pass them as mpjax.autocast(..., "
@@ -304,9 +300,9 @@ def open_state_for(state: Fp8State | None, products: Iterable[Fp8Product]) -> tu
   recipes = {site: found[0].recipe for site, found in uses.items()}
   check_state(state, {site: recipe.amax_history_len for site, recipe in recipes.items()})
   known = {site: found for site, found in uses.items() if site in state["amax"]}
-  scales, probes, tie = open_state(state, {site: recipes[site] for site in known})
+  scales, tie = open_state(state, {site: recipes[site] for site in known})
   by_number: dict[int, Array] = {}
   for site, found in known.items():  # of products that share a history, the larger amax counts
-    several = spread(probes[site], len(found)) if len(found) > 1 else probes[site][None]
+    several = spread(scales[site], len(found)) if len(found) > 1 else scales[site][None]
     by_number |= {fp8.number: several[i] for i, fp8 in enumerate(found)}
-  return SideInputs(scales, by_number, {}), tie
+  return SideInputs(by_number, {}), tie

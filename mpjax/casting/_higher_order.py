@@ -21,6 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from mpjax import _compat
 from mpjax._types import Array, Atom, Jaxpr, JaxprEqn, PyTree
 from mpjax.casting._cast_plan import Bodies, Call, Emit
+from mpjax.casting._fp8_products import SideInputs
 from mpjax.casting._gradient_sums import MANY, use, widened
 from mpjax.casting._half_precision import Regions, tracing
 from mpjax.casting._kinds import Held, Kind, Where, as_held, meet
@@ -43,7 +44,6 @@ from mpjax.products import as_product, spread
 
 # Entered if their operands are half precision, even without a product inside.
 LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
-_ScanRow = tuple[Sequence[Array], dict[int, Array], dict[int, PyTree]]  # xs, probes of amaxes and of taps
 Wanted = Sequence[np.dtype | None]  # for each result, the half dtype that all its readers want, or None
 
 
@@ -109,19 +109,20 @@ def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]
   wide = {
     i: widened(x) for i, (x, h) in enumerate(captured) if h.kind is Kind.HALF and options["length"] > MANY
   }
-  # A probe for each step: their cotangents are merged by the largest; a constant's would be added.
-  probes = {number: spread(probe, options["length"]) for number, probe in side.amax_probes.items()}
+  # Scales for each step: their cotangents are merged by the largest; a constant's would be added.
+  scales = {number: spread(x, options["length"]) for number, x in side.scales.items()}
 
-  def step(carry: Sequence[Array], row: _ScanRow) -> tuple[list[Array], list[Array]]:
-    xs, amax_probes, tap_probes = row
-    own = side._replace(amax_probes=amax_probes, tap_probes=tap_probes)
+  def step(
+    carry: Sequence[Array], row: tuple[Sequence[Array], SideInputs]
+  ) -> tuple[list[Array], list[Array]]:
+    xs, own = row
     read = [use(x, wide[i]) if i in wide else x for i, (x, _) in enumerate(captured)]
     out = call.body(emit.replace(own))(*read, *carry, *xs)
     return _as_carry(call, out[:n]), out[n:]
 
   with as_traced(call.equation):
     carry, ys = jax.lax.scan(
-      step, list(operands[k : k + n]), (operands[k + n :], probes, side.tap_probes), **options
+      step, list(operands[k : k + n]), (operands[k + n :], side._replace(scales=scales)), **options
     )
   return [*carry, *ys]
 
@@ -184,16 +185,15 @@ def _emit_cond(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]
 
 def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
-  scales, probes = jax.tree.leaves(side.scales), jax.tree.leaves(side.amax_probes)
 
   def inside(*xs: Array) -> tuple[Array, ...]:
-    own = [*xs[n : n + len(scales)], *(probe[0] for probe in xs[n + len(scales) :])]
-    return tuple(call.body(emit.replace(side.with_arrays(own)))(*xs[:n]))
+    own = side.with_arrays([x[0] for x in xs[n:]])
+    return tuple(call.body(emit.replace(own))(*xs[:n]))
 
   with as_traced(call.equation):
-    mapped, devices = _compat.shard_map_like(call.equation, inside, len(scales), len(probes))
-    # A probe for each device: their cotangents are merged by the largest.
-    return list(mapped(*operands, *scales, *(spread(probe, devices) for probe in probes)))
+    mapped, devices = _compat.shard_map_like(call.equation, inside, len(side.arrays))
+    # Scales for each device: their cotangents are merged by the largest.
+    return list(mapped(*operands, *(spread(x, devices) for x in side.arrays)))
 
 
 def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:

@@ -16,7 +16,7 @@ from mpjax.fp8._recipe import Recipe
 from mpjax.fp8._scaling import scale_of
 
 _Histories: TypeAlias = dict[str, dict[str, Array]]  # by product, then by operand
-Opened: TypeAlias = tuple[dict[str, Array], dict[str, Array], Array]  # scales and probes by product, the tie
+Opened: TypeAlias = tuple[dict[str, Array], Array]  # scales by product, the tie
 OPERANDS = ("lhs", "rhs", "gradient")
 
 
@@ -71,7 +71,7 @@ def grow_gradients(state: Fp8State, factor: jax.Array) -> Fp8State:
 
 
 def open_state(state: Fp8State, recipes: dict[str, Recipe]) -> Opened:
-  """Returns the scales for this step, and probes.
+  """Returns the scales for this step, whose cotangents are its amaxes.
 
   Args:
     state: a state as `empty_state` returns it.
@@ -79,7 +79,6 @@ def open_state(state: Fp8State, recipes: dict[str, Recipe]) -> Opened:
 
   Returns:
     scales: by history, float32[3] for lhs, rhs and gradient.
-    probes: by history, float32[3].
     tie: a probe for results that are differentiated, so that a state always has a next value.
   """
 
@@ -87,13 +86,13 @@ def open_state(state: Fp8State, recipes: dict[str, Recipe]) -> Opened:
   def open_histories(state: Fp8State) -> Opened:
     normal = _normalised(state)
     scales = {site: _scales(normal[site], recipe) for site, recipe in recipes.items()}
-    return scales, {site: jnp.zeros([3], jnp.float32) for site in recipes}, jnp.zeros([3], jnp.float32)
+    return scales, jnp.zeros([3], jnp.float32)
 
   def forward(state: Fp8State) -> tuple[Opened, Fp8State]:
     return open_histories(state), state
 
   def backward(state: Fp8State, cotangents: Opened) -> tuple[Fp8State]:
-    _, amaxes, _ = cotangents
+    amaxes, _ = cotangents
     normal = _normalised(state)
     new = dict(normal)  # histories that were not used stay
     for site in recipes:

@@ -1,8 +1,8 @@
 """Amaxes that leave a differentiated program as the cotangents of probes.
 
-A probe is a float32[3] that nothing depends on: its cotangent is the amaxes of a product's lhs,
-rhs and gradient. If cotangents of one probe would be added (in a loop, over devices), the largest is
-used instead.
+A probe is a float32[3] on which no derivative depends, as a product's scales: its cotangent is the amaxes of
+the product's lhs, rhs and gradient. If cotangents of one probe would be added (in a loop, over devices), the
+largest is used instead.
 """
 
 from __future__ import annotations
