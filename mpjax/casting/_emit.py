@@ -64,7 +64,7 @@ def execute(
   Raises:
     ValueError: for an `fp8_state` that is missing, or belongs to another function.
   """
-  products = [node.fp8 for node in plan.all_nodes() if node.fp8]
+  products = [(node.site, node.fp8) for node in plan.all_nodes() if node.site and node.fp8]
   side, tie = _fp8_products.open_state_for(fp8_state, products)
   if tap is not None:
     side = side._replace(tap_probes=dict(enumerate(tap.probes)))

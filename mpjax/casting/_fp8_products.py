@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mpjax import _compat
 from mpjax._types import Array, Fp8State, JaxprEqn, PyTree
 from mpjax.casting._kinds import is_float
 from mpjax.casting._product_roles import ProductRole, Root
@@ -30,8 +29,6 @@ from mpjax.products import (
   RHS,
   Spec,
   free_dims,
-  half_dot_general_p,
-  half_ragged_dot_p,
   multiply_dot,
   multiply_ragged,
   observe,
@@ -54,27 +51,20 @@ AT_THE_USER: dict[str, Any] = (
 )
 
 
-_RAGGED = (_compat.ragged_dot_general_p, half_ragged_dot_p)
-_PRODUCTS = (jax.lax.dot_general_p, half_dot_general_p, *_RAGGED)
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp8Product:
+class Fp8Product(NamedTuple):
   """One quantised product.
 
   Attributes:
     recipe: the formats and the scaling.
     spec: the same for the product, without the dtype of its result.
     roots: the identities of its operands in the program.
-    site: under delayed scaling, the name of its history.
-    number: under delayed scaling, its number among the products of a program.
+    number: its number among the products of a program.
   """
 
   recipe: Recipe
   spec: Spec
   roots: tuple[Root | None, Root | None]
-  site: str | None = None
-  number: int = 0
+  number: int
 
 
 class Fp8Decision(NamedTuple):
@@ -172,7 +162,7 @@ def decide(
   why_not = _why_not(equation, recipe, role)
   if role is None or why_not is not None:
     return Fp8Decision(*(why_not or (Code.IN_RULE,)))
-  of_experts = equation.primitive in _RAGGED
+  of_experts = _is_ragged(equation)
   recipe = recipe_of_experts(recipe) if of_experts else recipe
   site = None
   # Gradients of a backward pass inside the program have no history: they have their own scale.
@@ -184,7 +174,7 @@ def decide(
   if lack := _unfit(equation, recipe):
     return Fp8Decision(Code.UNFIT, lack, site=site)
   spec = spec_of(recipe, role.gradients, None if of_experts else role.weights, support(recipe)[1])
-  fp8 = Fp8Product(recipe, spec, role.roots, site, next(sites.numbers))
+  fp8 = Fp8Product(recipe, spec, role.roots, next(sites.numbers))
   return Fp8Decision(Code.FP8_EXPERTS if of_experts else Code.FP8, str(recipe), fp8, site)
 
 
@@ -192,8 +182,8 @@ def _why_not(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> tu
   """Returns why a product is not FP8, for any sizes, and what tells it; `None` if it may be."""
   if lack := support(recipe)[0]:
     return Code.NO_UNITS, lack
-  if equation.primitive not in _PRODUCTS:
-    name = equation.primitive.name
+  name = equation.primitive.name
+  if name not in ("dot_general", "ragged_dot_general"):
     return Code.UNFIT, "it is a convolution" if name == "conv_general_dilated" else f"there is no FP8 {name}"
   if role is None:
     return Code.IN_RULE, ""
@@ -207,9 +197,13 @@ def _why_not(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> tu
     return Code.LAST_LAYER, ""
   if not all(role.active) and role.after < (recipe.keep_last or 0):
     return Code.LAST_LAYERS, f"{recipe.keep_last:g}"
-  if equation.primitive in _RAGGED and (lack := why_not_fp8(equation)):
+  if _is_ragged(equation) and (lack := why_not_fp8(equation)):
     return Code.UNFIT, lack
   return None
+
+
+def _is_ragged(equation: JaxprEqn) -> bool:
+  return "ragged_dot_dimension_numbers" in equation.params
 
 
 def _unfit(equation: JaxprEqn, recipe: Recipe) -> str | None:
@@ -252,7 +246,7 @@ def emit(
     out_dtype: dtype of the result.
   """
   spec = dataclasses.replace(fp8.spec, out_dtype=out_dtype)
-  if equation.primitive in _RAGGED:
+  if _is_ragged(equation):
     return multiply_ragged(equation, operands, spec)
   lhs, rhs = operands[:2]  # originals may follow, in a product of an inner autocast
   dims = equation.params["dimension_numbers"]
@@ -275,21 +269,22 @@ def tie_to_state(tie: Array | None, results: list[Array]) -> list[Array]:
   return [observe(x, tie, NOTHING) if is_float(jax.typeof(x)) else x for x in results]
 
 
-def open_state_for(state: Fp8State | None, products: Iterable[Fp8Product]) -> tuple[SideInputs, Array | None]:
+def open_state_for(
+  state: Fp8State | None, products: Iterable[tuple[str, Fp8Product]]
+) -> tuple[SideInputs, Array | None]:
   """Returns what a program's products under delayed scaling read in a step, and the probe for `tie_to_state`.
 
   Args:
     state: the state from `mpjax.init_fp8_state`, or `None`.
-    products: the FP8 products of the program, all by one recipe.
+    products: the FP8 products of the program that have a history, with its name.
 
   Raises:
     ValueError: if the program has products under delayed scaling but there is no state, or one of another
       function. A product without a history in the state is scaled by its own amax.
   """
   uses: dict[str, list[Fp8Product]] = {}
-  for fp8 in products:
-    if fp8.site is not None:
-      uses.setdefault(fp8.site, []).append(fp8)
+  for site, fp8 in products:
+    uses.setdefault(site, []).append(fp8)
   if state is None and not uses:
     return SideInputs({}, {}), None
   if state is None:

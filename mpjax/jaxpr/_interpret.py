@@ -96,18 +96,13 @@ def while_loop(
     step: its body.
     carry: the first carry.
   """
-  if not rows_of(equation):
+  if not shape_of(open_jaxpr(equation.params["cond_jaxpr"]).outvars[0]):
     return jax.lax.while_loop(goes_on, step, carry)
 
   def masked(carry: list[Any]) -> list[Any]:
     return where_rows(goes_on(carry), step(carry), carry)
 
   return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), masked, carry)
-
-
-def rows_of(equation: JaxprEqn) -> tuple[int, ...]:
-  """Returns the shape of a `while`'s condition: () except under `vmap`, where finished rows stay."""
-  return shape_of(open_jaxpr(equation.params["cond_jaxpr"]).outvars[0])
 
 
 def where_rows(rows: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:

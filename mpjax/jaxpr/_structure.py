@@ -53,24 +53,18 @@ def _structure_of(jaxpr: Jaxpr) -> Hashable | None:
 
 
 def _equation(equation: JaxprEqn) -> Hashable:
-  policy = "policy" if call_kind(equation) is CallKind.REMAT else None  # it is called, not traced
-  parameters = tuple(
-    (name, value if name == policy else _parameter(value)) for name, value in sorted(equation.params.items())
-  )
-  return equation.primitive, parameters, equation.source_info.name_stack, equation.ctx
+  called = ("policy",) if call_kind(equation) is CallKind.REMAT else ()  # called, not traced
+  parameters = [(k, v if k in called else _parameter(v)) for k, v in sorted(equation.params.items())]
+  return equation.primitive, tuple(parameters), equation.source_info.name_stack, equation.ctx
 
 
 def _parameter(value: Any) -> Hashable:
-  if isinstance(value, (Jaxpr, ClosedJaxpr)):
-    body = structure_of(value)
-    if body is None:
-      raise TypeError("a body that cannot be compared")
-    return body, tuple(map(_constant, constants_of(value)))
   if isinstance(value, (tuple, list)):
     return tuple(map(_parameter, value))
-  if isinstance(value, _FUNCTIONS):
-    raise TypeError(f"{value!r} is a function")
-  return type(value), value
+  body = structure_of(value) if isinstance(value, (Jaxpr, ClosedJaxpr)) else ()
+  if body is None or isinstance(value, _FUNCTIONS):
+    raise TypeError(f"{value!r} cannot be compared")
+  return (body, *map(_constant, constants_of(value))) if body else (type(value), value)
 
 
 def _constant(value: Any) -> Hashable:

@@ -11,12 +11,6 @@ from mpjax.products._dimensions import free_dims
 from mpjax.products._fp8_dot_general import InFp8, multiply_codes, multiply_dot, takes_codes
 from mpjax.products._fp8_ragged_dot import multiply_ragged, recipe_of_experts, why_not_fp8
 from mpjax.products._functions import fp8_dot_general, scaled_dot
-from mpjax.products._half_products import (
-  bind_product,
-  half_dot_general_p,
-  half_product,
-  half_ragged_dot_p,
-  has_own_gradients,
-)
+from mpjax.products._half_products import bind_product, half_product, has_own_gradients
 from mpjax.products._primitives import as_product, is_fp8, lower_as, plain_primitive
 from mpjax.products._spec import Spec, spec_of
