@@ -49,7 +49,7 @@ class Decision:
     about: what the reason's sentence tells, such as a size.
     call: for `Mode.ENTER`, its bodies.
     fp8: the quantised product, if it is an FP8 product.
-    site: under delayed FP8 scaling, the name of its history.
+    site: under delayed FP8 scaling, the name of its history, which it also has in half precision.
   """
 
   equation: JaxprEqn

@@ -352,7 +352,7 @@ def _quantised(case: Case, mode: Mode, outs: tuple[Held, ...], code: Code, about
   roles = case.body.place.roles
   role = roles.product(case.equation) if roles else None
   found = _fp8_products.decide(case.equation, case.path, recipe, role, case.body.place.sites)
-  return case.decided(mode, outs=outs, **found._asdict())
+  return case.decided(mode, outs=outs, **found)
 
 
 def _of_denied(case: Case) -> Decision | None:

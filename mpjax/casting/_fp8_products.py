@@ -67,22 +67,6 @@ class Fp8Product(NamedTuple):
   number: int
 
 
-class Fp8Decision(NamedTuple):
-  """The decision about one product of a module with a recipe.
-
-  Attributes:
-    code: the reason.
-    about: what its sentence tells.
-    fp8: the quantised product; `None` if it stays in half precision.
-    site: under delayed scaling, the name of its history, which it also has in half precision.
-  """
-
-  code: Code
-  about: str = ""
-  fp8: Fp8Product | None = None
-  site: str | None = None
-
-
 class Sites:
   """Names for histories of delayed scaling, and numbers for products in the order of the decisions."""
 
@@ -149,8 +133,8 @@ def warn_of(recipes: set[Recipe], compute_dtype: str) -> None:
 
 def decide(
   equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | None, sites: Sites
-) -> Fp8Decision:
-  """Decides whether a product that would run in half precision is an FP8 one.
+) -> dict[str, Any]:
+  """Decides whether a product that would run in half precision is an FP8 one: fields of its `Decision`.
 
   Args:
     equation: the product.
@@ -159,9 +143,10 @@ def decide(
     role: its role in the program; `None` inside a custom derivative rule.
     sites: the names of delayed scaling's histories.
   """
-  why_not = _why_not(equation, recipe, role)
-  if role is None or why_not is not None:
-    return Fp8Decision(*(why_not or (Code.IN_RULE,)))
+  if why_not := _why_not(equation, recipe, role):
+    return {"code": why_not[0], "about": why_not[1]}
+  if role is None:
+    return {"code": Code.IN_RULE}
   of_experts = _is_ragged(equation)
   recipe = recipe_of_experts(recipe) if of_experts else recipe
   site = None
@@ -172,10 +157,11 @@ def decide(
     # Also if the sizes are unfit: another batch may have sizes that fit.
     site = sites.name(path, weight)
   if lack := _unfit(equation, recipe):
-    return Fp8Decision(Code.UNFIT, lack, site=site)
+    return {"code": Code.UNFIT, "about": lack, "site": site}
   spec = spec_of(recipe, role.gradients, None if of_experts else role.weights, support(recipe)[1])
   fp8 = Fp8Product(recipe, spec, role.roots, next(sites.numbers))
-  return Fp8Decision(Code.FP8_EXPERTS if of_experts else Code.FP8, str(recipe), fp8, site)
+  code = Code.FP8_EXPERTS if of_experts else Code.FP8
+  return {"code": code, "about": str(recipe), "fp8": fp8, "site": site}
 
 
 def _why_not(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> tuple[Code, str] | None:
@@ -186,7 +172,7 @@ def _why_not(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> tu
   if name not in ("dot_general", "ragged_dot_general"):
     return Code.UNFIT, "it is a convolution" if name == "conv_general_dilated" else f"there is no FP8 {name}"
   if role is None:
-    return Code.IN_RULE, ""
+    return None
   if any(role.gradients) and recipe.backward == "compute":
     return Code.IN_BACKWARD, ""
   if all(role.active) and not recipe.attention:
