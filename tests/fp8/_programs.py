@@ -31,12 +31,16 @@ W = weights(*[D] * 6)
 relu = jax.nn.relu
 
 
+def products(fun, *args, policy=None):
+  """The rows of products in what is explained, in the order of the program."""
+  return [row for row in mpjax.explain(fun, *args, policy=policy or fp8()).rows if row.flops]
+
+
 def by_path(fun, *args, policy=None):
-  """The kinds of products by module path, in the order of the program."""
+  """The kinds of products by module path."""
   found = {}
-  for row in mpjax.explain(fun, *args, policy=policy or fp8()).rows:
-    if row.flops:
-      found[row.path] = found.get(row.path, "") + SHORT[row.after]
+  for row in products(fun, *args, policy=policy):
+    found[row.path] = found.get(row.path, "") + SHORT[row.after]
   return found
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import mpjax
-from tests.fp8._programs import mlp, weights
+from tests.fp8._programs import mlp, products, weights
 from tests.fp8._reference import normal
 
 
@@ -77,8 +77,7 @@ def explained(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: [device])
     monkeypatch.setattr(jax, "default_backend", lambda: device.platform)
     recipe = {"recipe": spec} if isinstance(spec, str) else spec
-    rows = mpjax.explain(mlp, w, x, policy={"base": "fp8", "fp8": {"keep_last": 0.0, **recipe}}).rows
-    inner = [row for row in rows if row.flops][1]
+    inner = products(mlp, w, x, policy={"base": "fp8", "fp8": {"keep_last": 0.0, **recipe}})[1]
     return inner.after, inner.why
 
   return said

@@ -14,7 +14,7 @@ from flax import linen as nn, nnx
 
 import mpjax
 from tests.casting._jaxprs import jit, named
-from tests.fp8._programs import SHORT, D, W, X, by_path, fp8, loss, mlp, relu, weights
+from tests.fp8._programs import SHORT, D, W, X, by_path, fp8, loss, mlp, products, relu, weights
 from tests.fp8._reference import normal
 
 P = jax.sharding.PartitionSpec
@@ -25,8 +25,7 @@ TOKENS = np.arange(D) % 7
 
 
 def kinds(fun, *args, policy=None):
-  rows = mpjax.explain(fun, *args, policy=policy or fp8()).rows
-  return "".join(SHORT[row.after] for row in rows if row.flops)
+  return "".join(SHORT[row.after] for row in products(fun, *args, policy=policy))
 
 
 def traced(fun, *args):
@@ -166,12 +165,12 @@ def test_products_of_plain_functions_and_of_both_their_gradients(name):
   if name == "while":
     return
   outside, inside = gradients(name)
-  products = traced(outside, w, X)
-  assert products.count(("4", "4")) == n * (2 if "remat" in name else 1)
-  assert products.count(("4", "5")) == products.count(("5", "4")) == n
+  found = traced(outside, w, X)
+  assert found.count(("4", "4")) == n * (2 if "remat" in name else 1)
+  assert found.count(("4", "5")) == found.count(("5", "4")) == n
   if name not in OTHER_PRODUCTS:
     unordered = lambda pairs: sorted("".join(sorted(pair)) for pair in pairs)
-    assert unordered(traced(inside, w, X)) == unordered(products)
+    assert unordered(traced(inside, w, X)) == unordered(found)
 
 
 def test_an_embedding_is_the_first_layer():
@@ -205,44 +204,39 @@ def test_vmap_outside_leaves_rows_that_are_too_few():
   assert traced(outside, W, jnp.stack([X, X])) == [("4", "4")] * 3
 
 
-def test_a_dimension_that_is_symbolic_may_be_no_multiple_of_16():
-  (rows,) = jax.export.symbolic_shape("rows")
-  explanation = mpjax.explain(mlp, W, jax.ShapeDtypeStruct((rows, D), jnp.float32), policy=fp8())
-  whys = [row.why for row in explanation.rows if row.primitive == "dot_general"]
-  assert all("symbolic" in why for why in whys[1:-1])
+def conv(kernel):
+  layout = ("NHWC", "HWIO", "NHWC")
+  call = functools.partial(jax.lax.conv_general_dilated, padding="VALID", dimension_numbers=layout)
+  return (lambda w, x: call(x, w, (kernel, kernel))), np.ones((kernel, kernel, D, D), np.float32)
 
 
-# What is said
+IMAGES = np.ones((2, 8, 8, D), np.float32)
+EVERY = {"first_layer": True, "last_layer": True}
+# A function, its weights and data, the recipe, and what is said of some products.
+REASONS = [
+  (mlp, W, X, {}, [(0, "first layer"), (-1, "last layer")]),
+  (
+    mlp,
+    W,
+    X,
+    {},
+    [(i, "an FP8 product (current scaling, E4M3FN forward, E5M2 backward)") for i in (1, 2, 3)],
+  ),
+  (attention, SIX, X, {}, [(i, "two activations") for i in (4, 5)]),
+  (mlp, weights(D, D, 40, D, D), X, {}, [(1, "M=32 x K=32 x N=40: N is not a mul")]),
+  (mlp, W, X[:8], {}, [(1, "M=8 x K=32 x N=32: M is not a multiple of 16")]),
+  (mlp, W, X, {"min_dim": 64}, [(1, "smaller than fp8.min_dim=64")]),
+  (mlp, W, jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), D), jnp.float32), {}, [(1, "symbolic")]),
+  (FUNCTIONS["custom_vjp"][0], W, X, {}, [(1, "custom derivative rule")]),
+  *((*conv(kernel), IMAGES, EVERY, [(0, "not FP8: it is a convolution")]) for kernel in (1, 2, 3)),
+]
 
 
 def test_reasons():
-  rows = [row for row in mpjax.explain(mlp, W, X, policy=fp8()).rows if row.flops]
-  assert ["first layer" in rows[0].why, "last layer" in rows[-1].why] == [True, True]
-  assert {row.why for row in rows[1:-1]} == {
-    "an FP8 product (current scaling, E4M3FN forward, E5M2 backward)"
-  }
-  reason = lambda fun, w, x=X, **options: [
-    row.why for row in mpjax.explain(fun, w, x, policy=fp8(**options)).rows if row.flops
-  ]
-  assert sum("two activations" in why for why in reason(attention, SIX)) == 2
-  assert any("M=32 x K=32 x N=40: N is not a mul" in why for why in reason(mlp, weights(D, D, 40, D, D)))
-  assert any("M=8 x K=32 x N=32: M is not a multiple of 16" in why for why in reason(mlp, W, X[:8]))
-  assert any("smaller than fp8.min_dim=64" in why for why in reason(mlp, W, min_dim=64))
-  assert any("custom derivative rule" in why for why in reason(*[FUNCTIONS["custom_vjp"][0], W]))
-
-
-@pytest.mark.parametrize("kernel", [1, 2, 3])
-def test_convolutions_stay_in_the_compute_dtype(kernel):
-  images, filters = np.ones((2, 8, 8, D), np.float32), np.ones((kernel, kernel, D, D), np.float32)
-  layout = ("NHWC", "HWIO", "NHWC")
-
-  def conv(x, w):
-    return jax.lax.conv_general_dilated(x, w, (kernel, kernel), "VALID", dimension_numbers=layout)
-
-  policy = fp8(first_layer=True, last_layer=True)
-  rows = [row for row in mpjax.explain(conv, images, filters, policy=policy).rows if row.flops]
-  assert [(row.after, row.why) for row in rows] == [("bfloat16", "not FP8: it is a convolution")]
-  assert traced(jax.grad(lambda x, w: mpjax.autocast(conv, policy)(x, w).sum()), images, filters) == []
+  for fun, w, x, options, said in REASONS:
+    rows = products(fun, w, x, policy=fp8(**options))
+    assert [(i, words) for i, words in said if words not in rows[i].why] == []
+    assert {rows[i].after for i, words in said if words.startswith("not FP8")} <= {"bfloat16"}
 
 
 # Modules
@@ -316,7 +310,6 @@ def test_modules_chosen_by_path():
 
 TEN = weights(*[D] * 11)
 STACK = (TEN[0], np.stack(TEN[1:9]), TEN[9])
-EVERY = {"first_layer": True, "last_layer": True}
 # keep_last, and the kinds of ten products with a weight, unrolled and with eight in a scan.
 KEPT = [
   (0, "8888888888", "888"),
@@ -341,7 +334,7 @@ def test_the_last_share_of_products_with_a_weight_stays(share, unrolled, scanned
 
 
 def test_nvfp4_keeps_the_last_layers_and_says_so():
-  rows = [row for row in mpjax.explain(mlp, TEN, X, policy=fp8(recipe="nvfp4", **EVERY)).rows if row.flops]
+  rows = products(mlp, TEN, X, policy=fp8(recipe="nvfp4", **EVERY))
   assert [row.after for row in rows] == ["float4_e2m1fn"] * 8 + ["bfloat16"] * 2
   assert "fp8.keep_last=0.15" in rows[-1].why
 
@@ -384,7 +377,7 @@ def test_without_units_fp8_is_bfloat16_and_says_so(policy):
   assert len(said) == 1
   half = jit(jax.value_and_grad(mpjax.autocast(loss, "bf16")))(w, x)
   jax.tree.map(np.testing.assert_array_equal, out, half)
-  rows = [row for row in mpjax.explain(loss, w, x, policy=policy).rows if row.flops]
+  rows = products(loss, w, x, policy=policy)
   assert {row.after for row in rows} == {"bfloat16"}
   assert all("emulate: true" in row.why for row in rows)
 
