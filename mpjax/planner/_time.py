@@ -12,8 +12,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-import jax
-
 from mpjax.formats import narrow_bits
 from mpjax.jaxpr import Trait, has, layer_pattern
 from mpjax.planner._program import Buffer, Operation, Program
@@ -189,10 +187,7 @@ def _merged(program: Program) -> Iterator[_Kernel]:
     if heavy:
       if is_fp8(operation.origin):
         yield _Kernel(alone, {Buffer((), None): _quantised_bytes(operation)}, {})
-      kernel = _Kernel(operation, reads, writes)
-      if not operation.bodies:
-        _in_part(kernel)
-      yield kernel
+      yield _Kernel(operation, reads, writes)
       continue
     elements = max((math.prod(v.shape) for v in (*operation.operands, *operation.writes)), default=0)
     most = max((*reads.values(), *writes.values()), default=0)
@@ -205,17 +200,6 @@ def _merged(program: Program) -> Iterator[_Kernel]:
       yield found
     found.reads |= {b: nbytes for b, nbytes in reads.items() if b not in found.writes}
     found.writes |= writes
-
-
-def _in_part(kernel: _Kernel) -> None:
-  """Corrects the bytes of an operation that reads or writes a part of a value."""
-  made = kernel.operation.origin
-  if made.primitive is jax.lax.gather_p:
-    kernel.reads = {b: min(nbytes, sum(kernel.writes.values())) for b, nbytes in kernel.reads.items()}
-  elif has(made, Trait.IN_PLACE) and len(kernel.operation.operands) > 1:
-    whole = next(iter(kernel.reads), None)
-    kernel.reads = {b: nbytes for b, nbytes in kernel.reads.items() if b is not whole}
-    kernel.writes = dict.fromkeys(kernel.writes, sum(kernel.reads.values()))
 
 
 def _quantised_bytes(product: Operation) -> float:

@@ -88,11 +88,9 @@ def tune(
     ValueError: if the loss or a gradient is not finite in float32, the batches are too small for an estimate
       of the noise, no candidate passes, or an argument is wrong.
   """
-  for name in init:
-    if went := instead(name, "tune"):
-      raise TypeError(f"mpjax.tune has no argument {name!r}{went}")
-  known = inspect.signature(TrainStep.init).parameters
-  refuse_keywords(tune, {name: value for name, value in init.items() if name not in known}, {})
+  unknown = init.keys() - inspect.signature(TrainStep.init).parameters.keys()
+  gone = {name: went.removeprefix(": ") for name in unknown if (went := instead(name, "tune"))}
+  refuse_keywords(tune, {name: init[name] for name in unknown}, gone)
   if objective not in OBJECTIVES:
     raise ValueError(f"objective={objective!r}: expected one of {', '.join(OBJECTIVES)}")
   share, figure = parse_tolerance(tolerance)
