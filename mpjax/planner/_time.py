@@ -182,7 +182,8 @@ def _merged(program: Program) -> Iterator[_Kernel]:
     reads, writes = dict(operation.reads), {b: float(b.nbytes) for b in operation.writes}
     depth = max((level.get(b, 0) for b in reads), default=0)
     heavy = is_heavy(operation)
-    level.update(dict.fromkeys(writes, depth + (heavy or has(operation.origin, Trait.STORES_RESULT))))
+    ends = heavy or (has(operation.origin, Trait.STORES_RESULT) and not _of_rows(operation))
+    level.update(dict.fromkeys(writes, depth + ends))
     alone = Operation(operation.origin, path=operation.path, part="element-wise")
     if heavy:
       if is_fp8(operation.origin):
@@ -200,6 +201,12 @@ def _merged(program: Program) -> Iterator[_Kernel]:
       yield found
     found.reads |= {b: nbytes for b, nbytes in reads.items() if b not in found.writes}
     found.writes |= writes
+
+
+def _of_rows(operation: Operation) -> bool:
+  """Returns whether an operation reduces the last dimension: a kernel does so, and goes on with the row."""
+  axes = operation.origin.params.get("axes", ())
+  return len(operation.operands) == 1 and axes == (len(operation.operands[0].shape) - 1,)
 
 
 def _quantised_bytes(product: Operation) -> float:
