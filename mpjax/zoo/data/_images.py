@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import pathlib
@@ -53,9 +54,7 @@ def load_npz(
     with pathlib.Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
       arrays = {name: np.asarray(file[name]) for name in file.files}
   except Exception as error:  # from the file, the archive, its compression or NumPy's headers
-    reason = " ".join(str(error).split()) or type(error).__name__
-    if "pickle" in reason:  # NumPy's advice would run code in the file
-      reason = "it is not an archive of arrays, or has Python objects, which are not read"
+    reason = " ".join(str(error).partition(".")[0].split())  # NumPy then advises to run code in the file
     raise DataError(f"data.path={path!r}: not a readable .npz file ({reason})") from error
   has_split = not arrays.keys().isdisjoint(("eval_images", "eval_labels"))
   splits = []
@@ -64,21 +63,15 @@ def load_npz(
       if name not in arrays:
         raise DataError(f"{path}: no array {name!r}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
     images = np.atleast_1d(arrays[f"{prefix}images"])
-    if images.dtype.kind == "f":
-      with np.errstate(over="ignore"):  # what float32 cannot hold is reported as infinite
-        images = images.astype(np.float32)
+    images = images.astype(np.float32) if images.dtype.kind == "f" else images
     splits.append(Labelled(images, arrays[f"{prefix}labels"], path, f"{prefix}labels"))
   return images_to_rows(splits, path, num_classes, valid_fraction)
 
 
 class Labelled(NamedTuple):
-  """Images with labels.
+  """Images by position, an array or a sequence that reads them on demand, with labels [N].
 
-  Attributes:
-    images: by position: an array, or a sequence that reads them on demand.
-    labels: their labels [N].
-    title: where they come from, for a person.
-    name: what the labels are called there.
+  `title` says where they come from, `name` what the labels are called there.
   """
 
   images: Any
@@ -100,18 +93,13 @@ class Labelled(NamedTuple):
 def images_to_rows(
   splits: Sequence[Labelled], title: str, num_classes: int | None = None, valid_fraction: float = 0.05
 ) -> Loaded:
-  """Makes rows of images that are read one by one.
+  """Makes rows of images to train on and held out, which are read one by one.
+
+  Of one split alone, a fixed permutation holds out the share `valid_fraction`. All are standardised by the
+  mean and deviation of those to train on, or of 1024 of them if they are read on demand.
 
   Labels are below `num_classes`; without it, below 1024 or the number of images of all splits together, so
   that a single wrong label does not decide the number of classes.
-
-  Args:
-    splits: the images to train on, and those that are held out. If there is one split alone, a fixed
-      permutation holds out the share `valid_fraction`. All are standardised by the mean and deviation of
-      those to train on, or of 1024 of them if they are read on demand.
-    title: the dataset's name.
-    num_classes: number of classes; `None`: the largest label plus one.
-    valid_fraction: a share.
 
   Raises:
     DataError: if a split is empty, or images and labels do not fit together.
@@ -150,35 +138,29 @@ def images_to_rows(
     "description": f"{title}: {counts[0]} images of {'x'.join(map(str, shape))} to train on, "
     f"{counts[1]} held out, {classes} classes",
   }
-  rows = [Images(*split, shape, mean, deviation) for split in zip(splits, positions, labels, strict=True)]
+  parts = zip([split.images for split in splits], positions, labels, strict=True)
+  rows = [Images(*part, shape, mean, deviation) for part in parts]
   return rows[0], rows[1], facts
 
 
+@dataclasses.dataclass(frozen=True)
 class Images:
   """Rows of an image, standardised in float32, and a label."""
 
-  def __init__(
-    self,
-    split: Labelled,
-    positions: np.ndarray,
-    labels: np.ndarray,
-    shape: tuple[int, ...],
-    mean: float,
-    deviation: float,
-  ):
-    self._images, self._positions, self._labels = split.images, positions, labels
-    self._shape, self._mean, self._deviation = shape, mean, deviation
+  images: Any
+  positions: np.ndarray
+  labels: np.ndarray
+  shape: tuple[int, ...]
+  mean: float
+  deviation: float
 
   def __len__(self) -> int:
-    return len(self._labels)
+    return len(self.labels)
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    image = np.asarray(self._images[int(self._positions[index])], np.float32)
-    image = (image - self._mean) / self._deviation
-    return {
-      "images": image.astype(np.float32).reshape(self._shape),
-      "labels": self._labels[index].astype(np.int32),
-    }
+    image = np.asarray(self.images[int(self.positions[index])], np.float32)
+    image = ((image - self.mean) / self.deviation).astype(np.float32)
+    return {"images": image.reshape(self.shape), "labels": self.labels[index].astype(np.int32)}
 
 
 def _check(split: Labelled, bound: int, below: str) -> None:
@@ -197,8 +179,3 @@ def _check(split: Labelled, bound: int, below: str) -> None:
     )
   if len(split.images) != len(labels):
     raise DataError(f"{title}: {len(split.images)} images but {len(labels)} {name}")
-  if images.dtype.kind == "f" and not (finite := np.isfinite(images)).all():
-    first = list(map(int, np.argwhere(~finite)[0]))
-    raise DataError(
-      f"{title}: images has {(~finite).sum()} values that are NaN or infinite, first at {first}"
-    )

@@ -40,26 +40,22 @@ def load_text(
   """Loads a file, a folder (every file in it that is text), a glob, or a list of these, as bytes.
 
   In a folder or a glob, a file is text if its first kilobyte has no zero byte; empty and hidden files are
-  left out. A file that several paths lead to is read once, so that it cannot be in both splits. Several
-  files are split by file, a single file by position.
+  left out. Several files are split by file, a single file by position.
   """
   paths = [path] if isinstance(path, str) else list(path or [])
   if not paths or not all(paths):  # an empty string would be the working directory
     raise DataError("data.path: missing; expected a text file, a folder, a glob or a list of these")
   documents: dict[str, bytes] = {}
-  seen: set[pathlib.Path] = set()
   for position, each in enumerate(paths):
-    found, is_named = find_files(each), pathlib.Path(each).is_file()
-    for name, file in found:
-      real = file.resolve()
-      if real not in seen and (text := _read(file, only_text=not is_named)):
-        seen.add(real)
-        # Named by position in the list: split and fingerprint do not depend on the location.
-        documents[name if len(paths) == 1 else f"{position}:{name}"] = text
-    if seen.isdisjoint(file.resolve() for _, file in found):
+    found = {name: file.read_bytes() for name, file in find_files(each)}
+    is_named = pathlib.Path(each).is_file()
+    texts = {name: text for name, text in found.items() if text and (is_named or b"\0" not in text[:1024])}
+    if not texts:
       raise DataError(
         f"data.path={each!r}: no such file, or no text files there (not empty, hidden or binary ones)"
       )
+    # Named by position in the list: split and fingerprint do not depend on the location.
+    documents |= {name if len(paths) == 1 else f"{position}:{name}": text for name, text in texts.items()}
   return documents_to_rows([documents], ", ".join(paths), seq_len, valid_fraction)
 
 
@@ -136,15 +132,10 @@ def documents_to_rows(
   *,
   packed: bool = True,
 ) -> Loaded:
-  """Cuts the documents of each split into windows of bytes.
+  """Cuts the documents of each split, by name, into windows of bytes.
 
-  Args:
-    documents: by name, those to train on and those that are held out. If there is one split alone, holds out
-      a share of its documents, chosen by name, or the end of a single document.
-    title: where they come from, for a person.
-    seq_len: number of bytes to predict in a row.
-    valid_fraction: the share to hold out.
-    packed: whether a split is one stream; else each row comes from one document and is padded.
+  Of one split alone, holds out a share of its documents, chosen by name, or the end of a single document.
+  `packed`: a split is one stream; else each row comes from one document and is padded.
 
   Raises:
     DataError: if a split is empty or shorter than a window.
@@ -155,7 +146,7 @@ def documents_to_rows(
     cut = len(text) - round(len(text) * valid_fraction)
     splits = [[text[:cut]], [text[cut:]]]
   elif len(splits) == 1:
-    splits = [list(split.values()) for split in split_by_name(documents[0], valid_fraction)]
+    splits = _split_by_name(documents[0], valid_fraction)
   streams = [np.frombuffer((b"\0" if packed else b"").join(split), np.uint8) for split in splits]
   lengths = None if packed else [np.array([len(text) for text in split], np.int64) for split in splits]
   facts = {"vocab_size": 256, "bytes_per_token": 1}
@@ -170,16 +161,10 @@ def streams_to_rows(
   facts: dict[str, Any],
   lengths: list[np.ndarray] | None = None,
 ) -> Loaded:
-  """Cuts the training tokens and the held-out tokens into windows.
+  """Cuts the training tokens and the held-out tokens into windows of `seq_len` tokens to predict.
 
-  Args:
-    streams: the tokens of each split.
-    title: where they come from, for a person.
-    units: what a token is.
-    seq_len: number of tokens to predict in a row.
-    facts: further facts about the data.
-    lengths: the lengths of the sequences in each split, for padded rows of one sequence each; `None` for rows
-      across sequences.
+  `lengths` are those of the sequences in each split, for padded rows of one sequence each. `units` says what
+  a token is, `facts` are further facts about the data.
 
   Raises:
     DataError: if a split is empty, or a stream is shorter than a window.
@@ -204,19 +189,8 @@ def streams_to_rows(
   return train, held_out, facts
 
 
-def split_by_name(
-  documents: Mapping[str, bytes], fraction: float
-) -> tuple[dict[str, bytes], dict[str, bytes]]:
-  """Returns (train, held out), at least one document each; a hash of the name chooses about `fraction`."""
+def _split_by_name(documents: Mapping[str, bytes], fraction: float) -> list[list[bytes]]:
+  """Returns documents to train on and to hold out, at least one each; a hash of the name chooses them."""
   order = sorted(documents, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
-  count = min(max(1, round(len(order) * fraction)), len(order) - 1)
-  held_out = set(order[:count])
-  part = lambda inside: {n: text for n, text in documents.items() if (n in held_out) == inside}
-  return part(False), part(True)
-
-
-def _read(file: pathlib.Path, only_text: bool) -> bytes:
-  """Returns the content of a file. With `only_text`, returns nothing for a file that is not text."""
-  with file.open("rb") as stream:
-    head = stream.read(1024)
-    return b"" if only_text and b"\0" in head else head + stream.read()
+  held_out = set(order[: min(max(1, round(len(order) * fraction)), len(order) - 1)])
+  return [[text for name, text in documents.items() if (name in held_out) == part] for part in (False, True)]

@@ -30,16 +30,10 @@ def load_tokens(
   seq_len: Positive = 128,
   valid_fraction: Share = 0.05,
 ) -> Loaded:
-  """Maps files that contain only token numbers, little-endian.
+  """Maps files that contain only token numbers, little-endian; no row crosses from one file into the next.
 
-  Args:
-    path: a file, a folder, a glob or a list of these; no row crosses from one file into the next.
-    vocab_size: size of the vocabulary; every number must be below it.
-    eval_path: files to hold out; by default the last rows, a share of `valid_fraction`, are held out.
-    dtype: the numbers' dtype; by default uint16 if it suffices for the vocabulary, else uint32.
-    skip_bytes: length of a header at the beginning of each file.
-    seq_len: number of tokens to predict in a row; a row has one more.
-    valid_fraction: the share of rows to hold out if `eval_path` is not given.
+  `dtype` is by default uint16 if it suffices for the vocabulary, else uint32. Without `eval_path` the last
+  rows, a share of `valid_fraction`, are held out. `skip_bytes` is the length of a header of each file.
 
   Raises:
     DataError: for files that are missing, empty or cut off, or numbers outside the vocabulary.
