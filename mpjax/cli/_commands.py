@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._gone import instead
@@ -19,61 +19,21 @@ _OVERRIDES = "dotted keys that override the file"
 _SEVERAL = f"{_OVERRIDES}; policy=a,b,c for several policies"
 
 
-class Key(NamedTuple):
-  """A command's own key: a help, and what reads its value."""
-
-  help: str
-  read: Callable[[str], Any] = str
-
-
-def _whole(least: int) -> Callable[[str], int]:
-  def read(text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-      raise ConfigError(f"expected a whole number from {least} on")
-    return int(text)
-
-  return read
-
-
-def _share(text: str) -> float:
-  if not re.fullmatch(r"0?\.\d*[1-9]\d*", text):
-    raise ConfigError("expected a share between 0 and 1, such as 0.999")
-  return float(text)
-
-
-_TARGET = {"target": Key("target=h200 or target=v5e:2x4 for a device")}
-_BATCHES = {"batches": Key("batches=N: inspect N batches (2)", _whole(1))}
+_PLUGIN = {
+  "--plugin FILE.py|package.module...": "first run this code, which registers models, data and optimisers of "
+  "your own; may be repeated"
+}
+_TABLES = {"--table NAME": "print one of the tables that the answer names", "--all": "print every table"}
+_TARGET = {"target=DEVICE": "target=h200 or target=v5e:2x4 for a device"}
+# How a value is written, what reads it, and its name.
+_VALUES: dict[str, tuple[str, Any, str]] = {
+  "N": (r"\d+", int, "a whole number"),
+  "SHARE": (r"0?\.\d+", float, "a share between 0 and 1, such as 0.999"),
+}
 _TRAINED = {
-  "checkpoint": Key("checkpoint=RUN or RUN/checkpoints/STEP for trained parameters"),
-  "steps": Key("steps=N: first train N steps (10 without a checkpoint)", _whole(0)),
-}
-
-Flags = dict[str, dict[str, Any]]
-
-
-def _flag(text: str, metavar: str | None = None, **options: Any) -> dict[str, Any]:
-  """Returns a flag with a value, as `argparse` takes it."""
-  return {"help": text, "metavar": metavar, **options}
-
-
-def _switch(text: str, dest: str | None = None, word: str | None = None) -> dict[str, Any]:
-  """Returns a flag without a value; it sets `dest` to a word if there is one."""
-  if word is None:
-    return {"help": text, "action": "store_true"}
-  return {"help": text, "action": "store_const", "dest": dest, "const": word}
-
-
-_PLUGIN: Flags = {
-  "--plugin": _flag(
-    "first run this code, which registers models, data and optimisers of your own; may be repeated",
-    "FILE.py|package.module",
-    action="append",
-    default=[],
-  )
-}
-_TABLES: Flags = {
-  "--table": _flag("print one of the tables that the answer names", "NAME"),
-  "--all": _switch("print every table", "table", "all"),
+  "checkpoint=RUN": "checkpoint=RUN or RUN/checkpoints/STEP for trained parameters",
+  "steps=N": "steps=N: first train N steps (10 without a checkpoint)",
+  "batches=N": "batches=N: look at N batches (2)",
 }
 
 
@@ -88,8 +48,8 @@ class Command(NamedTuple):
     first: its first argument: `config`, which has a default; `directory`; or nothing.
     first_help: what that may be.
     overrides: what the `key=value` arguments after it are.
-    keys: those that are the command's own.
-    flags: by flag, what `argparse` takes. Flags with the same `dest` exclude each other.
+    takes: the help of each of its own keys, `steps=N`, and of its flags. A flag's value may be left out
+      (`--hunt [FILE]`) or be one of several (`--plugin FILE...`); N is a whole number.
   """
 
   does: str
@@ -99,8 +59,17 @@ class Command(NamedTuple):
   first: str = "config"
   first_help: str = _CONFIG
   overrides: str = _OVERRIDES
-  keys: Mapping[str, Key] = {}
-  flags: Flags = _PLUGIN
+  takes: Mapping[str, str] = _PLUGIN
+
+  @property
+  def keys(self) -> dict[str, str]:
+    """The command's own keys, each with what its value is."""
+    return {key: value for key, sign, value in (written.partition("=") for written in self.takes) if sign}
+
+  @property
+  def flags(self) -> list[str]:
+    """The command's flags."""
+    return [written.partition(" ")[0] for written in self.takes if written.startswith("--")]
 
 
 COMMANDS = {
@@ -108,11 +77,11 @@ COMMANDS = {
     "train a config's model, or resume an unfinished run",
     "Each of several processes runs the command; Slurm, Kubernetes, Cloud TPU and Open MPI need no flags.",
     "gpt_stdlib policy=fp16 train.steps=200 out=runs/x",
-    flags={
+    takes={
       **_PLUGIN,
-      "--coordinator": _flag("address of process 0, with a port that is free there", "HOST:PORT"),
-      "--num-processes": _flag("number of processes", "N", type=int),
-      "--process-id": _flag("number of this process, from 0", "I", type=int),
+      "--coordinator HOST:PORT": "address of process 0, with a port that is free there",
+      "--num-processes N": "number of processes",
+      "--process-id N": "number of this process, from 0",
     },
   ),
   "explain": Command(
@@ -120,7 +89,7 @@ COMMANDS = {
     "Tables have the details. Computes nothing.",
     "gpt_stdlib policy=bf16,fp16",
     overrides=_SEVERAL,
-    flags={**_PLUGIN, **_TABLES},
+    takes={**_PLUGIN, **_TABLES},
   ),
   "plan": Command(
     "say what a training step costs on a device that you need not have",
@@ -128,21 +97,17 @@ COMMANDS = {
     "gpt_stdlib policy=fp32,bf16,fp16 target=h200 --picture plan.png",
     "train,plan",
     overrides=_SEVERAL,
-    keys=_TARGET,
-    flags={
+    takes={
+      **_TARGET,
       **_PLUGIN,
-      "--fit": _switch("find the largest batch that fits, for each policy", "search", "fit"),
-      "--cheapest": _switch(
-        "find the policy, recompute and gather that fit into memory with the shortest time",
-        "search",
-        "cheapest",
-      ),
-      "--memory": _flag("memory to fit, such as 80GB or 16GiB; the target's by default"),
-      "--analytic": _switch("do not compile: faster, less exact"),
-      "--tokens": _switch("also tokens (or images) a second and model FLOPs utilisation"),
+      "--fit": "find the largest batch that fits, for each policy",
+      "--cheapest": "find the policy, recompute and gather that fit into memory with the shortest time",
+      "--memory SIZE": "memory to fit, such as 80GB or 16GiB; the target's by default",
+      "--analytic": "do not compile: faster, less exact",
+      "--tokens": "also tokens (or images) a second and model FLOPs utilisation",
       **_TABLES,
-      "--json": _flag("write the plans as JSON", "FILE"),
-      "--picture": _flag("write bars of memory, .png or .svg", "FILE"),
+      "--json FILE": "write the plans as JSON",
+      "--picture FILE": "write bars of memory, .png or .svg",
     },
   ),
   "numerics": Command(
@@ -151,25 +116,17 @@ COMMANDS = {
     "runs/x policy=fp16 batches=4",
     "train,numerics",
     first_help=f"a run directory, {_CONFIG}",
-    keys={
+    takes={
       **_TRAINED,
-      **_BATCHES,
-      "keep": Key("keep=0.999: the share of gradients that a loss scale should keep", _share),
-    },
-    flags={
+      "keep=SHARE": "keep=0.999: the share of gradients that a loss scale should keep",
       **_PLUGIN,
-      "--html": _flag("file of the page; by default in the run directory, or in runs/numerics", "FILE"),
-      "--json": _flag("write the report as JSON", "FILE"),
-      "--apply": _flag("write the config with the advised policy", "FILE"),
-      "--hunt": _flag(
-        "find the first operation that gives NaN or infinity on a saved batch; by default the newest batch "
-        "in the checkpoint's run directory",
-        "BATCH.npz",
-        nargs="?",
-        const="",
-      ),
+      "--html FILE": "file of the page; by default in the run directory, or in runs/numerics",
+      "--json FILE": "write the report as JSON",
+      "--apply FILE": "write the config with the advised policy",
+      "--hunt [BATCH.npz]": "find the first operation that gives NaN or infinity on a saved batch, by "
+      "default the newest of the checkpoint's run",
       **_TABLES,
-      "--formats": _switch("print the table of number formats, and stop"),
+      "--formats": "print the table of number formats, and stop",
     },
   ),
   "tune": Command(
@@ -179,16 +136,16 @@ COMMANDS = {
     "gpt_stdlib target=h200 --out tuned.yaml",
     first_help=f"a run directory, {_CONFIG}",
     overrides=f"{_OVERRIDES}; policy=a,b,c: choose only among these",
-    keys={**_TARGET, **_TRAINED, **_BATCHES},
-    flags={
+    takes={
+      **_TARGET,
+      **_TRAINED,
       **_PLUGIN,
-      "--for": _flag("cost to minimise (time)", dest="objective", choices=("time", "memory"), default="time"),
-      "--tolerance": _flag(
-        "largest error of the gradient: 0.01 (of its norm) or '0.2 noise'; default '0.1 noise'"
-      ),
-      "--out": _flag("write the config with the policy", "FILE"),
+      "--for time|memory": "cost to minimise (time)",
+      "--tolerance ERROR": "largest error of the gradient: 0.01 (of its norm) or '0.2 noise'; default "
+      "'0.1 noise'",
+      "--out FILE": "write the config with the policy",
       **_TABLES,
-      "--json": _flag("write all trials as JSON", "FILE"),
+      "--json FILE": "write all trials as JSON",
     },
   ),
   "export": Command(
@@ -197,11 +154,12 @@ COMMANDS = {
     first="directory",
     first_help="a run directory",
     overrides="by default the compute dtype, the best step and the average",
-    keys={
-      "dtype": Key("dtype=bf16"),
-      "step": Key("step=best|latest|N"),
-      "weights": Key("weights=average|last"),
-      "out": Key("out=FILE"),
+    takes={
+      "dtype=DTYPE": "dtype=bf16",
+      "step=STEP": "step=best|latest|N",
+      "weights=WHICH": "weights=average|last",
+      "out=FILE": "out=FILE",
+      **_PLUGIN,
     },
   ),
   "env": Command(
@@ -209,7 +167,7 @@ COMMANDS = {
     example="--json > env.json",
     extras="",
     first="",
-    flags={"--json": _switch("print JSON")},
+    takes={"--json": "print JSON"},
   ),
   "bench": Command("measure mpjax against its alternatives (in a checkout)", extras="bench"),
 }
@@ -232,22 +190,27 @@ def parse(name: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
   if unknown and not unknown[0].startswith("-"):
     parser.error(f"unrecognized arguments: {' '.join(unknown)}")
   if unknown:
-    parser.exit(2, f"error: {prog} has no option {_advice(name, prog, unknown[0], arguments)}\n")
-  if command.first:
-    pairs = with_default(options).overrides
-    options.own, options.overrides = {}, []
-    for pair in pairs:
-      key, equals, text = pair.partition("=")
-      if equals and key in command.keys:
-        try:
-          options.own[key] = command.keys[key].read(text)
-        except ConfigError as error:
-          raise ConfigError(f"{pair}: {error}") from error
-      elif command.first == "directory":
-        raise ConfigError(f"unknown key {key!r}: expected {', '.join(command.keys)}")
-      else:
-        options.overrides.append(pair)
+    parser.exit(2, f"error: {prog} has no option {_advice(name, prog, unknown[0])}\n")
+  if not command.first:
+    return options
+  pairs = with_default(options).overrides
+  options.own, options.overrides = {}, []
+  for pair in pairs:
+    key, equals, text = pair.partition("=")
+    if equals and key in command.keys:
+      options.own[key] = _value(pair, command.keys[key], text)
+    elif command.first == "directory":
+      raise ConfigError(f"unknown key {key!r}: expected {', '.join(command.keys)}")
+    else:
+      options.overrides.append(pair)
   return options
+
+
+def _value(pair: str, kind: str, text: str) -> Any:
+  pattern, read, expected = _VALUES.get(kind, (".*", str, "text"))
+  if not re.fullmatch(pattern, text):
+    raise ConfigError(f"{pair}: expected {expected}")
+  return read(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
@@ -255,14 +218,21 @@ def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
   if command.first:
     nargs, default = ("?", "gpt_stdlib") if command.first == "config" else (None, None)
     parser.add_argument(command.first, nargs=nargs, default=default, help=command.first_help)
-    text = "; ".join([command.overrides, *(key.help for key in command.keys.values())])
+    own = [text for written, text in command.takes.items() if not written.startswith("--")]
+    text = "; ".join([command.overrides, *own])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=text)
-  groups: dict[str, Any] = {}
-  for flag, options in command.flags.items():
-    dest = options.get("dest", flag[2:])
-    if dest not in groups:
-      groups[dest] = parser.add_mutually_exclusive_group()
-    groups[dest].add_argument(flag, **options)
+  for written, text in command.takes.items():
+    flag, _, value = written.partition(" ")
+    if not flag.startswith("--"):
+      continue
+    if not value:
+      parser.add_argument(flag, help=text, action="store_true")
+    elif value.endswith("..."):
+      parser.add_argument(flag, help=text, metavar=value[:-3], action="append", default=[])
+    elif value.startswith("["):
+      parser.add_argument(flag, help=text, metavar=value[1:-1], nargs="?", const="")
+    else:
+      parser.add_argument(flag, help=text, metavar=value, type=int if value == "N" else str)
 
 
 def with_default(options: argparse.Namespace) -> argparse.Namespace:
@@ -273,13 +243,10 @@ def with_default(options: argparse.Namespace) -> argparse.Namespace:
   return options
 
 
-def _advice(name: str, prog: str, flag: str, arguments: Sequence[str]) -> str:
-  """Returns an unknown flag, and what to write in its place. Imports JAX to know the keys of a config."""
-  command = COMMANDS[name]
-  flag, equals, value = flag.partition("=")
-  if not equals:
-    after = arguments[arguments.index(flag) + 1 :]
-    value = after[0] if after and not after[0].startswith("-") else "..."
+def _advice(name: str, prog: str, flag: str) -> str:
+  """Returns an unknown flag, and what to write in its place. May import JAX, to know the keys of a config."""
+  flag, _, value = flag.partition("=")
+  command, value = COMMANDS[name], value or "..."
   if went := instead(flag, name):
     return f"{flag}{went}"
   keys = keys_meant(flag.lstrip("-"), command.keys)

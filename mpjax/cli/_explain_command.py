@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mpjax.cli._shared import report_console, show, split_policies, warn_of_policy
+from mpjax.cli._shared import Screen, split_policies, warn_of_policy
 from mpjax.train import load_config, load_plugins
 from mpjax.train.setup._experiment import Experiment, Place
 from mpjax.train.setup._saved_run import facts_of
@@ -23,10 +23,10 @@ def run(options: argparse.Namespace) -> None:
     setup.check()
     if all(setup.policy != other.policy for other in setups):
       setups.append(setup)
-  console = report_console()
+  screen = Screen()
   for setup in setups:
     if setup is not setups[0]:
-      console.print()
-    show(setup.explain(), console, options.table)
+      screen.say("")
+    screen.show(setup.explain(), options)
     if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
       print(f"\n{setup.policy.label} has autocast: false: a run casts parameters and batch instead")

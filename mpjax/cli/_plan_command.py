@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import pathlib
 import re
 from collections.abc import Iterable
 from typing import Any
 
 import jax
-import rich.console
 
-from mpjax._render.picture_style import require_picture
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.tables import Report
 from mpjax._types import PolicyLike
-from mpjax.cli._shared import (
-  config_errors,
-  progress,
-  report_console,
-  show,
-  split_policies,
-  warn_of_policy,
-  write,
-)
+from mpjax.cli._shared import Screen, split_policies, warn_of_policy
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, presets_of
 from mpjax.planner._picture import save_picture
 from mpjax.planner._report import NO_FIT, answer, answer_beside, sections_of
+from mpjax.registry._names import config_errors
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config import DEFAULT_RECOMPUTE
 from mpjax.train.setup._saved_run import facts_of
@@ -49,23 +38,19 @@ def run(options: argparse.Namespace) -> None:
   load_plugins(options.plugin)
   named = [[f"policy={name}"] for name in policies] or [[]]
   configs = [load_config(options.config, [*policy, *overrides]) for policy in named]
-  console = report_console()
-  if options.memory and not options.search:
+  screen = Screen()
+  if options.memory and not (options.fit or options.cheapest):
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest, too")
-
-  if options.picture:
-    with config_errors("--picture"):  # before anything is computed
-      require_picture(options.picture)
   for each in configs:
     warn_of_policy(each.policy, target.kind)
   planner = Planner(configs[0], target, facts_of(configs[0], options.config))
   compile: bool | str = False if options.analytic else "auto"
-  memory = _memory(options.memory, target) if options.search else 0
+  memory = _memory(options.memory, target) if options.fit or options.cheapest else 0
   chosen: list[PolicyLike | None] = [each.policy for each in configs] if policies else [None]
   report: dict[str, Any] = {}
   first: list[str] = []
-  if options.search == "fit":
-    with progress(console, lines=False) as advance, config_errors():
+  if options.fit:
+    with screen.progress(lines=False) as advance, config_errors():
 
       def fit(policy: PolicyLike | None) -> Fit:
         of_batch = lambda batch, how: planner.plan(policy, batch=batch, compile=how)
@@ -77,29 +62,29 @@ def run(options: argparse.Namespace) -> None:
     first = [f"{found.plan.label}: {found}" for found in fits]
     keys = ("batch", "next_batch", "next_peak", "memory", "tried")
     report["fit"] = [{"label": fit.plan.label} | {key: getattr(fit, key) for key in keys} for fit in fits]
-  elif options.search == "cheapest":
+  elif options.cheapest:
     asked = chosen if policies else presets_of(target)
-    plans = _compare(planner, itertools.product(asked, _RECOMPUTE, planner.gathers), compile, console)
+    plans = _compare(planner, itertools.product(asked, _RECOMPUTE, planner.gathers), compile, screen)
     with config_errors():
       best = cheapest(plans, memory)
     first = [f"cheapest that fits {bytes_text(memory)}: {best.label}, {bytes_text(best.peak)}"]
     report["cheapest"] = best.label
   else:
-    plans = _compare(planner, [(policy, None, None) for policy in chosen], compile, console)
+    plans = _compare(planner, [(policy, None, None) for policy in chosen], compile, screen)
   report = {"plans": [plan.to_dict() for plan in plans], **report}
-  if options.search != "fit" and all(plan.time for plan in plans):
+  if not options.fit and all(plan.time for plan in plans):
     plans.sort(key=lambda plan: plan.time.seconds if plan.time else 0)
-  if options.search == "cheapest":
+  if options.cheapest:
     plans.sort(key=lambda plan: plan is not best)
   said = (
     answer_beside(plans, first, rates=options.tokens)
     if len(plans) > 1
     else [*first, *answer(plans[0], rates=options.tokens)]
   )
-  show(Report(said, list(sections_of(plans))), console, options.table, alarm=NO_FIT)
-  data = json.dumps(report, indent=1) + "\n"
-  write(console, "data", "--json", options.json, lambda name: pathlib.Path(name).write_text(data))
-  write(console, "picture", "--picture", options.picture, lambda name: save_picture(plans, name))
+  screen.show(Report(said, list(sections_of(plans))), options, alarm=NO_FIT)
+  screen.write_json(options.json, report)
+  with config_errors("--picture: "):
+    screen.write("picture", "--picture", options.picture, lambda path: save_picture(plans, path))
 
 
 def _memory(text: str | None, target: Target) -> int:
@@ -119,13 +104,13 @@ def _compare(
   planner: Planner,
   tried: Iterable[tuple[PolicyLike | None, str | None, str | None]],
   compile: bool | str,
-  console: rich.console.Console,
+  screen: Screen,
 ) -> list[Plan]:
   """Plans each policy, recompute and gather; returns plans that are the same once."""
   plans: dict[str, Plan] = {}
   choices = list(tried)
   # --cheapest takes long: it says in a file, too, how far it is.
-  with progress(console, lines=choices[0][1] is not None) as advance:
+  with screen.progress(lines=choices[0][1] is not None) as advance:
     for i, (policy, how, gather) in enumerate(choices):
       words = [str(policy or planner.config.policy)]
       words += [f"{word} {value}" for word, value in (("recompute", how), ("gather", gather)) if value]

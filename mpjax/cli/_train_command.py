@@ -41,14 +41,8 @@ def run(options: argparse.Namespace) -> int:
 def start(flags: argparse.Namespace, settings: DistributedConfig) -> Processes:
   """Starts `jax.distributed` if there are several processes. Call it before anything uses a device.
 
-  Args:
-    flags: `coordinator`, `num_processes` and `process_id`, each `None` if the environment says it; and
-      `interrupt`, what receives signals.
-    settings: the time-outs.
-
   Raises:
     ConfigError: if flags are missing or wrong, the port is taken, or JAX cannot start the processes.
-    Interrupted: if a signal came before.
   """
   if not _are_several(flags):
     return Processes(settings, flags.interrupt)
@@ -60,15 +54,14 @@ def start(flags: argparse.Namespace, settings: DistributedConfig) -> Processes:
     "heartbeat_timeout_seconds": max(1, round(settings.heartbeat_timeout_s)),
     "shutdown_timeout_seconds": max(1, round(settings.hang_timeout_s)),
   }
-  address, is_first = flags.coordinator, flags.process_id == 0
-  if address is not None:
+  if (address := flags.coordinator) is not None:
     # A process started by hand uses all devices of its machine, in every allocation.
     options |= {"coordinator_address": address, "cluster_detection_method": "deactivate"}
     options |= {"num_processes": flags.num_processes, "process_id": flags.process_id}
     host, _, port = address.rpartition(":")
     if is_local := host in ("localhost", "127.0.0.1"):
       options["coordinator_bind_address"] = address
-    if is_first:
+    if flags.process_id == 0:
       try:  # JAX 0.12 ends in a segmentation fault
         socket.create_server((host if is_local else "", int(port))).close()
       except OSError as error:
@@ -82,8 +75,7 @@ def start(flags: argparse.Namespace, settings: DistributedConfig) -> Processes:
       timer.start()
       jax.distributed.initialize(**options)
   except (RuntimeError, ValueError, OSError) as error:  # JAX's own are RuntimeErrors
-    where = f" ({address} may be in use, or on another machine)" if is_first else ""
-    raise ConfigError(f"the processes cannot be started together: {one_line(str(error))}{where}") from error
+    raise ConfigError(f"the processes cannot be started together: {one_line(str(error))}") from error
   finally:
     timer.cancel()
   # Devices of several processes start together: a process with a wrong config would make the others wait.
@@ -104,12 +96,10 @@ def processes_around() -> int:
 
 
 def _are_several(flags: argparse.Namespace) -> bool:
-  names = ("coordinator", "num_processes", "process_id")
-  given = {f"--{name.replace('_', '-')} {getattr(flags, name)}": getattr(flags, name) for name in names}
-  address, count, number = given.values()
+  address, count, number = flags.coordinator, flags.num_processes, flags.process_id
   if count == 1 and number in (None, 0):
     return False
-  if not any(value is not None for value in given.values()):
+  if address is None and count is None and number is None:
     try:
       return processes_around() > 1
     except (RuntimeError, ValueError, OSError, LookupError) as error:
@@ -120,9 +110,11 @@ def _are_several(flags: argparse.Namespace) -> bool:
   host, _, port = (address or "").rpartition(":")
   is_address = host and port.isdecimal() and 0 < int(port) < 65536
   if not is_address or number not in range(count or 0):
+    named = {"coordinator": address, "num-processes": count, "process-id": number}
+    given = " ".join(f"--{name} {value}" for name, value in named.items() if value is not None)
     raise ConfigError(
-      f"{' '.join(name for name, value in given.items() if value is not None)}: expected --coordinator "
-      "HOST:PORT, --num-processes N and --process-id I, from 0 to N - 1, together, or none of them"
+      f"{given}: expected --coordinator HOST:PORT, --num-processes N and --process-id I, from 0 to N - 1, "
+      "together, or none of them"
     )
   return True
 

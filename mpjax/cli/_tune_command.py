@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import pathlib
+import itertools
 
-from mpjax.cli._shared import (
-  config_errors,
-  progress,
-  report_console,
-  show,
-  split_policies,
-  write,
-  write_config,
-)
+from mpjax.cli._shared import Screen, split_policies
 from mpjax.cli._subject import open_subject, run_or_config
 from mpjax.planner import get_target
+from mpjax.registry._names import config_errors
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config_file import read_tree
 from mpjax.tuning import tune
@@ -30,34 +22,32 @@ def run(options: argparse.Namespace) -> None:
     raise ConfigError(
       f"{fixed[0]}: tune chooses the policy; name those to choose from as policy=bf16,fp16,fp32"
     )
-  path, checkpoint = run_or_config(options.config, own.get("checkpoint"))
+  path, checkpoint = run_or_config(options)
   batches, steps = own.get("batches", 2), own.get("steps", 0 if checkpoint else 10)
   with config_errors():  # before anything is computed
     parse_tolerance(options.tolerance)
     target = get_target(own.get("target"))
   load_plugins(options.plugin)
   config = load_config(path, [*overrides, "policy=fp32"])
-  console = report_console()
+  screen = Screen()
   layout = Planner(config, target).layout
-  with progress(console) as advance:
+  with screen.progress() as advance:
     advance("loading the data and the model")
-    subject = open_subject(config, checkpoint)
     if steps:
       advance(f"training {steps} steps in float32")
-    subject.train(steps, lambda _: None)
+    setup, state, rows = open_subject(config, checkpoint, steps)
     with config_errors():
       result = tune(
-        subject.setup.step.with_layout(layout),
-        subject.state,
-        [subject.next_batch() for _ in range(batches)],
+        setup.step.with_layout(layout),
+        state,
+        list(itertools.islice(rows, batches)),
         target=target,
         tolerance=options.tolerance,
         candidates=policies or None,
-        objective=options.objective,
+        objective=vars(options)["for"] or "time",
         progress=advance,
       )
-  show(result, console, options.table)
+  screen.show(result, options)
   comment = f"# {path.name} with the policy that `mpjax tune` found for {result.target}.\n"
-  write_config(console, "--out", options.out, comment + result.yaml, read_tree(path, overrides))
-  data = json.dumps(result.to_dict(), indent=1) + "\n"
-  write(console, "data", "--json", options.json, lambda name: pathlib.Path(name).write_text(data))
+  screen.write_config("--out", options.out, comment + result.yaml, read_tree(path, overrides))
+  screen.write_json(options.json, result.to_dict())

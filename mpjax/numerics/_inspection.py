@@ -97,7 +97,7 @@ def inspect_numerics(
     with on_axes_of(given.fun_or_step) as placed:
       for part in micro_batches(placed(batch), step.accumulate):
         if not inspection.count:
-          say("compiling")
+          say("compiling the step under the policy, and in float32")
         inspection.add(part)
         say(f"batch {inspection.count}")
   if not inspection.count:

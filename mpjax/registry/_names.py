@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # A wheel has the example configs inside the package, a checkout next to it.
@@ -41,6 +42,17 @@ class DataError(ValueError):
   exit_status = 2
 
 
+@contextlib.contextmanager
+def config_errors(before: str = "") -> Iterator[None]:
+  """Turns a `ValueError` of its block into a `ConfigError` that begins with a text, such as `mesh.`."""
+  try:
+    yield
+  except (ConfigError, DataError):
+    raise
+  except ValueError as error:
+    raise ConfigError(f"{before}{error}") from error
+
+
 def examples() -> dict[str, pathlib.Path]:
   """Returns the file of each example config that comes with mpjax, by name."""
   folder = next((folder for folder in _EXAMPLES if folder.is_dir()), None)
@@ -48,11 +60,9 @@ def examples() -> dict[str, pathlib.Path]:
 
 
 def keys_meant(word: str, keys: Iterable[str]) -> list[str]:
-  """Returns the dotted keys that a word may mean: keys that end in the word, or else in a similar word.
+  """Returns those of the dotted keys that a word (`lr`, `batch-size`, `train.stepz`) may mean.
 
-  Args:
-    word: a key as a user guessed it: `learning_rate`, `lr`, `batch-size`, `train.stepz`.
-    keys: the keys to choose from.
+  They end in the word, or else in a similar word.
   """
   word, keys = word.replace("-", "_").lower(), list(keys)
   if word in keys:

@@ -63,15 +63,15 @@ print([name for name in ("jax", "numpy", "flax", "pydantic", "rich") if name in 
 
 
 WRONG_FLAGS = {
-  "train --steps 10": "write train.steps=10",
+  "train --steps 10": "write train.steps=...",
   "train gpt_stdlib --lr=0.1": "write optimizer.learning_rate=0.1",
-  "train --policy bf16": "write policy=bf16",
-  "train --out runs/x": "write out=runs/x",
-  "train --batch-size 8": "write data.batch_size=8",
-  "train --data.kind text": "write data.kind=text",
-  "plan --target h200 --fit": "write target=h200",
-  "numerics --steps 3": "write steps=3",
-  "export runs/x --dtype bf16": "write dtype=bf16",
+  "train --policy bf16": "write policy=...",
+  "train --out runs/x": "write out=...",
+  "train --batch-size 8": "write data.batch_size=...",
+  "train --data.kind text": "write data.kind=...",
+  "plan --target h200 --fit": "write target=...",
+  "numerics --steps 3": "write steps=...",
+  "export runs/x --dtype bf16": "write dtype=...",
   "plan --fitt": "did you mean --fit?",
   "numerics --pictures x": "save_html writes a page that draws them, --html says where",
   "tune --prove": "train both: mpjax train tuned.yaml, and mpjax train CONFIG policy=fp32",
