@@ -56,13 +56,10 @@ _EXPECTED |= dict.fromkeys(("dict", "model"), "a mapping of keys")
 
 
 def checked(schema: type[_T], data: object, where: str = "", owner: str = "") -> _T:
-  """Makes a section, or a kind's keys, of plain data.
+  """Makes a section of plain data, or keys by the typed dict of a kind.
 
-  Args:
-    schema: the class of the section, or the typed dict of the keys.
-    data: a mapping of its keys.
-    where: the key of the section; empty for a whole config.
-    owner: says whose keys these are, as in `model.kind=gpt`.
+  `where` is the key of the section, empty for a whole config; `owner` says whose keys these are, as in
+  `model.kind=gpt`.
 
   Raises:
     ConfigError: for the first mistake; one line that names the key.
@@ -140,10 +137,7 @@ def _describe(error: pydantic.ValidationError, schema: type, where: str, owner: 
 class Registered:
   """A registered function that makes a model, data or an optimiser.
 
-  Attributes:
-    fun: the function.
-    keys: a typed dict of its keyword-only arguments.
-    defaults: their defaults, as plain data.
+  `keys` is a typed dict of its keyword-only arguments; `defaults` has their defaults as plain data.
   """
 
   fun: Callable[..., Any]

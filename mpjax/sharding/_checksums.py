@@ -40,11 +40,8 @@ def examine(tree: PyTree) -> Examined:
   """Returns what tells the arrays of a tree from others, and which of them are not finite.
 
   Computed on the arrays' devices in one pass; six bytes per array come to the host. A change within one
-  element of up to 32 bits always changes the checksum, any other with a probability of 1 - 2^-32.
-
-  Args:
-    tree: arrays of any dtype (PRNG keys, too), shape and sharding. For global arrays of several processes
-      this is a collective: every process has to call it.
+  element of up to 32 bits always changes the checksum, any other with a probability of 1 - 2^-32. For global
+  arrays of several processes, every process has to call it.
   """
   arrays = jax.tree.leaves(on_device(tree))
   looks = jax.device_get([_looking(getattr(array.sharding, "mesh", None))(array) for array in arrays])

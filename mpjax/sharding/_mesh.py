@@ -21,11 +21,7 @@ Rows = slice | np.ndarray
 
 
 def axis_sizes(asked: Mapping[str, int], devices: int) -> dict[str, int]:
-  """Returns the number of devices along each axis, with -1 replaced by all that are left.
-
-  Args:
-    asked: a number for each axis; -1 on one axis at most.
-    devices: the number of devices.
+  """Returns the number of devices along each axis, with -1 on one axis replaced by all that are left.
 
   Raises:
     ValueError: if there are too few devices, or those that are left cannot be divided.
@@ -43,11 +39,8 @@ def make_mesh(asked: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sh
   """Makes a mesh of devices of one slice or several, with axes that the compiler divides automatically.
 
   The connection between slices is slower than within one. So `data` is divided over slices first, then
-  `fsdp`; the parts of one product stay within a slice.
-
-  Args:
-    asked: as for `axis_sizes`, with the axes `AXES`.
-    devices: the devices. In one process the mesh may leave out the last ones.
+  `fsdp`; the parts of one product stay within a slice. In one process the mesh may leave out the last
+  devices.
 
   Raises:
     ValueError: as for `axis_sizes`; if a process has no part; or if slices cannot be divided over the axes.
@@ -157,19 +150,9 @@ def rows_of_process(sharding: NamedSharding, batch_size: int) -> Rows:
   return slice(start, stop) if stop - start == len(rows) else rows
 
 
-def place_rows(batch: PyTree, sharding: NamedSharding, rows: Rows, batch_size: int) -> PyTree:
+def place_rows(batch: PyTree, sharding: NamedSharding, batch_size: int) -> PyTree:
   """Returns this process's rows, as `rows_of_process` names them, as global arrays."""
   if sharding.is_fully_addressable:
     return jax.device_put(batch, sharding)
-  positions = np.arange(batch_size)[rows]
-
-  def one(local: np.ndarray) -> jax.Array:
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-      assert index is not None
-      first, last, _ = index[0].indices(batch_size)
-      start = int(np.searchsorted(positions, first))
-      return local[start : start + last - first]
-
-    return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, part)
-
-  return jax.tree.map(one, batch)
+  place = jax.make_array_from_process_local_data
+  return jax.tree.map(lambda rows: place(sharding, rows, (batch_size, *rows.shape[1:])), batch)

@@ -13,6 +13,12 @@ from mpjax._gone import missing
 from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
+  from mpjax.registry._kinds import (
+    register_data as register_data,
+    register_model as register_model,
+    register_optimizer as register_optimizer,
+  )
+  from mpjax.registry._task import DataInfo as DataInfo, ModelInfo as ModelInfo, Task as Task
   from mpjax.train._errors import (
     Agreed as Agreed,
     CheckpointError as CheckpointError,
@@ -28,15 +34,7 @@ if TYPE_CHECKING:
   )
   from mpjax.train.config._config import Config as Config
   from mpjax.train.config._config_file import load_config as load_config
-  from mpjax.train.config._plugins import (
-    DataInfo as DataInfo,
-    ModelInfo as ModelInfo,
-    Task as Task,
-    load_plugins as load_plugins,
-    register_data as register_data,
-    register_model as register_model,
-    register_optimizer as register_optimizer,
-  )
+  from mpjax.train.config._plugins import load_plugins as load_plugins
   from mpjax.train.loop._run import RunResult as RunResult, run as run
   from mpjax.train.loop._sinks import Tracker as Tracker
   from mpjax.train.setup._experiment import make_setup as make_setup
@@ -51,25 +49,19 @@ if _LOGGER.level == logging.NOTSET:
   _LOGGER.setLevel(logging.INFO)
 
 _MODULES = {
-  "config._config": ("Config",),
-  "config._config_file": ("load_config",),
-  "_errors": ("Agreed", "CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
-  "_export": ("ExportedModel", "load_safetensors", "save_safetensors"),
-  "setup._experiment": ("make_setup",),
-  "setup._optimizers": ("make_optimizer",),
-  "setup._planner": ("Planner",),
-  "setup._saved_run": ("export_run",),
-  "config._plugins": (
-    "DataInfo",
-    "ModelInfo",
-    "Task",
-    "load_plugins",
-    "register_data",
-    "register_model",
-    "register_optimizer",
-  ),
-  "loop._run": ("RunResult", "run"),
-  "loop._sinks": ("Tracker",),
+  "registry._kinds": ("register_data", "register_model", "register_optimizer"),
+  "registry._task": ("DataInfo", "ModelInfo", "Task"),
+  "train._errors": ("Agreed", "CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
+  "train._export": ("ExportedModel", "load_safetensors", "save_safetensors"),
+  "train.config._config": ("Config",),
+  "train.config._config_file": ("load_config",),
+  "train.config._plugins": ("load_plugins",),
+  "train.loop._run": ("RunResult", "run"),
+  "train.loop._sinks": ("Tracker",),
+  "train.setup._experiment": ("make_setup",),
+  "train.setup._optimizers": ("make_optimizer",),
+  "train.setup._planner": ("Planner",),
+  "train.setup._saved_run": ("export_run",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_MODULE_OF)
@@ -79,7 +71,7 @@ def __getattr__(name: str) -> Any:
   if name not in _MODULE_OF:
     raise missing("mpjax.train", name)
   try:
-    value = getattr(importlib.import_module(f"mpjax.train.{_MODULE_OF[name]}"), name)
+    value = getattr(importlib.import_module(f"mpjax.{_MODULE_OF[name]}"), name)
   except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package in ("", "mpjax"):

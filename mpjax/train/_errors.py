@@ -1,8 +1,4 @@
-"""What ends a run: errors, each with the exit status of its command (docs/train.md), and signals. No JAX.
-
-Each process of several ends with the status of the one that ended the run. JAX's runtime aborts a process
-that cannot watch the coordinator when the coordinator is lost (134 in a shell).
-"""
+"""What ends a run: errors, each with the exit status of its command (docs/train.md), and signals. No JAX."""
 
 from __future__ import annotations
 
@@ -50,16 +46,6 @@ class Agreed(Exception):
 MENDABLE = (ConfigError, DataError, CheckpointError)
 # Errors that all processes of a run raise together.
 TOGETHER = (Agreed, Interrupted, Stuck)
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-  """Yields an error, its cause, the cause of that, and so on."""
-  found: list[BaseException] = []
-  link: BaseException | None = error
-  while link is not None and link not in found:
-    yield link
-    found.append(link)
-    link = link.__cause__ or link.__context__
 
 
 def one_line(text: str) -> str:

@@ -216,7 +216,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     # Tracing takes as long as the file's config says, which may be for ever.
     if MODELS.find(config.model.kind).is_own and layers > len(tensors):
       raise ConfigError(f"{len(tensors)} tensors are too few for a model of {layers} layers")
-    experiment = Experiment(config.with_any_attention(), info, policy.without_histories(), Place(None))
+    experiment = Experiment(config, info, policy.without_histories(), Place(None))
     task, like = experiment.task, experiment.state_shapes
   except (ConfigError, TypeError) as error:  # the latter for such as tokens without a vocabulary
     raise ConfigError(f"{path}: {error}") from error
@@ -256,7 +256,7 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
   fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)
   block = max(BLOCKS.values())
   rows = -(-recipe.min_dim // block) * block  # large enough, and divisible, for every FP8 product
-  config = config.with_any_attention().changed({"data.batch_size": rows})
+  config = config.changed({"data.batch_size": rows})
   experiment = Experiment(config, info, fp8, Place(None))
   arguments, keywords = experiment.step.loss.arguments(*experiment.shapes())
   found = fp8_weights(experiment.task.loss_fn, fp8)(*arguments, **keywords)

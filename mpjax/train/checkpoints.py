@@ -1,12 +1,10 @@
 """Checkpoints with checksums: asynchronous, atomic and finite; the newest and the best are kept.
 
-An `AsyncCheckpointer` of orbax writes each; which ones to keep is decided here. orbax's `CheckpointManager`
-does not open a folder in which the metrics of one checkpoint are damaged. If a process cannot write, it waits
-there for the others, which wait for it. `experimental.v1.training.Checkpointer` has that manager inside.
+An `AsyncCheckpointer` of orbax writes each. Which ones to keep is decided here, because orbax's
+`CheckpointManager` opens no folder with a damaged checkpoint, and waits for a process that cannot write.
 
-orbax 0.12.8 reads arrays with a flipped bit, PRNG keys whose description is lost, as numbers, and JSON of
-other contents. So a checkpoint has checksums of all that is in it, and is what was saved or is told apart. On
-a full disk orbax drops writes that it has begun, so a little is written first.
+orbax 0.12.8 reads arrays with a flipped bit and JSON of other contents. So a checkpoint has checksums of all
+that is in it. On a full disk orbax drops writes that it has begun, so a little is written first.
 """
 
 from __future__ import annotations
@@ -14,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import inspect
 import json
 import math
 import os
 import pathlib
 import shutil
-import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +27,7 @@ import orbax.checkpoint as ocp
 
 from mpjax.sharding._checksums import Examined, NonFiniteLeaves, examine, kinds
 from mpjax.step import TrainState
-from mpjax.train._errors import CheckpointError, causes, one_line
+from mpjax.train._errors import CheckpointError, one_line
 from mpjax.train._files import how_to_go_on
 from mpjax.train.config._config_file import run_mismatch
 from mpjax.train.processes import everyone
@@ -40,8 +37,7 @@ STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EA
 
 # Fields that must be finite. Counters and keys are integers, and FP8 histories forget NaN.
 _FINITE_FIELDS = ("params", "model_state", "opt_state")
-# Two centuries, in seconds; in nanoseconds an int64. orbax counts time in which the process is stopped, and
-# moves of the clock; the watchdog of a run does not.
+# Seconds. orbax counts time in which the process is stopped, which the watchdog of a run does not.
 _FOR_EVER = 200 * 365 * 24 * 3600
 # More bytes than orbax writes in addition to the arrays.
 _A_LITTLE = 2**20
@@ -131,16 +127,10 @@ class Checkpoints:
   ) -> NonFiniteLeaves:
     """Starts writing a checkpoint of a finite state; the arrays are copied before this returns.
 
-    Args:
-      step: the step that made the state.
-      state: the state.
-      data: the data iterator's state, a JSON value.
-      loop: the loop's own numbers, JSON values.
-      eval_loss: the state's evaluation loss, if it was evaluated.
-      skips: how many steps in a row, up to this one, were skipped.
+    `data` is the data iterator's state, `loop` the loop's own numbers: JSON values. `eval_loss` is the
+    state's, if it was evaluated; `skips` says how many steps in a row, up to this one, were skipped.
 
-    Returns:
-      The leaves that hold NaN or infinity. If there are any, nothing is written.
+    Returns the leaves that hold NaN or infinity. If there are any, nothing is written.
 
     Raises:
       CheckpointError: if this checkpoint, or the one before, cannot be written.
@@ -156,8 +146,7 @@ class Checkpoints:
     rank = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf, skips
     record = {"step": step, "run": self._run, "data": data, "loop": loop, "rank": rank}
     record |= {"leaves": examined.leaves, "begun_with": self.begun_with}
-    copy = json.loads(json.dumps(record))
-    copy["checksum"] = _digest(copy)
+    copy = json.loads(json.dumps(record | {"checksum": _digest(record)}))  # it is written later
     parts = ocp.args.Composite(state=ocp.args.StandardSave(tree), record=ocp.args.JsonSave(copy))
     with self._explained(step):
       _write_a_little(self._directory)
@@ -265,7 +254,7 @@ class Checkpoints:
       self._ranks.pop(step, None)
       # Other processes may still be writing; a later start makes room.
       if jax.process_count() == 1:
-        self._delete_unfinished(ignore_errors=True)
+        self._delete_unfinished()
       then = f"{how_to_go_on(self._directory.parent)} once there is room and permission to write"
       failed = f"the checkpoint of step {step} cannot be written in {self._directory}"
       raise CheckpointError(f"{failed}: {_reason(error)}; {then}") from error
@@ -296,15 +285,11 @@ class Checkpoints:
     for step in {*steps} - {*steps[-self._keep :], *taken[-1:], self.best()}:
       del self._ranks[step]
       if jax.process_index() == 0:
-        try:
-          shutil.rmtree(self._directory / str(step))
-        except OSError as error:
-          what = f"the old checkpoint of step {step} in {self._directory}"
-          raise CheckpointError(f"{what} cannot be deleted: {_reason(error)}") from error
+        shutil.rmtree(self._path(step), ignore_errors=True)
 
-  def _delete_unfinished(self, ignore_errors: bool = False) -> None:
+  def _delete_unfinished(self) -> None:
     for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
-      shutil.rmtree(path, ignore_errors)
+      shutil.rmtree(path, ignore_errors=True)
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:
@@ -325,30 +310,6 @@ def _writer() -> ocp.AsyncCheckpointer:
   )
   options = ocp.AsyncOptions(timeout_secs=_FOR_EVER)
   return ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=processes)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-  """Hides what Python says of reads and writes that orbax gave up when another failed: a traceback for each.
-
-  Waits for an orbax that waits for all that it began. Nothing that a user's code raises is hidden.
-  """
-  report = sys.unraisablehook
-
-  def hook(dropped: sys.UnraisableHookArgs) -> None:
-    of = dropped.object
-    # A call by tensorstore, after asyncio's loop is closed, has no Python object.
-    given_up = of is None and str(dropped.exc_value) == "Event loop is closed"
-    if inspect.iscoroutine(of):
-      given_up = os.path.join("orbax", "checkpoint", "") in of.cr_code.co_filename
-    if not given_up:
-      report(dropped)
-
-  sys.unraisablehook = hook
-  try:
-    yield
-  finally:
-    sys.unraisablehook = report
 
 
 def _read_record(folder: pathlib.Path) -> dict[str, Any]:
@@ -424,7 +385,7 @@ def _write_a_little(directory: pathlib.Path) -> None:
 
 def _reason(error: BaseException) -> str:
   """Returns one line on what went wrong: the operating system's words if it caused the error."""
-  told = " ".join(map(str, causes(error)))
+  told = "".join(traceback.format_exception(error))  # with its causes
   if known := [text for text in map(os.strerror, STORAGE_ERRORS) if text in told]:
     return known[0]
   text = str(error).partition(" [tensorstore_spec")[0]

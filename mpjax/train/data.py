@@ -58,13 +58,10 @@ class Data:
   seed: int
 
   def train(self, rows: Rows = _ALL) -> grain.DatasetIterator:
-    """Yields batches without end, in another order each epoch; drops rows that do not fill a batch.
+    """Yields `rows` of each batch without end, in another order each epoch; drops rows that fill no batch.
 
     The iterator's `get_state()` is a JSON-serialisable dict; `set_state` continues with the next batch.
     Neither the state nor the order depends on `rows`: indices are shuffled and batched before rows are read.
-
-    Args:
-      rows: which rows of each batch to read: in a run of several processes, this process's rows.
     """
     import grain  # with orbax; tools that only look at rows need neither
 
@@ -94,11 +91,7 @@ def describe(error: Exception) -> str:
 
 
 def load_data(spec: DataConfig, *, seed: int) -> Data:
-  """Loads the dataset that a config's `data` section describes.
-
-  Args:
-    spec: the section.
-    seed: seed of the order of training batches. The split does not depend on it.
+  """Loads the dataset of a config's `data` section; `seed` decides the order of training batches alone.
 
   Raises:
     DataError: if data is missing or cannot be used, or does not fill a batch; one line.
@@ -188,15 +181,14 @@ def _layout(row: Batch) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def _facts(facts: object, title: str) -> dict[str, Any]:
   """Returns a data function's facts as plain data, for an export."""
-  facts = facts if isinstance(facts, Mapping) else getattr(facts, "__dict__", facts)
-  if not isinstance(facts, Mapping) or not all(isinstance(name, str) for name in facts):
-    raise DataError(
-      f'{title}: info is a {type(facts).__name__}: expected a mapping by name, such as {{"num_classes": 10}}'
-    )
   try:
-    plain: dict[str, Any] = json.loads(json.dumps(dict(facts), default=lambda array: array.tolist()))
+    named = dict(facts) if isinstance(facts, Mapping) else vars(facts)
+    plain: dict[str, Any] = json.loads(json.dumps(named, default=lambda array: array.tolist()))
   except (TypeError, ValueError, AttributeError) as error:
-    raise DataError(f"{title}: info={facts!r}: expected numbers, text, lists and mappings") from error
+    raise DataError(
+      f"{title}: info={facts!r}: expected numbers, text, lists and mappings by name, such as "
+      '{"num_classes": 10}'
+    ) from error
   return {name: value for name, value in plain.items() if value is not None}
 
 

@@ -7,7 +7,6 @@ own lines. An error in one process ends that one; the others notice that a conne
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import itertools
 import json
@@ -114,17 +113,12 @@ class Processes:
   ) -> tuple[T, Any]:
     """Does some work in every process, before the first step; returns only if it succeeded in all of them.
 
-    Args:
-      work: the work; it may raise errors that the user can fix.
-      tell: takes the work's result; returns what others must know, a JSON value.
-      same: whether all processes have to tell the same, a mapping by name.
-
-    Returns:
-      The work's result, and what process 0 tells.
+    Returns the work's result, and what `tell`, a function of that, returns in process 0: a JSON value. With
+    `same`, all processes have to tell the same, a mapping by name.
 
     Raises:
-      Agreed: in every process, if the work raised in one, or one received a signal before it. In a run of one
-        process, raises the work's error or `Interrupted`.
+      Agreed: in every process, if the work raised an error that the user can fix in one, or one received a
+        signal before it. In a run of one process, raises the work's error or `Interrupted`.
     """
     result: Any = None
     try:
@@ -230,10 +224,7 @@ def _say(line: str) -> None:
 def everyone(value: object, timeout_s: float) -> list[Any]:
   """Returns the JSON values of all processes, in their order. Every process has to call this.
 
-  They go through the coordination service: no device takes part.
-
-  Raises:
-    TimeoutError: if another process did not call this in time.
+  They go through the coordination service: no device takes part. Raises `TimeoutError` if one does not call.
   """
   client, process, count = _compat.coordination()
   text = json.dumps(value)
@@ -267,20 +258,14 @@ def signal_of_any(processes: Processes) -> Callable[[], int | None]:
   """
   if processes.count == 1:
     return lambda: processes.interrupt.signum
-  devices = np.array(jax.devices())
-  mesh = jax.sharding.Mesh(devices, ("everywhere",), axis_types=(AxisType.Auto,))
+  mesh = jax.sharding.Mesh(np.array(jax.devices()), ("everywhere",), axis_types=(AxisType.Auto,))
   one_each = NamedSharding(mesh, PartitionSpec("everywhere"))
   largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-  @functools.cache
-  def word(signum: int) -> jax.Array:
-    own = lambda _: np.full(1, signum, np.int32)
-    return jax.make_array_from_callback((devices.size,), one_each, own)
-
   asked: list[jax.Array] = []
 
   def answer() -> int | None:
-    asked.append(largest(word(processes.interrupt.signum or 0)))
+    own = np.full(jax.local_device_count(), processes.interrupt.signum or 0, np.int32)
+    asked.append(largest(jax.make_array_from_process_local_data(one_each, own)))
     return int(asked.pop(0)) or None if len(asked) > 1 else None
 
   return answer

@@ -89,6 +89,6 @@ def test_rows_are_placed_as_they_are():
   sharding, batch = NamedSharding(mesh, batch_spec(mesh)), {"x": np.arange(8.0)}
   rows = rows_of_process(sharding, 8)
   assert rows == slice(0, 8)
-  placed = place_rows(batch, sharding, rows, 8)["x"]
+  placed = place_rows(batch, sharding, 8)["x"]
   assert placed.sharding == sharding
   np.testing.assert_array_equal(placed, batch["x"])

@@ -214,7 +214,7 @@ def test_a_run_goes_on_without_tensorboard(alone, happens, tmp_path, capsys, mon
 
   happens.append(lambda: monkeypatch.setattr(RecordWriter, "write", broken))
   train(alone[0], tmp_path / "run")
-  assert capsys.readouterr().out.count("the run goes on without tensorboard: OverflowError") == 1
+  assert capsys.readouterr().out.count("the run goes on without TensorBoard: OverflowError") == 1
   assert len(records(tmp_path / "run")) == 12
 
 

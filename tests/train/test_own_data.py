@@ -107,7 +107,7 @@ NO_DATA = [
   (lambda: (Rows(8), Rows(8, x=np.zeros(8))), ["evaluation rows hold", "expected the same"]),
   (lambda: (Noise(8), Noise(8)), ["row 0 of the training rows is not the same twice", "default_rng(index)"]),
   (lambda: (Broken(8), Rows(8)), ["row 0 of the training rows cannot be read", "KeyError: 'no row'"]),
-  (lambda: (Rows(8), Rows(8), 3), ["info is a int", "num_classes"]),
+  (lambda: (Rows(8), Rows(8), 3), ["info=3: expected numbers", "num_classes"]),
   (lambda: (Rows(8), Rows(8), {"f": max}), ["info=", "expected numbers, text"]),
   (fails, ["tokens.bin: No such file"]),
 ]

@@ -99,7 +99,7 @@ def test_a_resumed_run_continues_its_run_in_wandb_and_logs_no_step_twice(alone, 
 def test_a_run_goes_on_without_wandb(alone, wandb, tmp_path, capsys, broken):
   wandb.broken = broken
   train(alone[0], tmp_path / "run", BOTH)
-  told = {"init": "wandb: RuntimeError: api_key not configured", "log": "wandb: BrokenPipeError"}
+  told = {"init": "wandb: RuntimeError: api_key not configured", "log": "WandB: BrokenPipeError"}
   assert capsys.readouterr().out.count(f"the run goes on without {told[broken]}") == 1
   assert curve(tmp_path / "run") == curve(alone[1])
 

@@ -257,12 +257,6 @@ class Config(Section):
       raise ValueError(f"policy: {error}") from error
     return self
 
-  def with_any_attention(self) -> Config:
-    """Returns the config with `attention: auto` in place of a named kernel, for any device and dtype."""
-    is_named = self.model.options.get("attention", "xla") not in ("auto", "xla")
-    is_own = is_named and MODELS.find(self.model.kind).is_own
-    return self.changed({"model.attention": "auto"}) if is_own else self
-
   def changed(self, values: Mapping[str, Any]) -> Config:
     """Returns the config with other values by dotted key, which are not checked."""
     update: dict[str, Any] = {}

@@ -74,13 +74,13 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
   title = None
   if isinstance(source, Config) and source.out and "out" not in source.model_fields_set:
     title = source.out.removeprefix("runs/").rpartition("-")[0]
-    source = source.model_copy(update={"out": None})
+    source = source.changed({"out": None})
   source = _located(source)
   config = checked(Config, read_tree(source, overrides))
   if config.out is None:
     title = title or (source.stem if isinstance(source, pathlib.Path) else config.model.kind)
     name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
-    config = config.model_copy(update={"out": f"runs/{title}-{name}"})
+    config = config.changed({"out": f"runs/{title}-{name}"})
     config.model_fields_set.remove("out")  # nobody gave it: with another policy it is another one
   return config
 
@@ -244,10 +244,7 @@ def mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str 
 def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any], *, may_grow: bool = True) -> str | None:
   """Says how the configs of two runs differ in the keys that a run keeps; `None` if they do not.
 
-  Args:
-    theirs: a config as plain data.
-    ours: another config.
-    may_grow: whether the number of steps may differ.
+  With `may_grow`, the number of steps may differ.
   """
   theirs, ours = without_old_keys(theirs), without_old_keys(ours)
   found = _differences(theirs, ours, "there", "here", _FREE | _GROWING if may_grow else _FREE)

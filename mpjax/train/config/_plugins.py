@@ -10,16 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 
-from mpjax.registry._kinds import (
-  DATASETS,
-  MODELS,
-  TARGETS,
-  Registered,
-  register_data as register_data,
-  register_model as register_model,
-  register_optimizer as register_optimizer,
-)
-from mpjax.registry._task import DataInfo as DataInfo, ModelInfo as ModelInfo, Task as Task
+from mpjax.registry._kinds import DATASETS, MODELS, TARGETS, Registered
 from mpjax.train._errors import ConfigError
 
 # Names of the modules that are plug-ins.
@@ -46,11 +37,8 @@ def load_plugins(names: str | Iterable[str]) -> None:
     before = _registered()
     _load(name)
     for kind, made in _registered().items():
-      if before.get(kind) is made:
-        continue
-      if kind in owners:
+      if before.get(kind) is not made and owners.setdefault(kind, name) != name:
         raise ConfigError(f"--plugin {name}: {kind} is registered by --plugin {owners[kind]}, too")
-      owners[kind] = name
 
 
 def plugin_digests() -> dict[str, str]:

@@ -18,21 +18,19 @@ from mpjax._types import PyTree
 from mpjax.numerics._watcher import Watcher
 from mpjax.sharding._checksums import NonFiniteLeaves
 from mpjax.step import TrainState
-from mpjax.train._errors import ConfigError, DataError, Interrupted, Stuck, signal_name
+from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck, signal_name
 from mpjax.train._export import WIDE, export_text, save_safetensors
 from mpjax.train._files import how_to_go_on
-from mpjax.train.checkpoints import Checkpoints, nonfinite_text
+from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, nonfinite_text
 from mpjax.train.data import Batch, describe
 from mpjax.train.loop._output import LOGGER, Output, Progress, show_header, show_summary
 from mpjax.train.loop._records import (
   Profile,
   Records,
-  cannot_recover,
   plain,
-  state_report,
   step_report,
   way_on,
-  why_skipped,
+  why_stuck,
 )
 from mpjax.train.loop._sinks import MetricsFile, Tracker, Trackers
 from mpjax.train.processes import Processes, signal_of_any
@@ -62,6 +60,7 @@ class TrainingRun:
     iterator: the iterator over this process's rows of each batch, after that step's.
   """
 
+  checkpoints: Checkpoints
   state: TrainState
   iterator: DatasetIterator
 
@@ -75,63 +74,66 @@ class TrainingRun:
   ):
     self.setup, self.directory, self.processes, self._output = setup, directory, processes, output
     self.config, self.policy, self.data = setup.config, setup.policy, setup.data
-    self.checkpoints, is_tracked = processes.agree(
-      self._open_checkpoints, lambda _: bool(trackers or setup.config.train.trackers)
-    )
-    self.step = self._start = 0
-    self._own_trackers = trackers
-    self._watcher, self._looks_every = Watcher(setup.step), self.config.numerics.every if is_tracked else 0
+    self.step, self._own_trackers, self._watcher = 0, trackers, Watcher(setup.step)
     self._pending: collections.deque[_Pending] = collections.deque()
-    self._records = Records(setup)
     # What takes each record, and whether logging of it is due.
     self._sinks: list[Callable[[dict[str, Any], bool], None]] = []
-    self._sync: Callable[[], None] = lambda: None
-
-  def _open_checkpoints(self) -> Checkpoints:
-    timeout_s, keep = round(self.config.distributed.hang_timeout_s) or 1, self.config.train.keep_checkpoints
-    folder = self.directory.path / "checkpoints"
-    return Checkpoints(folder, keep, timeout_s=timeout_s, run=self.config.tree)
 
   def train(self) -> dict[str, Any]:
-    """Trains from the last checkpoint to the end and returns the summary."""
-    with contextlib.ExitStack() as opened:
-      self._begin(opened)
-      signal = signal_of_any(self.processes)
-      with self._progress:
-        for step in range(self.step + 1, self.config.train.steps + 1):
-          self._profile.before(step)
-          with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            self._take(step)
-          self._profile.after(step, self.state)
-          self._at_boundary(signal())
-      self._profile.close()
-      return self._finish()
+    """Trains from the last checkpoint to the end and returns the summary.
+
+    Raises:
+      CheckpointError: also for an error of the operating system about a file of the run.
+    """
+    path = self.directory.path
+    try:
+      with contextlib.ExitStack() as opened:
+        self._begin(opened)
+        signal = signal_of_any(self.processes)
+        with self._progress:
+          for step in range(self.step + 1, self.config.train.steps + 1):
+            self._profile.before(step)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+              self._take(step)
+            self._profile.after(step, self.state)
+            self._at_boundary(signal())
+        self._profile.close()
+        return self._finish()
+    except OSError as error:
+      if error.errno not in STORAGE_ERRORS and path.exists():
+        raise
+      failed = f"{path} cannot be written: {error.strerror}; {how_to_go_on(path)}"
+      raise CheckpointError(f"{failed} once there is room and permission to write") from error
 
   def _begin(self, opened: contextlib.ExitStack) -> None:
     """Makes the first state or reads the last checkpoint, and opens what the run writes to."""
     self.iterator = self.data.train(self.setup.rows)
-    source, _ = self.processes.agree(self._resume)
-    self._start = start = self.step
     settings, path, processes = self.config.train, self.directory.path, self.processes
-    self._records.begin(self.state, start)
+    is_tracked = bool(self._own_trackers or settings.trackers)
+    begins, is_tracked = processes.agree(lambda: self._resume(opened), lambda _: is_tracked)
+    self._looks_every = self.config.numerics.every if is_tracked else 0
     self.directory.begin(self.data.info)
-    show_header(
-      self.setup, self.state, path, f"resumed after step {start}" if start else source, processes.count
-    )
+    show_header(self.setup, self.state, path, begins, processes.count)
     processes.phase("start", "the trackers")
     units, has_scale = self.setup.task.units[0], self.policy.loss_scaling is not None
-    self._progress = Progress(self._output.console, settings.steps, start, units, has_scale)
-    self._trackers = Trackers(self.config, path, start, self._own_trackers if processes.first else None)
+    self._progress = Progress(self._output.console, settings.steps, self.step, units, has_scale)
+    self._trackers = Trackers(self.config, path, self.step, self._own_trackers if processes.first else None)
     opened.callback(self._trackers.close, None)
     if processes.first:
-      metrics = opened.enter_context(contextlib.closing(MetricsFile(path / "metrics.jsonl", start)))
-      self._sinks, self._sync = [metrics.write, self._trackers.write, self._progress.write], metrics.sync
+      self._metrics = MetricsFile(path / "metrics.jsonl", self.step)
+      opened.callback(self._metrics.close)
+      self._sinks = [self._metrics.write, self._trackers.write, self._progress.write]
     traces = path / "profile" / (f"process_{processes.process}" if processes.count > 1 else "")
-    self._profile = opened.enter_context(contextlib.closing(Profile(settings.profile_steps, start, traces)))
+    self._profile = Profile(settings.profile_steps, self.step, traces)
+    opened.callback(self._profile.close)
 
-  def _resume(self) -> str:
-    """Restores the newest good checkpoint, or makes the first state; says where that one is from."""
+  def _resume(self, opened: contextlib.ExitStack) -> str:
+    """Restores the newest good checkpoint, or makes the first state; says where the state is from."""
     self.processes.phase("start", "the checkpoint to resume from")
+    timeout_s, keep = round(self.config.distributed.hang_timeout_s) or 1, self.config.train.keep_checkpoints
+    folder = self.directory.path / "checkpoints"
+    self.checkpoints = Checkpoints(folder, keep, timeout_s=timeout_s, run=self.config.tree)
+    opened.push(self._close_checkpoints)
     resumed = self.checkpoints.restore_latest(self.setup.shapes()[0])
     if resumed is None:
       return self._first_state()
@@ -143,12 +145,16 @@ class TrainingRun:
         f"({self.data.info.description}): nothing was changed; bring the data back, or choose another out="
       )
     self.iterator.set_state(resumed.data)
-    self._records.last = resumed.loop["last"]
     self.state, self.step = resumed.state, resumed.step
-    return ""
+    self._records = Records(self.setup, self.step, resumed.loop["last"])
+    return f"resumed after step {self.step}"
+
+  def _close_checkpoints(self, kind: object, error: BaseException | None, _: object) -> None:
+    if error is None or self.processes.are_together(error):  # else a pending write would wait for the others
+      self.checkpoints.close()
 
   def _first_state(self) -> str:
-    self.state = self.setup.first_state()
+    self.state, self._records = self.setup.first_state(), Records(self.setup, 0, {})
     self.checkpoints.begun_with = self.checkpoints.nonfinite(self.state)
     if (given := self.config.train.init_from) is None:
       return ""
@@ -163,7 +169,7 @@ class TrainingRun:
     """Takes a step, and tells the record of an earlier one."""
     phase = self.processes.phase
     phase("data", f"the data of step {step}")
-    is_first = step == self._start + 1
+    is_first = step == self._records.start + 1
     # The other processes would wait for the rows.
     may_save = self.processes.count == 1 and not is_first
     rows = self._next_rows(self.iterator, f"the data of step {step}", save=may_save)
@@ -171,7 +177,12 @@ class TrainingRun:
     batch = self.setup.place(rows)
     looks = self._looks_every and step % self._looks_every == 0
     seen = self._watcher.look(self.state, batch) if looks else None
+    rate = self.setup.learning_rate(self.state)
     self.state, metrics = self.setup.step(self.state, batch)
+    metrics = {
+      **metrics,
+      "learning_rate": metrics.get("learning_rate", rate),
+    }  # an optimiser may report its own
     self.step = step
     if is_first:  # so that no later step's time includes compilation
       jax.block_until_ready(metrics)
@@ -202,8 +213,8 @@ class TrainingRun:
     record = self._records.of(pending.step, pending.metrics)
     if pending.seen is not None:
       self._trackers.figures(pending.step, *self._watcher.figures(self.processes.fetch(pending.seen)))
-    if cannot_recover(record, self.policy.loss_scaling, self.config.train.max_skips):
-      self._stop(pending, record)
+    if why := why_stuck(record, self.policy.loss_scaling, self.config.train.max_skips):
+      self._stop(pending, record, why)
     return record
 
   def _tell(self, record: dict[str, Any]) -> None:
@@ -239,14 +250,14 @@ class TrainingRun:
     save |= eval_loss is not None and self._records.is_best(eval_loss)
     if save and (nonfinite := self._save(eval_loss)):
       # NaN spreads and does not go away: further steps would be useless.
-      raise Stuck(f"stopped at step {step}: {state_report(nonfinite)}\n{self._way_on()}")
+      raise Stuck(f"stopped at step {step}: {_not_saved(nonfinite)}\n{self._way_on()}")
     self._records.restart_clock()
     if signum is not None and not last:
       self.checkpoints.wait()
       saved = f"{signal_name(signum)}: checkpoint of step {step} saved in {self.directory.path}"
       raise Interrupted(signum, f"{saved}; the same command resumes from it")
 
-  def _stop(self, pending: _Pending, record: dict[str, Any]) -> NoReturn:
+  def _stop(self, pending: _Pending, record: dict[str, Any], why: str) -> NoReturn:
     """Saves the state and the failing batch, and raises `Stuck` with the diagnosis."""
     self._tell(record)
     for later in self._pending:
@@ -257,7 +268,7 @@ class TrainingRun:
     if self.processes.first:
       np.savez(file, **arrays)
     if nonfinite:
-      report = state_report(nonfinite)
+      report = _not_saved(nonfinite)
     elif self.processes.count > 1:  # the search runs operations on this process's devices only
       report = "the run was one of several processes: the command below says which operation began it"
     else:
@@ -265,8 +276,8 @@ class TrainingRun:
     self.checkpoints.wait()
     saved = "" if nonfinite else f"a checkpoint of step {self.step}, up to which steps were under way, and "
     raise Stuck(
-      f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps "
-      f"{why_skipped(record, self.policy.loss_scaling)}\n{report}\n"
+      f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps {why}\n"
+      f"{report}\n"
       f"saved: {saved}the batch of step {pending.step}, in {file}; mpjax numerics "
       f"{self.directory.path} --hunt searches again, also with another policy\n{self._way_on()}"
     )
@@ -291,7 +302,8 @@ class TrainingRun:
   def _save(self, eval_loss: float | None = None) -> NonFiniteLeaves:
     """Saves a checkpoint, or returns the leaves of the state that are not finite."""
     self.processes.phase("checkpoint", f"the checkpoint of step {self.step}")
-    self._sync()
+    if self.processes.first:
+      self._metrics.sync()
     last = self._records.last
     loop = {"fingerprint": self.data.info.fingerprint, "last": last}
     skips, data = int(last.get("consecutive_skips", 0)), self.iterator.get_state()
@@ -325,3 +337,7 @@ class TrainingRun:
       self.directory.write_summary(summary)
       show_summary(summary, path)
     return summary
+
+
+def _not_saved(nonfinite: NonFiniteLeaves) -> str:
+  return f"the state is not finite, and no checkpoint of it was saved: {nonfinite_text(nonfinite)}"

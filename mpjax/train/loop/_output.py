@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,9 +27,13 @@ from mpjax.train.setup._optimizers import describe_optimizer
 LOGGER = logging.getLogger("mpjax.train")
 
 
-def goes_on_without(what: str, error: Exception) -> None:
-  """Says that the run goes on without a part that has failed."""
-  LOGGER.info(f"the run goes on without {what}: {' '.join(f'{type(error).__name__}: {error}'.split())}")
+@contextlib.contextmanager
+def goes_on_without(what: str) -> Iterator[None]:
+  """Says that a run goes on without a part that fails in its block: no tracker or profile is worth a run."""
+  try:
+    yield
+  except Exception as error:  # others' code can raise anything
+    LOGGER.info(f"the run goes on without {what}: {' '.join(f'{type(error).__name__}: {error}'.split())}")
 
 
 class Output(logging.Handler):
@@ -78,12 +83,7 @@ class Output(logging.Handler):
 class Progress:
   """Shows progress as a bar on a terminal; elsewhere as one line per logged step.
 
-  Args:
-    console: where to show the bar.
-    steps: total number of steps.
-    start: the step that the run resumes from; 0 for a new run.
-    units: the unit of the speed: tokens or images.
-    has_scale: whether to show a loss scale.
+  `start` is the step that the run resumes from, `units` that of the speed: tokens or images.
   """
 
   def __init__(self, console: rich.console.Console, steps: int, start: int, units: str, has_scale: bool):
@@ -134,15 +134,7 @@ class Progress:
 def show_header(
   setup: Setup, state: TrainState, directory: pathlib.Path, begins: str, processes: int
 ) -> None:
-  """Shows what the run is about to do.
-
-  Args:
-    setup: the run's setup.
-    state: the run's first state.
-    directory: the run directory.
-    begins: says where the first state comes from; empty for a new state.
-    processes: number of processes.
-  """
+  """Shows what the run is about to do; `begins` says where its first state comes from."""
   policy = setup.policy
   parameters = sum(leaf.size for leaf in jax.tree.leaves(state.arrays))
   scaling, config = policy.loss_scaling, setup.config

@@ -2,57 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from mpjax._types import ArrayLike, Metrics, PyTree
 from mpjax.fp8._hardware import in_force
-from mpjax.loss_scale import find_scaler, find_states
 from mpjax.numerics import find_nonfinite
 from mpjax.policy import LossScaling
-from mpjax.sharding._checksums import NonFiniteLeaves
 from mpjax.step import TrainState, TrainStep
-from mpjax.train.checkpoints import nonfinite_text
 from mpjax.train.loop._output import LOGGER, goes_on_without
 from mpjax.train.setup._experiment import Setup
 
 _AVERAGED = 20  # steps over which time and speed are averaged
-_RATES = 2**16  # learning rates computed at once, since each alone would wait for the device
 
 
 class Records:
   """The records of one run's steps, in order.
 
-  Attributes:
-    last: the last recorded value of each name; saved in checkpoints.
+  `start` is the step that the run resumes from. `last` has the last recorded value of each name, up to that
+  step; checkpoints have it.
   """
 
-  def __init__(self, setup: Setup):
-    self._setup = setup
+  def __init__(self, setup: Setup, start: int, last: dict[str, Any]):
+    self._setup, self.start, self.last = setup, start, last
     self._has_scale = setup.policy.loss_scaling is not None
     unit, per_row = setup.task.units
     self._speed, self._per_step = f"{unit}_per_s", setup.config.data.batch_size * per_row
     self._times: list[float] = []  # of every step but the first of this process, which compiles
     self._clock = time.perf_counter()
-    self.last: dict[str, Any] = {}
-
-  def begin(self, state: TrainState, start: int) -> None:
-    """Sets the state and step that the next steps start from."""
-    scaler = find_scaler(state.opt_state)
-    skipped = 0 if scaler is None else int(np.asarray(scaler.skipped_steps))
-    counts = find_states(state.opt_state, optax.ScaleByScheduleState).values()
-    self._first_update = next((int(np.asarray(found.count)) for found in counts), start - skipped)
-    self._start, self._skipped_before = start, skipped
-    self._rates = functools.lru_cache(1)(self._rates_of)
 
   def restart_clock(self) -> None:
     """Leaves the time since the last step out of the next step's time."""
@@ -61,12 +44,12 @@ class Records:
   def of(self, step: int, metrics: Metrics) -> dict[str, Any]:
     """Returns the record of a step; waits for its metrics."""
     values = {name: plain(value) for name, value in metrics.items()}
-    if step > self._start + 1:
+    if step > self.start + 1:
       now = time.perf_counter()
       self._times.append(now - self._clock)
       self._clock = now
     step_time = self._step_time(_AVERAGED)
-    record = {
+    return {
       "step": step,
       "loss": values.pop("loss"),
       # Without a loss scale the loss is not scaled.
@@ -77,8 +60,6 @@ class Records:
       self._speed: None if step_time is None else self._per_step / step_time,
       **values,
     }
-    # A plug-in's optimiser may report its own rate in its state.
-    return record if "learning_rate" in record else record | {"learning_rate": self._learning_rate(record)}
 
   def is_best(self, eval_loss: float) -> bool:
     """Returns whether an evaluation's loss is the lowest so far, and if so records it."""
@@ -106,7 +87,7 @@ class Records:
       "best_eval_loss": self.last.get("best_eval_loss"),
       "steps_per_s": None if step_time is None else 1 / step_time,
       "time_s": dict(seconds),
-      **({"time_s_from_step": self._start} if self._start else {}),
+      **({"time_s_from_step": self.start} if self.start else {}),
       "peak_memory_bytes": peak_memory(),
       "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.arrays)),
       "resolved_policy": policy.to_dict(),
@@ -118,18 +99,6 @@ class Records:
     A single step's time would be wrong: the host sees the end of a step two steps late, and of some at once.
     """
     return float(np.mean(self._times[-steps:])) if self._times else None
-
-  def _learning_rate(self, record: dict[str, Any]) -> float:
-    """Returns the learning rate of a step, or the rate that a skipped step would have had."""
-    was_skipped = record["grads_finite"] is False or record.get("updates_finite") is False
-    skipped = record["skipped_steps"] - self._skipped_before - was_skipped
-    block, place = divmod(self._first_update + record["step"] - 1 - self._start - skipped, _RATES)
-    return float(self._rates(block)[place])
-
-  def _rates_of(self, block: int) -> np.ndarray:
-    """Returns the learning rates of a block of updates."""
-    rate = lambda update: jnp.asarray(self._setup.schedule(update), jnp.float32)
-    return np.asarray(jax.jit(jax.vmap(rate))(block * _RATES + jnp.arange(_RATES)))
 
 
 def plain(value: ArrayLike) -> Any:
@@ -158,10 +127,7 @@ def peak_memory() -> int | None:
 class Profile:
   """Traces chosen steps with JAX's profiler, and waits for the last of them. If it fails, the run goes on.
 
-  Args:
-    steps: the first and the last step, from 1; `None` for no profile.
-    start: the step that the run resumes from; earlier steps are left out.
-    folder: the folder of the trace; made if needed.
+  `steps` are the first and the last; those up to `start`, from which the run resumes, are left out.
   """
 
   def __init__(self, steps: tuple[int, ...] | None, start: int, folder: pathlib.Path):
@@ -172,7 +138,9 @@ class Profile:
   def before(self, step: int) -> None:
     """Starts the trace if this step is the first."""
     if step == self._first <= self._last:
-      self._is_on = self._try(lambda: jax.profiler.start_trace(self._folder))
+      with goes_on_without("a profile"):
+        jax.profiler.start_trace(self._folder)
+        self._is_on = True
 
   def after(self, step: int, state: PyTree) -> None:
     """Waits for the state after this step and ends the trace, if this step was the last."""
@@ -183,25 +151,15 @@ class Profile:
 
   def close(self) -> None:
     """Ends and writes the trace, if there is one."""
-    if self._is_on and self._try(jax.profiler.stop_trace):
+    if not self._is_on:
+      return
+    self._is_on = False
+    with goes_on_without("a profile"):
+      jax.profiler.stop_trace()
       LOGGER.info(
         f"a profile of steps {self._first} to {self._step} is in {self._folder}: open it with xprof --logdir "
         f"{self._folder}, or its trace.json.gz in Perfetto"
       )
-    self._is_on = False
-
-  def _try(self, action: Callable[[], object]) -> bool:
-    try:
-      action()
-    except Exception as error:  # no error of a profiler is worth a run
-      goes_on_without("a profile", error)
-      return False
-    return True
-
-
-def state_report(nonfinite: NonFiniteLeaves) -> str:
-  """Returns which leaves of a state that is not saved hold NaN or infinity, on one line."""
-  return f"the state is not finite, and no checkpoint of it was saved: {nonfinite_text(nonfinite)}"
 
 
 def step_report(step: TrainStep, state: TrainState, batch: PyTree) -> str:
@@ -212,36 +170,23 @@ def step_report(step: TrainStep, state: TrainState, batch: PyTree) -> str:
     return f"the operation that began it was not found: {str(error).strip().partition(chr(10))[0]}"
 
 
-def is_update_bad(metrics: Mapping[str, Any]) -> bool:
-  """Returns whether a step with finite gradients was skipped because its update is not finite."""
-  return bool(metrics.get("grads_finite", False)) and not bool(metrics.get("updates_finite", True))
-
-
-def cannot_recover(record: Mapping[str, Any], scaling: LossScaling | None, max_skips: int) -> bool:
-  """Returns whether the last `max_skips` steps, up to a record's, were skipped at the lowest loss scale."""
+def why_stuck(record: Mapping[str, Any], scaling: LossScaling | None, max_skips: int) -> str | None:
+  """Returns why the last `max_skips` steps, up to a record's, were skipped; `None` if a run may recover."""
   if record.get("consecutive_skips", 0) < max_skips:
-    return False
-  if scaling is None or scaling.kind == "static" or is_update_bad(record):  # no scale fixes an update
-    return True
-  return record["loss_scale"] * scaling.backoff_factor < scaling.min_scale
-
-
-def why_skipped(record: Mapping[str, Any], scaling: LossScaling | None) -> str:
-  """Returns why the steps up to a record's were skipped, as the end of a sentence."""
-  if is_update_bad(record):
+    return None
+  if record.get("grads_finite", False) and not record.get("updates_finite", True):  # no scale mends these
     return "had finite gradients, and an update, model state or parameters that are not finite"
   if scaling is None:
     return "had non-finite gradients"
+  if scaling.kind != "static" and record["loss_scale"] * scaling.backoff_factor >= scaling.min_scale:
+    return None
   return f"had non-finite gradients, and the loss scale of {record['loss_scale']:g} cannot fall further"
 
 
 def way_on(step: int | None, directory: pathlib.Path, skips: bool) -> str:
-  """Returns which checkpoint is the last, and how to start from it. Every checkpoint is finite.
+  """Returns which checkpoint is the last, `step` if there is one, and how to start from it.
 
-  Args:
-    step: its step; `None` without a checkpoint.
-    directory: the run directory.
-    skips: whether the run skips steps that are not finite.
+  Every checkpoint is finite. `skips`: the run skips steps that are not finite.
   """
   change = "a lower optimizer.learning_rate" if skips else "train.skip_nonfinite=true"
   if step is None:

@@ -11,9 +11,7 @@ from typing import Any
 
 import rich.console
 
-from mpjax.train._errors import CheckpointError, Interrupt
-from mpjax.train._files import how_to_go_on
-from mpjax.train.checkpoints import STORAGE_ERRORS, quiet
+from mpjax.train._errors import Interrupt
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
 from mpjax.train.config._plugins import load_plugins, plugin_digests
@@ -148,29 +146,12 @@ def train_together(
   )
   with contextlib.closing(directory):
     if summary is None:
-      with quiet():
-        return _train(TrainingRun(setup, directory, processes, output, trackers))
+      return TrainingRun(setup, directory, processes, output, trackers).train()
     LOGGER.info("this run has finished already; choose another out= for a new one")
     if config.train.export is not None and not (path / "model.safetensors").exists():
       LOGGER.info(f"its weights are not exported: mpjax export {path} does that")
     show_summary(summary, path)
     return summary
-
-
-def _train(run: TrainingRun) -> dict[str, Any]:
-  """Trains, and turns the operating system's errors about the run's own files into a `CheckpointError`."""
-  path = run.directory.path
-  try:
-    summary = run.train()
-  except BaseException as error:
-    if run.processes.are_together(error):  # otherwise a pending write would wait for the others
-      run.checkpoints.close()
-    if isinstance(error, OSError) and (error.errno in STORAGE_ERRORS or not path.exists()):
-      failed = f"{path} cannot be written: {error.strerror}; {how_to_go_on(path)}"
-      raise CheckpointError(f"{failed} once there is room and permission to write") from error
-    raise
-  run.checkpoints.close()
-  return summary
 
 
 def _tell_config(config: Config, count: int) -> dict[str, Any]:

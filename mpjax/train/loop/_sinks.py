@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -10,7 +9,7 @@ import pathlib
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -29,10 +28,6 @@ class MetricsFile:
 
   Drops records of steps after `resume_step`, which the resumed run writes again, and lines that are not
   records, such as one that a kill cut off. It keeps the first record of a step.
-
-  Args:
-    path: the file.
-    resume_step: the step of the checkpoint that the run resumes from.
   """
 
   def __init__(self, path: pathlib.Path, resume_step: int):
@@ -85,7 +80,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-  """Writes TensorBoard's file of a run, without a thread or a queue. Raises `OSError` for a full disk."""
+  """Writes TensorBoard's file of a run, without a thread or a queue."""
 
   def __init__(self, config: Config, directory: pathlib.Path, start: int):
     folder = directory / "tensorboard"
@@ -162,30 +157,18 @@ class WandB:
     self._run.finish(exit_code=0 if summary else 1)
 
 
-_TRACKERS: dict[str, Callable[[Config, pathlib.Path, int], Tracker]] = {
-  "tensorboard": TensorBoard,
-  "wandb": WandB,
-}
-
-
 class Trackers:
   """The trackers of a run as one. If one fails, the run goes on without it.
 
-  Except for `OSError` from TensorBoard, whose file is one of the run's own.
-
-  Args:
-    config: the run's config.
-    directory: the run directory.
-    start: the step of the checkpoint that the run resumes from.
-    own: a caller's trackers, in addition to those of the config; `None` in a process that does not track.
+  `own` are a caller's, in addition to those of the config; `None` in a process that does not track.
   """
 
   def __init__(self, config: Config, directory: pathlib.Path, start: int, own: Sequence[Tracker] | None):
-    self._trackers = {f"{type(each).__name__} {i}": each for i, each in enumerate(own or ())}
+    self._trackers: list[Tracker] = list(own or ())
     self._hidden = {"step"} if config.resolve_policy().loss_scaling else {"step", "loss_scale"}
     for name in config.train.trackers if own is not None else ():
-      with self._without(name):
-        self._trackers[name] = _TRACKERS[name](config, directory, start)
+      with goes_on_without(name):
+        self._trackers.append((WandB if name == "wandb" else TensorBoard)(config, directory, start))
 
   def write(self, record: Mapping[str, Any], is_logged: bool) -> None:
     """Gives the trackers the numbers of a record that is to be logged."""
@@ -207,32 +190,21 @@ class Trackers:
   def close(self, summary: Mapping[str, Any] | None) -> None:
     """Closes each tracker that is open; `summary` is `None` if the run did not finish."""
     self._each(lambda tracker: tracker.close(summary))
-    self._trackers = {}
+    self._trackers = []
 
   def _each(self, action: Callable[[Tracker], None]) -> None:
-    for name, tracker in [*self._trackers.items()]:
-      with self._without(name):
+    trackers, self._trackers = self._trackers, []
+    for tracker in trackers:
+      with goes_on_without(type(tracker).__name__):
         action(tracker)
-
-  @contextlib.contextmanager
-  def _without(self, name: str) -> Iterator[None]:
-    """Leaves out a tracker from then on if its block raises."""
-    try:
-      yield
-    except Exception as error:  # others' code can raise anything, and the run must go on
-      self._trackers.pop(name, None)
-      if name == "tensorboard" and isinstance(error, OSError):
-        self.close(None)
-        raise
-      goes_on_without(name.partition(" ")[0], error)
+        self._trackers.append(tracker)
 
 
-def require_trackers(trackers: Sequence[Tracker]) -> None:
+def require_trackers(trackers: Any) -> None:
   """Raises `TypeError` unless these are trackers."""
-  given: object = trackers
-  is_list = isinstance(given, Sequence) and not isinstance(given, str)
+  is_list = isinstance(trackers, Sequence) and not isinstance(trackers, str)
   if not is_list or any(isinstance(each, type) or not isinstance(each, Tracker) for each in trackers):
-    raise TypeError(f"trackers={given!r}: expected a list of objects with the methods of a Tracker")
+    raise TypeError(f"trackers={trackers!r}: expected a list of objects with the methods of a Tracker")
 
 
 def check_trackers(config: Config) -> None:

@@ -21,9 +21,11 @@ from mpjax._average import Average
 from mpjax._types import Array, ArrayLike, Mesh, PyTree
 from mpjax.casting import Explanation, autocast
 from mpjax.dtypes import platform
+from mpjax.loss_scale import find_scaler, find_states
 from mpjax.optim import average_weights, evaluation_weights, keeps_other_weights
 from mpjax.policy import Policy, matmul_precision
 from mpjax.registry._kinds import MODELS
+from mpjax.registry._names import ConfigError, config_errors
 from mpjax.registry._task import DataInfo, MissingFact, ModelInfo, Task
 from mpjax.sharding import (
   AXES,
@@ -48,7 +50,6 @@ from mpjax.step import (
   state_of,
   unrounded,
 )
-from mpjax.train._errors import ConfigError
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config
 from mpjax.train.config._plugins import place
 from mpjax.train.data import Data, load_data
@@ -79,10 +80,8 @@ class Place:
     Raises:
       ConfigError: if the mesh does not fit the devices or the batch, or they cannot do what `offload` says.
     """
-    try:
+    with config_errors("mesh."):
       mesh = make_mesh(config.mesh.sizes, jax.devices())
-    except ValueError as error:
-      raise ConfigError(f"mesh.{error}") from error
     batch, parts = config.data.batch_size, config.train.accumulate
     if (batch // parts) % batch_shards(mesh):
       raise ConfigError(
@@ -193,6 +192,18 @@ class Experiment:
     """Returns the learning rate as a function of the update's number."""
     return make_schedule(self.config.optimizer, self.config.train.steps)
 
+  @functools.cached_property
+  def learning_rate(self) -> Callable[[TrainState], Array]:
+    """Jitted: the state before a step -> the learning rate of its update, also of one that is skipped."""
+
+    def rate(state: TrainState) -> Array:
+      counts = find_states(state.opt_state, optax.ScaleByScheduleState).values()
+      scaler = find_scaler(state.opt_state)
+      taken = state.step - (0 if scaler is None else scaler.skipped_steps)
+      return jnp.asarray(self.schedule(next((each.count for each in counts), taken)), jnp.float32)
+
+    return jax.jit(rate)
+
   @property
   def layout(self) -> Layout:
     """Returns the layout of the state and the batches on the mesh."""
@@ -206,7 +217,7 @@ class Experiment:
 
   def place(self, batch: PyTree) -> PyTree:
     """Makes global arrays from this process's rows of a batch, which are on the host."""
-    return place_rows(batch, self.layout.batch_sharding, self.rows, self.config.data.batch_size)
+    return place_rows(batch, self.layout.batch_sharding, self.config.data.batch_size)
 
   def first_state(self) -> TrainState:
     """Makes the state before the first step, on its devices."""
@@ -258,10 +269,8 @@ class Experiment:
     """Raises `ConfigError` if the model has no first state, or rules or overrides do not fit it."""
     with self.model_errors():
       shapes = self.state_shapes
-    try:
+    with config_errors("mesh.rules or the model's sharding: "):
       self.layout.shardings(shapes)
-    except ValueError as error:
-      raise ConfigError(f"mesh.rules or the model's sharding: {error}") from error
     if self.policy.overrides or self.policy.fp8:
       self.explain()
 
@@ -297,10 +306,8 @@ class Experiment:
     Raises:
       ConfigError: if an override of the policy matches no module.
     """
-    try:
+    with config_errors():
       return self.step.explain(self.state_shapes, self.batch_shapes)
-    except ValueError as error:
-      raise ConfigError(str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,12 +351,8 @@ def weights_of(
 ) -> PyTree:
   """Returns the weights of a run's state, on the devices.
 
-  Args:
-    step: the step of the run.
-    state: the state.
-    which: `"last"`, those that the run trains; `"average"`, those of `mpjax.optim.evaluation_weights`, which
-      are the last if the optimiser keeps no others.
-    masters: in float32, in place of the policy's `param_dtype`.
+  `which`: `"last"`, those that the run trains; `"average"`, those of `mpjax.optim.evaluation_weights`, which
+  are the last if the optimiser keeps no others. With `masters` in float32, not in the policy's `param_dtype`.
   """
   is_other = which == "average" and keeps_other_weights(state.opt_state)
   if not (is_other or masters):
@@ -364,12 +367,10 @@ def weights_of(
 def evaluate(
   task: Task, policy: Policy, state: TrainState, batch: PyTree
 ) -> dict[str, Float32[Array, ""] | Average]:
-  """Computes `eval_loss` and the task's other metrics for a batch, under the policy.
+  """Computes `eval_loss` and the task's other metrics for a batch, under the policy, in float32.
 
-  Means are float32[]. An `Average` stays one, with a float32[] total and its count unchanged, so that
-  `mean_of_batches` is exact.
-
-  Delayed FP8 scaling takes its histories from the state; without them, each tensor is scaled by its own amax.
+  An `Average` stays one, so that `mean_of_batches` is exact. Delayed FP8 scaling takes its histories from the
+  state; without them, each tensor is scaled by its own amax.
 
   Raises:
     ValueError: if the evaluation does not return a loss, with or without metrics.
@@ -394,13 +395,10 @@ def _in_float32(value: ArrayLike | Average) -> Float32[Array, ""] | Average:
 
 
 def mean_of_batches(values: Sequence[Array | Average]) -> float:
-  """Returns the mean over batches of one metric that `evaluate` computed; waits for the values.
+  """Returns the mean of a metric, of which `evaluate` computed a value for each batch; waits for the values.
 
   The mean of averages is the sum of totals over the sum of counts; batches with count 0 are left out, and the
   result is NaN if all counts are 0. Plain means are averaged with equal weights.
-
-  Args:
-    values: the metric's value for each batch.
   """
   on_host = jax.device_get(list(values))
   pairs = [(each.total, each.count) if isinstance(each, Average) else (each, 1) for each in on_host]
@@ -412,12 +410,8 @@ def mean_of_batches(values: Sequence[Array | Average]) -> float:
 def apply(fun: Callable[..., PyTree], policy: Policy, state: TrainState, batch: PyTree) -> PyTree:
   """Applies a function to a state's model and a batch (or other inputs) under a policy.
 
-  Args:
-    fun: takes the parameters or the `nnx.Module`, the batch, and those of the keywords `model_state`, `rng`
-      and `row_rngs` (of a fixed key) that it names.
-    policy: the policy; floating results have its `output_dtype`.
-    state: a state with the master weights.
-    batch: arrays.
+  It takes the parameters or the `nnx.Module`, the batch, and those of the keywords `model_state`, `rng` and
+  `row_rngs` (of a fixed key) that it names. Floating results have the policy's `output_dtype`.
   """
   names = inspect.signature(fun).parameters
   keywords: dict[str, PyTree] = {"model_state": state.model_state} if "model_state" in names else {}

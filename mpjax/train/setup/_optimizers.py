@@ -16,25 +16,10 @@ from mpjax.train._errors import ConfigError
 from mpjax.train.config._config import OptimizerConfig
 from mpjax.train.config._plugins import place
 
-OPTIMIZERS = (
-  "adafactor",
-  "adagrad",
-  "adam",
-  "adamax",
-  "adamw",
-  "adan",
-  "amsgrad",
-  "lamb",
-  "lars",
-  "lion",
-  "muon",
-  "nadam",
-  "nadamw",
-  "radam",
-  "rmsprop",
-  "sgd",
-  "yogi",
+_OF_OPTAX = (
+  "adafactor adagrad adam adamax adamw adan amsgrad lamb lars lion muon nadam nadamw radam rmsprop sgd yogi"
 )
+OPTIMIZERS = tuple(_OF_OPTAX.split())
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -9,10 +9,10 @@ import math
 from mpjax._types import PolicyLike
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
+from mpjax.registry._names import ConfigError, config_errors
 from mpjax.registry._task import DataInfo
 from mpjax.sharding import BATCH_AXES
 from mpjax.step import GATHERS, Layout
-from mpjax.train._errors import ConfigError
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config
 from mpjax.train.setup._experiment import Experiment, Place
 from mpjax.train.setup._saved_run import facts_of
@@ -70,17 +70,12 @@ class Planner:
     """
     given = {"data.batch_size": batch, "train.recompute": recompute, "mesh.gather": gather}
     config = self.config.changed({key: value for key, value in given.items() if value is not None})
-    try:
+    with config_errors():
       asked = get_policy(config.policy if policy is None else policy, backend=self.target.kind)
       resolved, fp8 = policy_on_target(asked, self.target)
       experiment = self._experiment(config, resolved)
-      shapes = experiment.shapes()
       label = label or _label(asked, config)
-      made = plan(experiment.step, *shapes, target=self.target, compile=compile, label=label)
-    except ConfigError:
-      raise
-    except ValueError as error:
-      raise ConfigError(str(error)) from error
+      made = plan(experiment.step, *experiment.shapes(), target=self.target, compile=compile, label=label)
     rows, (item, per_row) = config.data.batch_size, experiment.task.units
     subject = f"{config.model.kind} of {made.parameters:,} parameters, batch of {rows}"
     return dataclasses.replace(made, fp8=fp8, subject=subject, items=rows * per_row, item=item)

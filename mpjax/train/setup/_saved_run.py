@@ -23,7 +23,7 @@ from mpjax.step import TrainState, can_adopt, merged, state_of, with_masters
 from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import WIDE, load_safetensors, save_safetensors
 from mpjax.train._files import unfinished, write_atomically
-from mpjax.train.checkpoints import Checkpoints, Restored, quiet
+from mpjax.train.checkpoints import Checkpoints, Restored
 from mpjax.train.config._config import Config, export_dtype
 from mpjax.train.config._config_file import load_config, read_tree, run_mismatch
 from mpjax.train.data import load_data
@@ -35,15 +35,7 @@ _FOLDERS = ("checkpoints", "tensorboard", "profile", "wandb")
 
 
 class RunDirectory:
-  """Opens or makes the directory of a run, and holds its lock.
-
-  Attributes:
-    path: its path.
-    has_grown: whether the run had fewer steps before.
-
-  Args:
-    config: the config of the run.
-    owner: whether this process writes in it; other processes of the run only use the path.
+  """The directory of a run, made if missing, and its lock. A process that is no owner only uses the path.
 
   Raises:
     ConfigError: if the directory holds a run of another config or is not a run's, or another process is
@@ -52,16 +44,15 @@ class RunDirectory:
 
   def __init__(self, config: Config, owner: bool = True):
     self._lock: IO[str] | None = None
-    self._config = config
+    self._config, self._has_grown = config, False
     if "\0" in str(config.out):
       raise ConfigError(f"out={config.out!r}: expected the name of a directory")
     self.path = pathlib.Path(str(config.out))
-    self.has_grown = False
     if not owner:
       return
     try:
       if self.path.exists():
-        self.has_grown = _require_same(self.path, config)
+        self._has_grown = _require_same(self.path, config)
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = _lock(self.path / ".lock")
       if _never_began(self.path):
@@ -75,7 +66,7 @@ class RunDirectory:
     `None` if the run has not finished, if its steps have grown since, and in a process that does not write.
     """
     file = self.path / "summary.json"
-    if self._lock is None or self.has_grown or not file.exists():
+    if self._lock is None or self._has_grown or not file.exists():
       return None
     try:
       summary: dict[str, Any] = json.loads(file.read_bytes())
@@ -90,7 +81,8 @@ class RunDirectory:
       return
     (self.path / "summary.json").unlink(missing_ok=True)
     self._write_config()
-    write_atomically(self.path / FACTS, facts_text(self._config, info).encode())
+    facts = {"data": _which(self._config), "info": dataclasses.asdict(info)}
+    write_atomically(self.path / FACTS, (json.dumps(facts, indent=1) + "\n").encode())
 
   def _write_config(self) -> None:
     write_atomically(self.path / "config.yaml", self._config.to_yaml().encode())
@@ -197,22 +189,18 @@ class SavedRun:
     Raises:
       DataError: if the directory has no facts about the data, and the data cannot be read either.
     """
-    config = self.config.with_any_attention()
-    return Experiment(config, facts_of(config, self.directory), config.resolve_policy(), at)
+    info = facts_of(self.config, self.directory)
+    return Experiment(self.config, info, self.config.resolve_policy(), at)
 
   def restore(self, which: str, experiment: Experiment) -> Restored:
-    """Returns a checkpoint.
-
-    Args:
-      which: `"best"` (lowest evaluation loss), `"latest"`, or a step number as text.
-      experiment: has the shapes, dtypes and shardings of the state.
+    """Returns a checkpoint: `"best"` (lowest evaluation loss), `"latest"`, or that of a step.
 
     Raises:
       CheckpointError: if it is damaged, not finite, or not like the experiment's states.
       ConfigError: if there is no such checkpoint.
     """
     folder = self.directory / "checkpoints"
-    with quiet(), contextlib.closing(Checkpoints(folder, read_only=True)) as checkpoints:
+    with contextlib.closing(Checkpoints(folder, read_only=True)) as checkpoints:
       steps = checkpoints.steps()
       step = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(which)
       if which.isdecimal() and int(which) in steps:
@@ -229,11 +217,7 @@ class SavedRun:
 
 
 def facts_of(config: Config, source: Any = None) -> DataInfo:
-  """Returns the facts about a config's data.
-
-  Args:
-    config: the config.
-    source: what it was loaded from. The facts are those of a run directory, if they are of the same data.
+  """Returns the facts about a config's data: those of the run directory `source`, if of the same data.
 
   Raises:
     DataError: if they are to be read from the data, which is missing or cannot be used.
@@ -244,11 +228,6 @@ def facts_of(config: Config, source: Any = None) -> DataInfo:
       return pydantic.TypeAdapter(DataInfo).validate_python(saved["info"])
   # One row is enough to see the shapes.
   return load_data(config.changed({"data.batch_size": 1, "data.workers": 0}).data, seed=config.seed).info
-
-
-def facts_text(config: Config, info: DataInfo) -> str:
-  """Returns the contents of `facts.json`, with which tools and exports need no data."""
-  return json.dumps({"data": _which(config), "info": dataclasses.asdict(info)}, indent=1) + "\n"
 
 
 def _which(config: Config) -> dict[str, Any]:
@@ -276,8 +255,8 @@ def export_run(
     dtype: as for `save_safetensors`.
     step: `"best"` (lowest evaluation loss), `"latest"`, or a step number.
     out: the file; `None`: `model.safetensors` in the run directory.
-    weights: `"average"`, which the run evaluated, or `"last"`, which it trained. `None`: the average if the
-      run keeps one.
+    weights: `"average"`, which the run evaluated, or `"last"`, which it trained; by default the average if
+      the run keeps one.
 
   Returns:
     The path of the file.
@@ -300,11 +279,7 @@ def export_run(
 
 
 def start_from(setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
-  """Returns the first state of a run with the parameters that `train.init_from` names, and says whose.
-
-  Args:
-    setup: the new run.
-    state: the new run's first state, on its devices.
+  """Returns a new run's first state with the parameters that `train.init_from` names, and says whose.
 
   Raises:
     ConfigError: if there is no such run or export, or its parameters or optimiser do not fit.
@@ -364,7 +339,7 @@ def _like(theirs: Config, ours: Config) -> Config:
   """Returns our config with what decides the shape of another run's state: its policy and optimiser."""
   kept = {f"train.{name}": getattr(theirs.train, name) for name in ("skip_nonfinite", "average")}
   kept |= {"policy": theirs.policy, "optimizer": theirs.optimizer}
-  return ours.with_any_attention().changed(kept)
+  return ours.changed(kept)
 
 
 def _without_skips(opt_state: PyTree) -> PyTree:
