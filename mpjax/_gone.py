@@ -29,6 +29,7 @@ INSTEAD: dict[str, str] = {
     "step.user_state(state) returns them in float32",
   ),
   "recompute.dots": "islands keep as little; jax.checkpoint around a block, or train.recompute: blocks, less",
+  **dict.fromkeys(("attention.cudnn", "attention.splash"), "auto takes the kernel where it runs"),
   "config.${}": "write a plain value; a shell puts in one of the environment, as in out=$HOME/runs/x",
   "mesh.gather_prefetch": "leave it out, the compiler orders the gathers",
   "loss_scaling.consecutive_hysteresis": "leave it out: growth restores the patience of hysteresis",

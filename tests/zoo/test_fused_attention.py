@@ -18,14 +18,10 @@ import mpjax
 # What an inspection compiles for another device is not seen from outside.
 from mpjax.numerics._pass import passes, reference_state, reference_step
 from mpjax.registry._task import ModelInfo
-from mpjax.train import ConfigError, load_config, load_safetensors, make_setup, save_safetensors
-from mpjax.train.checkpoints import Checkpoints
 from mpjax.zoo.models import GPT, _fused_attention, gpt_sharding
 from mpjax.zoo.models._attention import attention
 from mpjax.zoo.models._fused_attention import chosen_attention, on_parts
 from tests.casting._jaxprs import equations
-from tests.train._runs import assert_same_bits, raises_one_line
-from tests.train._tiny_gpt import write_tiny_gpt
 
 FP8 = {"base": "fp8", "fp8": {"emulate": True}}
 
@@ -85,20 +81,6 @@ def test_auto_takes_what_cudnn_takes_on_this_gpu(gpu):
   ]:
     gpu(capability)
     assert chosen("auto", info("gpu", policy), head_dim=head_dim) == expected, (capability, policy)
-    if expected == "xla":
-      with pytest.raises(ConfigError, match=r"model.attention=cudnn on gpu .*; use auto"):
-        chosen("cudnn", info("gpu", policy), head_dim=head_dim)
-
-
-def test_a_kernel_asked_for_by_name_that_does_not_run_is_refused():
-  for asked, told, sizes, match in [
-    ("cudnn", info("tpu"), {}, "cudnn on tpu in bfloat16: the fused kernel needs an NVIDIA GPU"),
-    ("cudnn", info("gpu"), {}, "on a machine that has the GPU"),
-    ("splash", info("cpu"), {}, "splash on cpu in bfloat16: the fused kernel needs a TPU"),
-    ("splash", info("tpu", "fp16"), {}, "a bfloat16 policy"),
-    ("splash", info("tpu"), {"length": 100}, "multiples of 128, not 100 positions and 128"),
-  ]:
-    raises_one_line(ConfigError, [match], chosen, asked, told, **sizes)
 
 
 @pytest.fixture
@@ -214,30 +196,3 @@ def test_a_step_and_an_inspection_on_a_mesh_are_lowered_for_tpus():
   )
   assert own >= 3
   assert wide == 0
-
-
-@pytest.fixture
-def asked(tmp_path, monkeypatch):
-  """Arguments of a run that asks for splash attention, on a machine that has it in bfloat16."""
-  here = lambda info, *_: None if info.policy.compute_dtype == jnp.bfloat16 else "a bfloat16 policy"
-  monkeypatch.setattr(_fused_attention, "_no_splash", here)
-  options = ["policy=bf16", "train.steps=2", "train.checkpoint_every=2", "model.attention=splash"]
-  return [*write_tiny_gpt(tmp_path, layers=1), *options]
-
-
-def test_a_model_that_asks_for_a_kernel_is_read_where_there_is_none(asked, tmp_path, monkeypatch):
-  config, file = load_config(asked[0], [*asked[1:], f"out={tmp_path / 'run'}"]), tmp_path / "x.safetensors"
-  setup = make_setup(config)
-  state = setup.first_state()
-  monkeypatch.undo()
-  with pytest.raises(ConfigError, match=r"model\.attention=splash on cpu"):
-    make_setup(config)
-  checkpoints = Checkpoints(tmp_path / "checkpoints")
-  checkpoints.save(1, state, {}, {}, None)
-  usual = make_setup(load_config(asked[0], [*asked[1:-1], "model.attention=auto"]))
-  assert_same_bits(checkpoints.restore(1, usual.shapes()[0]).state, state)
-  checkpoints.close()
-  save_safetensors(file, config, setup.info, state.params, state.model_state)
-  exported = load_safetensors(file)
-  assert exported.config.model.options["attention"] == "splash"
-  assert jax.eval_shape(exported.logits, np.zeros((1, 5), np.int32)).shape == (1, 5, 256)

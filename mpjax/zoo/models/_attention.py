@@ -24,25 +24,16 @@ def split_heads(qkv: jax.Array, heads: int) -> list[jax.Array]:
 def attention(
   q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, implementation: str = "auto"
 ) -> jax.Array:
-  """Returns `softmax(q k^T / sqrt(H)) v` for each head.
+  """Returns `softmax(q k^T / sqrt(H)) v` for each head, [B, T, N, H], of q's floating dtype.
 
   On the XLA path softmax and its gradient are float32. Matrix products take operands in the inputs' dtype
-  and accumulate in float32. Only `q`, `k` and `v` are kept for the backward pass, which computes the
-  probabilities again. There is only a reverse-mode rule (no `jax.jvp`).
+  and accumulate in float32. Only `q` [B, T, N, H], `k` and `v` [B, S, N, H] are kept for the backward pass,
+  which computes the probabilities again. There is only a reverse-mode rule (no `jax.jvp`).
 
-  Args:
-    q: [B, T, N, H], floating.
-    k: [B, S, N, H], of q's dtype.
-    v: [B, S, N, H], of q's dtype.
-    causal: position t sees positions 0 to t only.
-    implementation: `auto` and `xla`: matrix products and a softmax, compiled by XLA. `cudnn`: the fused
-      kernel of `jax.nn.dot_product_attention`, half precision on NVIDIA GPUs only. `splash`: JAX's kernel
-      for TPUs, bfloat16 only. Under autocast the module's dtype counts. Both kernels fall back to the XLA
-      path in another dtype, if a mesh divides rows or heads unevenly, and `splash` for lengths that it does
-      not support.
-
-  Returns:
-    [B, T, N, H], of q's dtype.
+  With `causal`, position t sees positions 0 to t only. `implementation` is `xla`, or a fused kernel: `cudnn`
+  (half precision on NVIDIA GPUs) or `splash` (bfloat16 on TPUs). Under autocast the module's dtype counts.
+  Kernels fall back to the XLA path in another dtype, if a mesh divides rows or heads unevenly, and `splash`
+  for lengths that it does not support.
 
   Raises:
     ValueError: for another implementation, or shapes or dtypes that do not fit together.

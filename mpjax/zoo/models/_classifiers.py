@@ -18,7 +18,7 @@ from mpjax.zoo.models._losses import accuracy, cross_entropy
 from mpjax.zoo.models._model_sharding import resnet_sharding, vit_sharding
 
 _Batch = dict[str, Array]
-_Outputs = tuple[Float[Array, ""], Metrics, PyTree]
+_Outputs = tuple[Any, Metrics, PyTree]
 
 
 @register_model("vit")
@@ -31,7 +31,7 @@ def vit(
   heads: Positive = 4,
   mlp_ratio: Positive = 4,
   dropout: Fraction = 0.0,
-  attention: Literal["auto", "xla", "cudnn", "splash"] = "auto",
+  attention: Literal["auto", "xla"] = "auto",
 ) -> Task:
   """Makes a vision transformer for rows of `images` and `labels`."""
   from mpjax.zoo.models._vit import ViT
@@ -83,12 +83,7 @@ def _training_loss(
   return cross_entropy(logits, labels), {"accuracy": accuracy(logits, labels)}, model_state
 
 
-def _classifier(
-  module: Any,
-  info: ModelInfo,
-  loss_fn: Any,
-  sharding: ShardingRule,
-) -> Task:
+def _classifier(module: Any, info: ModelInfo, loss_fn: Any, sharding: ShardingRule) -> Task:
   image_shape = tuple(info.image_shape)
 
   def init(key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
@@ -99,7 +94,7 @@ def _classifier(
     """[B, H, W, C] images -> [B, classes]."""
     return module.apply({"params": params, **model_state}, images, train=False)
 
-  def evaluate(params: PyTree, batch: _Batch, model_state: PyTree) -> Metrics:
+  def evaluate(params: PyTree, batch: _Batch, model_state: PyTree) -> dict[str, Any]:
     out, labels = logits(params, batch["images"], model_state), batch["labels"]
     return {"loss": cross_entropy(out, labels), "accuracy": accuracy(out, labels)}
 

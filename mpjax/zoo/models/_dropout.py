@@ -7,12 +7,9 @@ import jax.numpy as jnp
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-  """Sets a share of `x` to zero and scales up the rest.
+  """Sets a share, the rate, of `x` [B, ...] to zero and scales up the rest; without a key returns `x`.
 
-  Args:
-    x: [B, ...].
-    rate: the share.
-    key: one key, or keys [B]; `None` returns `x` unchanged.
+  There is one key, or one for each row: keys [B].
   """
   if key is None or rate == 0:
     return x

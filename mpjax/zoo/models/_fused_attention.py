@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from mpjax._types import Array
-from mpjax.registry._names import ConfigError
 
 if TYPE_CHECKING:  # models do not need the packages that read data
   from mpjax.registry._task import ModelInfo
@@ -26,32 +25,16 @@ _LANES = 128
 def chosen_attention(asked: str, info: ModelInfo, *, heads: int, head_dim: int, length: int) -> str:
   """Chooses the implementation of attention for a run: `xla`, `cudnn` or `splash`.
 
-  `auto` chooses a fused kernel if one supports the platform, the policy's compute dtype and these shapes,
-  and `xla` otherwise.
-
-  Args:
-    asked: the config's `model.attention`.
-    info: the policy and the platform.
-    heads: number of heads of a layer.
-    head_dim: columns of a head.
-    length: positions in a row.
-
-  Raises:
-    ConfigError: if the config names a kernel that cannot run.
+  `auto` chooses a fused kernel if one supports the platform, the policy's compute dtype and rows of `length`
+  positions, and `xla` otherwise.
   """
-  obstacles = {"cudnn": _no_cudnn, "splash": _no_splash}
-  if asked in obstacles:
-    reason = obstacles[asked](info, heads, head_dim, length)
-    if reason:
-      where = f"on {info.backend} in {info.policy.compute_dtype.name}"
-      raise ConfigError(f"model.attention={asked} {where}: {reason}; use auto")
-    return asked
-  if asked == "auto":
-    kernels = ["cudnn"] if length < _SHORTEST else ["cudnn", "splash"]
-    for name in kernels:
-      if not obstacles[name](info, heads, head_dim, length):
-        return name
-  return "xla"
+  if asked == "xla":
+    return "xla"
+  half = info.policy.compute_dtype
+  if info.backend == "gpu" and _cudnn_takes((1, length, heads, head_dim), half):
+    return "cudnn"
+  fits = length >= _SHORTEST and not (length % _LANES or head_dim % _LANES)
+  return "splash" if info.backend == "tpu" and fits and half == jnp.bfloat16 else "xla"
 
 
 def takes(implementation: str, q: Array, k: Array) -> bool:
@@ -73,20 +56,10 @@ def takes_dtype(implementation: str, dtype: np.dtype) -> bool:
 
 
 def on_parts(implementation: str, q: Array, k: Array, v: Array, causal: bool) -> Array:
-  """Applies a kernel to each device's rows and heads, over the mesh axes that the compiler divides.
+  """Applies a kernel, `cudnn` or `splash`, to each device's rows and heads: [B, T, N, H] -> [B, T, N, H].
 
   Compilers do not divide kernels, not even over an axis of one device. Rows are divided over `data` and
-  `fsdp`, heads over `tensor`.
-
-  Args:
-    implementation: `cudnn` or `splash`.
-    q: [B, T, N, H].
-    k: [B, S, N, H].
-    v: [B, S, N, H].
-    causal: position t sees positions 0 to t only.
-
-  Returns:
-    [B, T, N, H].
+  `fsdp`, heads over `tensor`. Keys and values are [B, S, N, H].
   """
   kernel = {"cudnn": _cudnn, "splash": _splash}[implementation]
   free = _free_axes()
@@ -111,32 +84,19 @@ def _free_axes() -> dict[str, int]:
   return {name: mesh.shape[name] for name, kind in axes if kind is not AxisType.Manual}
 
 
-def _no_cudnn(info: ModelInfo, heads: int, head_dim: int, length: int) -> str | None:
-  """Returns why this model cannot use cuDNN attention, or `None` if it can."""
-  half = info.policy.compute_dtype
-  if info.backend != "gpu" or half.itemsize != 2:
-    return "the fused kernel needs an NVIDIA GPU and a half-precision policy"
-  if jax.default_backend() != "gpu":
-    return "it can be compiled only on a machine that has the GPU"
+def _cudnn_takes(shape: tuple[int, ...], half: np.dtype) -> bool:
+  """Returns whether this machine's GPU and its cuDNN have a kernel for such heads."""
+  if half.itemsize != 2 or jax.default_backend() != "gpu":  # it can be compiled only where the GPU is
+    return False
   capability = str(getattr(jax.local_devices()[0], "compute_capability", "none"))
   if not capability[:1].isdigit() or float(capability) < 8:  # a name on AMD's GPUs
-    return f"it needs an NVIDIA GPU of compute capability 8.0, and this GPU has {capability}"
-  x = jax.ShapeDtypeStruct((1, length, heads, head_dim), half)
+    return False
+  x = jax.ShapeDtypeStruct(shape, half)
   try:  # JAX checks what its cuDNN supports
     jax.eval_shape(jax.grad(lambda q, k, v: _cudnn(q, k, v, True).astype(jnp.float32).sum()), x, x, x)
-  except (NotImplementedError, RuntimeError, ValueError) as error:
-    return " ".join(str(error).split())
-  return None
-
-
-def _no_splash(info: ModelInfo, heads: int, head_dim: int, length: int) -> str | None:
-  """Returns why this model cannot use splash attention, or `None` if it can."""
-  del heads
-  if info.backend != "tpu" or info.policy.compute_dtype != jnp.bfloat16:
-    return "the fused kernel needs a TPU and a bfloat16 policy"
-  if length % _LANES or head_dim % _LANES:
-    return f"it needs rows and heads that are multiples of {_LANES}, not {length} positions and {head_dim}"
-  return None
+  except (NotImplementedError, RuntimeError, ValueError):
+    return False
+  return True
 
 
 def _cudnn(q: Array, k: Array, v: Array, causal: bool) -> Array:

@@ -79,14 +79,10 @@ class GPT(nnx.Module):
     self.remat = remat
 
   def __call__(self, tokens: jax.Array, *, rng: jax.Array | None = None) -> jax.Array:
-    """Returns the logits of each next token.
+    """Returns the logits of each next token, [B, T, vocab_size] in the parameters' dtype.
 
-    Args:
-      tokens: integer [B, T], T at most `max_len`.
-      rng: a key for dropout, or keys [B], one for each row; `None`: no dropout.
-
-    Returns:
-      [B, T, vocab_size] in the parameters' dtype.
+    `tokens` are integer [B, T], T at most `max_len`. `rng` is a key for dropout, or keys [B], one for each
+    row.
 
     Raises:
       ValueError: for tokens of another shape or dtype, or a sequence that is too long.
@@ -185,14 +181,10 @@ class Norm(nnx.Module):
 
 
 def rotate(x: jax.Array, base: float = 10000.0) -> jax.Array:
-  """Rotates by position (arXiv 2104.09864): products of rotated vectors depend on their distance only.
+  """Rotates x [B, T, N, H] by position: products of rotated vectors depend on their distance only.
 
-  Args:
-    x: [B, T, N, H], H even; entry i makes a pair with entry i + H/2.
-    base: the wavelengths range from 2 pi to 2 pi `base`.
-
-  Returns:
-    Shape and dtype of x; the angles and the rotation are float32.
+  Entry i makes a pair with entry i + H/2 (arXiv 2104.09864). The wavelengths range from 2 pi to 2 pi `base`;
+  the angles and the rotation are float32.
   """
   length, half = x.shape[1], x.shape[3] // 2
   frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)

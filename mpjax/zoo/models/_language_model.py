@@ -16,7 +16,7 @@ from mpjax.ops import linear_cross_entropy
 from mpjax.registry._kinds import Natural, Positive, register_model
 from mpjax.registry._task import ModelInfo, Task
 from mpjax.zoo.models._fused_attention import chosen_attention
-from mpjax.zoo.models._losses import cross_entropy, masked_cross_entropy
+from mpjax.zoo.models._losses import cross_entropy
 from mpjax.zoo.models._model_sharding import gpt_sharding
 
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
@@ -35,7 +35,7 @@ def gpt(
   positions: Literal["rope", "learned"] = "rope",
   dropout: Fraction = 0.0,
   tie_head: bool = True,
-  attention: Literal["auto", "xla", "cudnn", "splash"] = "auto",
+  attention: Literal["auto", "xla"] = "auto",
   loss_rows: Natural | None = None,
 ) -> Task:
   """Makes a decoder-only transformer for rows of `tokens` and, optionally, `mask`.
@@ -81,8 +81,7 @@ def gpt(
     tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     where = batch["mask"][:, 1:] if masked else None
     if not loss_rows:
-      logits = model(tokens, rng=row_rngs)
-      return cross_entropy(logits, labels) if where is None else masked_cross_entropy(logits, labels, where)
+      return cross_entropy(model(tokens, rng=row_rngs), labels, where)
     x = model.hidden(tokens, rng=row_rngs)
     with jax.named_scope("head"):  # the same name as in the model
       loss = functools.partial(linear_cross_entropy, x, model.head_kernel, labels, rows=loss_rows)
@@ -99,8 +98,7 @@ def gpt(
     return model(tokens)
 
   sharding = functools.partial(gpt_sharding, heads=heads)
-  units = ("tokens", seq_len)
-  return Task(init, loss_fn, evaluate, logits, sharding, units)
+  return Task(init, loss_fn, evaluate, logits, sharding, ("tokens", seq_len))
 
 
 def _is_masked(info: ModelInfo) -> bool:

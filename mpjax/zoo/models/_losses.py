@@ -10,24 +10,17 @@ from mpjax._average import Average
 from mpjax._types import Array
 
 
-def cross_entropy(logits: Float[Array, "*rows classes"], labels: Int[Array, "*rows"]) -> Float32[Array, ""]:
-  """Returns the mean cross entropy in nats."""
-  return _cross_entropies(logits, labels).mean()
-
-
-def masked_cross_entropy(
-  logits: Float[Array, "*rows classes"], labels: Int[Array, "*rows"], where: Bool[Array, "*rows"]
-) -> Average:
-  """Returns the mean cross entropy, in nats, of the rows where `where` is true."""
-  losses = jnp.where(where, _cross_entropies(logits, labels), 0)
-  return Average(losses.sum(), where.sum(dtype=jnp.int32))
-
-
-def _cross_entropies(
-  logits: Float[Array, "*rows classes"], labels: Int[Array, "*rows"]
-) -> Float32[Array, "*rows"]:
+def cross_entropy(
+  logits: Float[Array, "*rows classes"],
+  labels: Int[Array, "*rows"],
+  where: Bool[Array, "*rows"] | None = None,
+) -> Float32[Array, ""] | Average:
+  """Returns the mean cross entropy in nats, of the rows where `where` is true if it is given."""
   # In float32 for every output dtype: log-sum-exp over many classes loses float16's last bits.
-  return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+  if where is None:
+    return losses.mean()
+  return Average(jnp.where(where, losses, 0).sum(), where.sum(dtype=jnp.int32))
 
 
 def accuracy(logits: Float[Array, "rows classes"], labels: Int[Array, " rows"]) -> Float32[Array, ""]:

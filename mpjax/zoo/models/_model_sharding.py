@@ -1,4 +1,4 @@
-"""Rules that divide the parameters of the built-in models over a mesh, by the kind of each dimension."""
+"""Rules that divide the parameters of the built-in models over a mesh."""
 
 from __future__ import annotations
 
@@ -8,37 +8,31 @@ from collections.abc import Mapping
 from mpjax.patterns import component_regex
 from mpjax.sharding import RuleDims
 
-# The mesh axis of each kind of dimension.
-AXIS_OF_KIND = {"embed": "fsdp", "vocab": "tensor", "heads": "tensor", "mlp": "tensor", "features": "tensor"}
-
+# An axis for each dimension; `heads` is `tensor`, which keeps each attention head on one device.
 _BLOCK = {
-  "qkv/kernel": ("embed", "heads"),
-  "out/kernel": ("heads", "embed"),
-  "up/kernel": ("embed", "mlp"),
-  "down/kernel": ("mlp", "embed"),
+  "qkv/kernel": ("fsdp", "heads"),
+  "out/kernel": ("heads", "fsdp"),
+  "up/kernel": ("fsdp", "tensor"),
+  "down/kernel": ("tensor", "fsdp"),
 }
-GPT = {"embed": ("vocab", "embed"), "positions": (None, "embed"), "head/kernel": ("embed", "vocab"), **_BLOCK}
+GPT = {"embed": ("tensor", "fsdp"), "positions": (None, "fsdp"), "head/kernel": ("fsdp", "tensor"), **_BLOCK}
 VIT = {
-  "embed/kernel": (None, "embed"),
-  "positions": (None, "embed"),
-  "head/kernel": ("embed", None),
+  "embed/kernel": (None, "fsdp"),
+  "positions": (None, "fsdp"),
+  "head/kernel": ("fsdp", None),
   **_BLOCK,
 }
-RESNET = {"(stem|conv_.|shortcut)/kernel": (None, None, "embed", "features"), "head/kernel": ("embed", None)}
+RESNET = {"(stem|conv_.|shortcut)/kernel": (None, None, "fsdp", "tensor"), "head/kernel": ("fsdp", None)}
 
 
 def _axes(
-  kinds: Mapping[str, tuple[str | None, ...]], path: str, shape: tuple[int, ...], heads: int | None = None
+  rules: Mapping[str, tuple[str | None, ...]], path: str, shape: tuple[int, ...], heads: int | None = None
 ) -> RuleDims | None:
-  """Returns a mesh axis for each dimension of a parameter, by its path; `None` if no rule matches.
-
-  If `heads` is given, a dimension of heads is divided only if the axis divides the number of heads.
-  """
-  for pattern, names in kinds.items():
-    if component_regex(pattern).search(path) and len(names) == len(shape):
-      axes = [AXIS_OF_KIND[name] if name else None for name in names]
-      whole = lambda name, axis: (axis, heads) if axis and name == "heads" and heads else axis
-      return [whole(name, axis) for name, axis in zip(names, axes, strict=True)]
+  """Returns a mesh axis for each dimension of a parameter, by its path; `None` if no rule matches."""
+  for pattern, axes in rules.items():
+    if component_regex(pattern).search(path) and len(axes) == len(shape):
+      of_heads = ("tensor", heads) if heads else "tensor"
+      return [of_heads if axis == "heads" else axis for axis in axes]
   return None
 
 

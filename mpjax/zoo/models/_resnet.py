@@ -29,18 +29,10 @@ class ResNet(nn.Module):
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-    """Returns the class logits.
+    """Returns the class logits, [B, num_classes], in the dtype that parameters and images promote to.
 
-    Args:
-      images: floating [B, H, W, C].
-      train: True: normalise by the statistics of the batch and, if `batch_stats` is mutable, update the
-        running statistics. False: normalise by the running statistics.
-
-    Returns:
-      [B, num_classes], in the dtype that parameters and images promote to.
-
-    Raises:
-      ValueError: for images of another rank.
+    `images` are floating [B, H, W, C]. With `train`, normalises by the statistics of the batch and, if
+    `batch_stats` is mutable, updates the running statistics; else normalises by these.
     """
     if images.ndim != 4:
       raise ValueError(f"images {list(images.shape)}: expected [B, H, W, C]")

@@ -37,15 +37,10 @@ class ViT(nn.Module):
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool, row_rngs: jax.Array | None = None) -> jax.Array:
-    """Returns the class logits.
+    """Returns the class logits, [B, num_classes], in the dtype that parameters and images promote to.
 
-    Args:
-      images: floating [B, H, W, C]; H and W as at initialisation.
-      train: apply dropout, with the key of the stream `dropout`.
-      row_rngs: keys [B] for dropout, used in place of the stream.
-
-    Returns:
-      [B, num_classes], in the dtype that parameters and images promote to.
+    `images` are floating [B, H, W, C]; H and W as at initialisation. With `train`, applies dropout, with keys
+    [B] or else the key of the stream `dropout`.
 
     Raises:
       ValueError: for images of another shape, or sizes that do not fit together.
