@@ -61,13 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
-  """Runs one command and returns its exit status.
-
-  Args:
-    name: one of `COMMANDS`.
-    arguments: the arguments of the command.
-    prog: the command as the user called it; its help shows this.
-  """
+  """Runs one of `COMMANDS` and returns its exit status; its help shows `prog`, as the user called it."""
   try:
     if name == "bench":  # it parses its own arguments
       return _bench(arguments, prog)

@@ -176,11 +176,8 @@ COMMANDS = {
 def parse(name: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
   """Returns the parsed arguments of a command. Options may be anywhere; the config has a default.
 
-  `own` holds the values of the command's own keys, and `overrides` the other `key=value` arguments.
-
-  Raises:
-    SystemExit: after the help (status 0), or one line about a wrong argument (status 2).
-    ConfigError: for a wrong value of one of the command's own keys.
+  `own` holds the values of the command's own keys, and `overrides` the other `key=value` arguments. Ends with
+  status 0 after the help, or 2 after one line about a wrong argument.
   """
   command = COMMANDS[name]
   description = f"{command.does[0].upper()}{command.does[1:]}. {command.more}"

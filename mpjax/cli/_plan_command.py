@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+import pydantic
 
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.tables import Report
@@ -22,8 +22,7 @@ from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config import DEFAULT_RECOMPUTE
 from mpjax.train.setup._saved_run import facts_of
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = pydantic.TypeAdapter(Annotated[pydantic.ByteSize, pydantic.Field(gt=0)])
 _RECOMPUTE = (DEFAULT_RECOMPUTE, "blocks")
 
 
@@ -94,10 +93,10 @@ def _memory(text: str | None, target: Target) -> int:
         f"target {target.name} does not say how much memory it has: give --memory, as in --memory 16GB"
       )
     return target.usable
-  found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*((?:[kmgt]i?)?)b?\s*", text.lower())
-  if found is None or float(found[1]) <= 0:
-    raise ConfigError(f"--memory {text!r}: expected a size such as 80GB, 16GiB or 24000000000")
-  return int(float(found[1]) * _UNITS[found[2]])
+  try:
+    return int(_SIZE.validate_python(text))
+  except pydantic.ValidationError as error:
+    raise ConfigError(f"--memory {text!r}: expected a size such as 80GB, 16GiB or 24000000000") from error
 
 
 def _compare(

@@ -24,8 +24,8 @@ from mpjax.registry._names import ConfigError, config_errors
 def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
   """Returns the policies of `policy=a,b,c`, each once, and the other overrides.
 
-  A policy that is a mapping or a string of fields stays among the overrides. Raises `ConfigError` for a name
-  that is no policy.
+  A policy that is a mapping or a string of fields stays among the overrides. Raises `ConfigError` for an
+  unknown name.
   """
   policies: list[str] = []
   rest = []

@@ -154,12 +154,8 @@ class Registered:
 class Kinds:
   """The registered kinds of one section of a config, in the order of registration.
 
-  Attributes:
-    section: `model`, `data` or `optimizer`.
-    where: the key that holds a kind's own keys.
-    positional: names of the function's positional arguments.
-    common: keys that every kind has and that no function takes.
-    key: the key that names a kind.
+  `where` is the key that holds a kind's own keys, `key` the one that names the kind. The functions take
+  `positional` arguments. Every kind has the `common` keys, which no function takes.
   """
 
   section: str

@@ -71,9 +71,6 @@ class Interrupt:
 
   Nothing is raised then: Python drops what is raised in a destructor, a callback or while it imports. A
   SIGHUP that the process ignores (`nohup`) stays ignored.
-
-  Attributes:
-    signum: the signal that this process received, or `None`.
   """
 
   def __init__(self) -> None:

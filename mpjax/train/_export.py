@@ -78,13 +78,9 @@ class ExportedModel:
     return f"ExportedModel({self.config.model.kind}, {parameters}, policy {self.policy.label})"
 
   def logits(self, inputs: ArrayLike) -> Float[Array, "*rows classes"]:
-    """Returns logits in the policy's `output_dtype`.
+    """Returns logits in the policy's `output_dtype`: [B, T, vocab] for tokens, [B, classes] for images.
 
-    Args:
-      inputs: tokens, integers [B, T], or images, floating [B, H, W, C].
-
-    Returns:
-      [B, T, vocab] for tokens, [B, classes] for images.
+    Tokens are integers [B, T], images floating [B, H, W, C].
     """
     # Autocast takes parameters in their own dtype, and rounds each where it is used.
     params = self.policy.cast_to_param(self.params) if self.policy.autocast else self.params

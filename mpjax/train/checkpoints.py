@@ -61,25 +61,17 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-  """The `checkpoints/` folder of a run directory.
+  """The `checkpoints/` folder of a run directory; made if missing, unless it is opened `read_only`.
 
   A checkpoint is written under a temporary name and renamed when complete, so a kill at any moment leaves
   the last good one. It has two parts: `state`, the arrays, and `record`, everything else, with checksums of
   the arrays, computed on the devices before any copy, and its own. What is read is compared with them. A
-  state with NaN or infinity is not saved; a saved one counts as damaged. In a run of several processes, each
+  state with NaN or infinity is not saved, other than what the run's first state had, `begun_with`; a saved
+  one counts as damaged, as does one of another run than the config `run`. In a run of several processes, each
   process calls every method, at the same steps.
 
-  Attributes:
-    begun_with: the NaN and infinity of the run's first state, which later states may hold, too.
-
-  Args:
-    directory: the folder; made if missing.
-    keep: how many of the newest checkpoints to keep, in addition to the best one and the newest whose step
-      was not skipped. The next save, `wait` or `close` deletes the others.
-    timeout_s: limit for one process's wait for the others, in seconds.
-    read_only: change nothing in the folder: for a run that may be in progress.
-    run: the run's config as plain data; saved with each checkpoint. A checkpoint of another run counts as
-      damaged.
+  The newest `keep` stay, the best one, and the newest whose step was not skipped. The next save, `wait` or
+  `close` deletes the others.
 
   Raises:
     CheckpointError: if the folder cannot be made or read.

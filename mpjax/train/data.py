@@ -41,15 +41,7 @@ class RowSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-  """A dataset, split and ready to be batched.
-
-  Attributes:
-    info: facts about it.
-    train_rows: the training split.
-    eval_rows: the evaluation split.
-    spec: how they are batched.
-    seed: seed of the order of training rows.
-  """
+  """A dataset, split and ready to be batched as `spec` says; `seed` is that of the order of training rows."""
 
   info: DataInfo
   train_rows: RowSource

@@ -57,15 +57,12 @@ class Processes:
   """The processes of a run. Without `jax.distributed`, this process is the only one.
 
   Attributes:
-    process: the number of this process.
-    count: the number of processes.
+    process: the number of this process, of `count`.
     directory: the run directory once it is known; messages name its last checkpoint.
-    interrupt: what receives the signals of this process.
+    interrupt: what receives the signals of this process; by default nothing does.
     seconds: the time of each part of the run that has ended: the host's, devices work on meanwhile.
 
   Args:
-    settings: the time-outs.
-    interrupt: what receives the signals of this process; by default nothing does.
     may_exit: whether this process and `jax.distributed` end with the run. If not, a hang ends one of several
       processes, but never the only one.
   """

@@ -51,14 +51,7 @@ class _Pending(NamedTuple):
 
 
 class TrainingRun:
-  """One training run: what its config builds, and the loop.
-
-  Attributes:
-    checkpoints: the checkpoints of the run.
-    step: the number of the last step that was taken; 0 before the first one.
-    state: the state after that step.
-    iterator: the iterator over this process's rows of each batch, after that step's.
-  """
+  """One training run: what its config builds, and the loop. `step` is the number of the last step taken."""
 
   checkpoints: Checkpoints
   state: TrainState

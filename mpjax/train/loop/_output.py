@@ -39,10 +39,8 @@ def goes_on_without(what: str) -> Iterator[None]:
 class Output(logging.Handler):
   """Shows what its thread logs within its block: warnings and errors on stderr, the rest on a console.
 
-  A full disk, or a reader that goes away, does not end a run, which goes on without that stream.
-
-  Attributes:
-    console: the console; standard output by default.
+  A full disk, or a reader that goes away, does not end a run, which goes on without that stream. The console
+  is standard output by default.
   """
 
   def __init__(self, console: rich.console.Console | None = None) -> None:

@@ -127,13 +127,9 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """What a config computes, under a policy, at a place. Allocates nothing on a device.
+  """What a config computes, under a policy, which may differ from its own, at a place.
 
-  Attributes:
-    config: the config.
-    info: facts about its data.
-    policy: the policy, which may differ from the config's.
-    at: where it runs.
+  Allocates nothing on a device. `info` are facts about its data.
   """
 
   config: Config

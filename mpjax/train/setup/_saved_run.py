@@ -35,7 +35,7 @@ _FOLDERS = ("checkpoints", "tensorboard", "profile", "wandb")
 
 
 class RunDirectory:
-  """The directory of a run, made if missing, and its lock. A process that is no owner only uses the path.
+  """The directory of a run, made if missing, and its lock. Processes that write nothing only use the path.
 
   Raises:
     ConfigError: if the directory holds a run of another config or is not a run's, or another process is
@@ -167,11 +167,7 @@ def _lock(path: pathlib.Path) -> IO[str]:
 
 
 class SavedRun:
-  """A run, which may be in progress.
-
-  Attributes:
-    directory: its directory.
-    config: its config.
+  """A run, which may be in progress: its directory, and its config.
 
   Raises:
     ConfigError: if the directory has no config, or a damaged one.

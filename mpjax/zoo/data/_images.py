@@ -95,7 +95,7 @@ def images_to_rows(
 ) -> Loaded:
   """Makes rows of images to train on and held out, which are read one by one.
 
-  Of one split alone, a fixed permutation holds out the share `valid_fraction`. All are standardised by the
+  A fixed permutation holds out the share `valid_fraction` of a single split. All are standardised by the
   mean and deviation of those to train on, or of 1024 of them if they are read on demand.
 
   Labels are below `num_classes`; without it, below 1024 or the number of images of all splits together, so

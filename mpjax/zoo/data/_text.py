@@ -91,13 +91,8 @@ def find_files(
 class Windows:
   """Rows of `seq_len + 1` tokens; the last token of a row is the first of the next row.
 
-  With `lengths`, a row is of one sequence, padded with 0, and `mask` is true for the sequence. One of fewer
-  than two tokens makes no row, since it has no token to predict.
-
-  Args:
-    tokens: a stream, or the concatenated sequences.
-    seq_len: number of tokens to predict in a row.
-    lengths: the length of each sequence.
+  With the `lengths` of concatenated sequences, a row is of one sequence, padded with 0, and `mask` is true
+  for the sequence. One of fewer than two tokens makes no row, since it has no token to predict.
   """
 
   def __init__(self, tokens: np.ndarray, seq_len: int, lengths: np.ndarray | None = None):
@@ -134,7 +129,7 @@ def documents_to_rows(
 ) -> Loaded:
   """Cuts the documents of each split, by name, into windows of bytes.
 
-  Of one split alone, holds out a share of its documents, chosen by name, or the end of a single document.
+  Holds out a share of a single split's documents, chosen by name, or the end of a single document.
   `packed`: a split is one stream; else each row comes from one document and is padded.
 
   Raises:
