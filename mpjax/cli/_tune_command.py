@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
         target=target,
         tolerance=options.tolerance,
         candidates=policies or None,
-        objective=vars(options)["for"] or "time",
+        objective=getattr(options, "for") or "time",
         progress=advance,
       )
   screen.show(result, options)
