@@ -95,14 +95,9 @@ def _batch(
     x, probe, *amaxes = operands
     amaxes = [amax if axis is None else amax.max(axis) for amax, axis in zip(amaxes, axes[2:], strict=True)]
     return observe_p.bind(x, probe, *amaxes, slot=slot, lead=0), axes[0]
-  size = batch_size(operands, axes)
+  size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
   operands = [batching.bdim_at_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
   return observe_p.bind(*operands, slot=slot, lead=lead + 1), 0
-
-
-def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
-  """Returns the size of the axis that `vmap` maps operands over."""
-  return next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
 
 
 def _first(x: Any, *_: Any, **__: int) -> Any:

@@ -22,7 +22,6 @@ from mpjax import _compat
 from mpjax._types import JaxprEqn
 from mpjax.fp8._scaling import amax_of, not_differentiable, quantise, scale_of
 from mpjax.jaxpr import shape_of
-from mpjax.products._amax_probe import batch_size
 from mpjax.products._blocks import multiply_blocks, require_whole_blocks
 from mpjax.products._dimensions import (
   LARGEST_UNIT,
@@ -226,8 +225,7 @@ def _batch(
   lhs, rhs, *scales = operands
   lhs_axis, rhs_axis, *scale_axes = axes
   each = list(zip(scales, scale_axes, spec.given, strict=True))
-  mapped = any(axis is not None for axis in axes)
-  size = batch_size(operands, axes) if mapped else 1
+  mapped, size = any(axis is not None for axis in axes), axis_data.size
   if mapped and any(given and (scale.ndim or axis is not None) for scale, axis, given in each):
     lhs, rhs = (batching.bdim_at_front(x, at, size) for x, at in ((lhs, lhs_axis), (rhs, rhs_axis)))
     lhs_axis = rhs_axis = 0
