@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which every kind of colour vision can tell apart.
 BLACK, BLUE, VERMILLION = "#000000", "#0072B2", "#D55E00"
-GREY, LIGHT, PALE = "#A0A0A0", "#C8C8C8", "#E4E4E4"
+GREY, LIGHT = "#A0A0A0", "#C8C8C8"
 ALARM = "#B00020"  # for words only
 
 # From dark to light, so that neighbours also differ in print.

@@ -173,8 +173,8 @@ def _kernels(program: Program) -> Program:
 def _merged(program: Program) -> Iterator[_Kernel]:
   """Yields the kernels of a program, a loop or conditional as one.
 
-  The level of a value is the most products, reductions and the like that it depends on one after another.
-  Element-wise operations of one level are one kernel if they share a large operand.
+  The level of a value is the most products, reductions over columns and the like that it depends on one after
+  another. Element-wise operations of one level are one kernel if they share a large operand.
   """
   level: dict[Buffer, int] = {}
   started: dict[tuple[int, int], list[_Kernel]] = collections.defaultdict(list)

@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS
-from mpjax.planner._picture import COLORS, save_picture
+from mpjax.planner._picture import save_picture
 from tests.planner._plans import a_plan
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -20,11 +19,6 @@ def svg_of(tmp_path):
     return (tmp_path / name).read_text()
 
   return svg
-
-
-def test_every_part_has_a_colour_of_its_own():
-  assert list(COLORS) == [*ARGUMENT_PARTS, *TRANSIENT_PARTS]
-  assert len(set(COLORS.values())) == len(COLORS)
 
 
 @pytest.mark.parametrize("policies", [["bf16"], ["fp32", "bf16", "bf16_pure"], ["bf16"] * 6])

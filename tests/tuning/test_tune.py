@@ -227,15 +227,6 @@ def test_parameters_and_batches_are_of_any_kind():
     assert 1e-4 < result.table[0].error.gradient < 0.03, name
 
 
-def test_a_gpu_without_bfloat16_is_tuned_to_float16():
-  params, batch, loss, _ = kinds()["bare arrays"]
-  result = mpjax.tune(loss, params, batch, target="t4")
-  assert {trial.label for trial in result.table if trial.kind == "preset"} == {"fp16", "fp32"}
-  assert result.policy == mpjax.get_policy("fp16")
-  among = mpjax.tune(loss, params, batch, target="t4", candidates=["bf16", "fp16", "fp32"])
-  assert among.policy == mpjax.get_policy("fp16")
-
-
 def test_a_step_and_its_state_can_be_given():
   step = mpjax.make_train_step(LOSS, optax.sgd(0.1), "bf16", accumulate=256)  # one row each
   state, _ = step(step.init(PARAMS), BATCHES[0])
