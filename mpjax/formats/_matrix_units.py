@@ -80,17 +80,8 @@ def eligible(unit: str, dtype: DTypeLike, m: int, n: int, k: int) -> bool:
   ```
 
   A product with a size of 1 (matrix times vector, outer product) moves more than it computes, and no unit
-  runs it at full rate. Without matrix units every product is eligible.
-
-  Args:
-    unit: a name in `MATRIX_UNITS`.
-    dtype: dtype of the operands.
-    m: rows of the product.
-    n: columns of the product.
-    k: the contracted size.
-
-  Raises:
-    ValueError: for an unknown name of a unit.
+  runs it at full rate. Without matrix units every product is eligible. The arguments are
+  those of `padded`.
   """
   if not runs_on(unit, dtype):
     return False

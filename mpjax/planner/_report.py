@@ -190,7 +190,7 @@ def answer_beside(plans: Sequence[Plan], first: Sequence[str] = (), *, rates: bo
   lines = [line for row in table(rows, left=left) for line in row]
   if plans[_MOST_PLANS:]:
     lines.append(f"{len(plans) - _MOST_PLANS} more in the table summary")
-  said = [*_each_once(plans, _fp8), *_would_fit(plans), *_notes(plans)]
+  said = [*_each_once(plans, _fp8), *_notes(plans)]
   return answer_lines([*(first or _fastest(plans)), _title(plans), *lines], said, rest=_LEFT_OUT)
 
 
@@ -198,7 +198,7 @@ def sections_of(plans: Sequence[Plan]) -> Iterator[Table]:
   """Yields the tables of plans: first what each needs, then the parts."""
   subjects = dict.fromkeys(plan.subject or plan.label for plan in plans)
   rows, left = _compared(plans)
-  lines = [*_each_once(plans, lambda plan: [_facts(plan)]), *_would_fit(plans)]
+  lines = _each_once(plans, lambda plan: [_facts(plan)])
   yield Table("summary", f"Plan of a step: {'; '.join(subjects)}", rows, lines, left)
   tables: list[tuple[str, str, Callable[[Plan], _Rows], int]] = [
     ("Memory of one device", "memory", _memory, _ABREAST),
@@ -438,19 +438,12 @@ def _notes(plans: Sequence[Plan]) -> list[str]:
   return [f"note: {text}" for text in said]
 
 
-def _would_fit(plans: Sequence[Plan]) -> Iterator[str]:
-  """Yields sentences on the plans that fit a device, but not what JAX takes of it."""
-  for plan in plans:
-    share = math.ceil(100 * plan.peak / max(1, plan.device_memory)) / 100
-    if plan.room < plan.peak and share <= _MOST_SHARE:
-      text = f"{plan.label} fits the device, but not the share of it that JAX takes by default"
-      yield f"{text}: XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} in the environment gives it room."
-
-
 def _advice(plan: Plan) -> Iterator[str]:
   """Yields what to change, the most important first."""
   if plan.room and plan.peak > plan.room:
-    yield from _would_fit([plan])
+    share = math.ceil(100 * plan.peak / max(1, plan.device_memory)) / 100
+    if share <= _MOST_SHARE:
+      yield f"XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} in the environment: so it fits the device"
     for name, size in [part for part in _parts(plan) if part[0] in _WAYS_OUT][:1]:
       yield f"{name} {bytes_text(size)}: {_WAYS_OUT[name]}; --fit (mpjax.largest_batch) finds what fits"
   outputs = dict(_parts(plan)).get("outputs", 0)

@@ -75,8 +75,8 @@ def test_a_step_has_to_fit_what_jax_takes():
   text = " ".join(as_text([plan]).split())
   assert NO_FIT in text
   assert f"of which JAX takes {in_words(plan.usable_memory)}" in text
-  assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.91 in the environment" in text
-  roomy = as_text([a_plan(device_memory=2 * need, usable_memory=int(1.5 * need))])
+  assert "advice: XLA_PYTHON_CLIENT_MEM_FRACTION=0.91 in the environment" in str(plan)
+  roomy = str(a_plan(device_memory=2 * need, usable_memory=int(1.5 * need)))
   assert NO_FIT not in roomy
   assert "in the environment" not in roomy
 
