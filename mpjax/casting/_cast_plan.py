@@ -5,21 +5,23 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import enum
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from mpjax._types import Array, Jaxpr, JaxprEqn, PyTree, Var
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._fp8_products import Fp8Product, SideInputs
+from mpjax.casting._fp8_products import Fp8Product
 from mpjax.casting._kinds import Held
 from mpjax.casting._reasons import Code
-from mpjax.jaxpr import backward_depth, bodies_of, constants_of, in_region
+from mpjax.jaxpr import backward_depth, call_layout, constants_of, in_region
 from mpjax.products import has_own_gradients
+
+if TYPE_CHECKING:
+  from mpjax.casting._emit import Emitter
 
 
 class Mode(enum.Enum):
@@ -35,8 +37,10 @@ class Mode(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Decision:
-  """An equation with the decision about it, from its operands.
+class Node:
+  """An equation with the decision about it, from its operands, and the way to execute it.
+
+  The way to execute it is known once it is known how all values of its program are held.
 
   Attributes:
     equation: the equation of the user's program.
@@ -50,6 +54,13 @@ class Decision:
     call: for `Mode.ENTER`, its bodies.
     fp8: the quantised product, if it is an FP8 product.
     site: under delayed FP8 scaling, the name of its history, which it also has in half precision.
+    reads: the dtype that each operand is read in; `None` for a value that autocast does not cast.
+    widened: the operands that are cast to `half` only after their broadcast, so that their gradient is
+      summed in float32.
+    own_casts: the operands that are cast to `half` only for this use, so that the gradients of several uses
+      are added in float32; for a product, those whose gradient it computes in float32 itself.
+    result_dtype: the dtype that a product is asked for; `None` for the program's.
+    adds_many: whether it is a lookup in half precision, whose gradient is added in float32.
   """
 
   equation: JaxprEqn
@@ -63,6 +74,11 @@ class Decision:
   call: Call | None = None
   fp8: Fp8Product | None = None
   site: str | None = None
+  reads: tuple[np.dtype | None, ...] = ()
+  widened: frozenset[int] = frozenset()
+  own_casts: frozenset[int] = frozenset()
+  result_dtype: np.dtype | None = None
+  adds_many: bool = False
 
   @property
   def name(self) -> str:
@@ -86,27 +102,6 @@ class Decision:
     """Returns whether a matrix product is in its bodies, at any depth."""
     return self.call is not None and any(plan.has_product for plan in self.call.plans)
 
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Node(Decision):
-  """A decision with the way to execute the equation, once it is known how all values of its program are held.
-
-  Attributes:
-    reads: the dtype that each operand is read in; `None` for a value that autocast does not cast.
-    widened: the operands that are cast to `half` only after their broadcast, so that their gradient is
-      summed in float32.
-    own_casts: the operands that are cast to `half` only for this use, so that the gradients of several uses
-      are added in float32; for a product, those whose gradient it computes in float32 itself.
-    result_dtype: the dtype that a product is asked for; `None` for the program's.
-    adds_many: whether it is a lookup in half precision, whose gradient is added in float32.
-  """
-
-  reads: tuple[np.dtype | None, ...]
-  widened: frozenset[int]
-  own_casts: frozenset[int]
-  result_dtype: np.dtype | None
-  adds_many: bool
-
   def originals(self) -> list[Var]:
     """Returns the variables whose gradient a product computes in float32 itself."""
     if self.listed != "allow" or self.fp8 is not None or not has_own_gradients(self.equation):
@@ -127,24 +122,32 @@ class Call:
 
   Attributes:
     equation: the equation.
+    path: its module path.
+    half: the compute dtype of its bodies; `None` for float32.
+    solver: why that is float32, if it is the body of a solver.
+    rules: the rules.
+    decide: returns the plan of a body, or of the program of a custom derivative or batching rule, which does
+      not exist before JAX differentiates or batches; see `Body.decide`.
     ins: how its operands are held.
-    plans: the plans of its bodies, in the order of the equation's parameters.
+    plans: the plans of its bodies, in the order of its layout.
     outs: how its results are held.
-    bodies: decides about the program of a custom derivative or batching rule, which does not exist
-      before JAX differentiates or batches; each is decided whole before any of it is emitted.
     carry: the carries of a loop.
   """
 
   equation: JaxprEqn
+  path: str
+  half: np.dtype | None
+  solver: Code | None
+  rules: CastingRules
+  decide: Callable[..., CastPlan]
   ins: tuple[Held, ...]
-  plans: tuple[CastPlan, ...]
-  outs: tuple[Held, ...]
-  bodies: Bodies
+  plans: tuple[CastPlan, ...] = ()
+  outs: tuple[Held, ...] = ()
   carry: tuple[LoopCarry, ...] = ()
 
-  def body(self, emit: Emit, i: int = 0) -> Callable[..., list[Array]]:
+  def body(self, emit: Emitter, i: int = 0) -> Callable[..., list[Array]]:
     """Returns the i-th body as a function of its inputs, closed over its constants."""
-    constants = constants_of(bodies_of(self.equation)[i])
+    constants = constants_of(call_layout(self.equation).bodies[i].jaxpr)
     return lambda *operands: emit(self.plans[i], [*constants, *operands])
 
 
@@ -210,27 +213,6 @@ class CastPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bodies:
-  """The bodies of one call, to decide about.
-
-  Attributes:
-    equation: the call.
-    path: its module path.
-    half: the compute dtype of its bodies; `None` for float32.
-    solver: why that is float32, if it is the body of a solver.
-    rules: the rules.
-    decide: returns the plan of a body, given how its inputs are held; see `Decider`.
-  """
-
-  equation: JaxprEqn
-  path: str
-  half: np.dtype | None
-  solver: Code | None
-  rules: CastingRules
-  decide: Callable[..., CastPlan]
-
-
-@dataclasses.dataclass(frozen=True)
 class Tap:
   """An inspection of some values of a program while it is emitted.
 
@@ -243,43 +225,3 @@ class Tap:
   numbers: Mapping[tuple[Node, int], int]
   probes: Sequence[PyTree]
   look: Callable[[Array, Any], Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Emit(abc.ABC):
-  """Executes plans.
-
-  Attributes:
-    side: what the program reads in addition to its inputs.
-    tap: the inspection.
-    alike: the functions of islands and bodies so far, by their keys.
-  """
-
-  side: SideInputs
-  tap: Tap | None
-  alike: dict[Hashable, Callable[..., list[Array]]] = dataclasses.field(default_factory=dict)
-
-  @abc.abstractmethod
-  def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
-    """Returns the outputs of a program, each held as `plan.outs` says.
-
-    Args:
-      plan: the plan.
-      inputs: constants and arguments; float32 ones in the dtype in which the plan holds them.
-    """
-
-  @abc.abstractmethod
-  def once(self, call: Call, own: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
-    """Returns the function of an equal body that was emitted before; `own` if there is none."""
-
-  def within(self, plans: Sequence[CastPlan]) -> SideInputs:
-    """Returns the side inputs that some plans read."""
-    nodes = [node for plan in plans for node in plan.all_nodes()]
-    products = {node.fp8.number for node in nodes if node.fp8 is not None}
-    numbers = self.tap.numbers if self.tap else {}
-    taps = [numbers[node, i] for node in nodes for i in range(len(node.outs)) if (node, i) in numbers]
-    return self.side.select(products, taps)
-
-  def replace(self, side: SideInputs) -> Self:
-    """Returns the same object with other side inputs."""
-    return dataclasses.replace(self, side=side)

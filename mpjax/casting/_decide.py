@@ -1,7 +1,7 @@
 """Decides about a program: the dtype of each equation and of each value, with the reason.
 
-`Decider` reads a jaxpr and returns a frozen `CastPlan`. Only custom derivative and batching rules
-are decided later: they are not programs until JAX differentiates or batches (`Call.bodies`).
+`Body` reads a jaxpr and returns a frozen `CastPlan`. Only custom derivative and batching rules
+are decided later: they are not programs until JAX differentiates or batches (`Call.decide`).
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from mpjax._types import AnyJaxpr, Atom, JaxprEqn
-from mpjax.casting._body import Body
-from mpjax.casting._cast_plan import Bodies, CastPlan, Decision, Mode, Node
+from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
+from mpjax.casting._calls import Wanted
+from mpjax.casting._cast_plan import Call, CastPlan, Mode, Node
 from mpjax.casting._decision_rules import Case, decision_of
 from mpjax.casting._gradient_sums import adds_many
 from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
 from mpjax.casting._loops import why_in_solver
-from mpjax.casting._product_roles import Lineage, Lineages
-from mpjax.casting._readers import Readers, Reads, WeightGradients
+from mpjax.casting._program import Program
+from mpjax.casting._readers import NOWHERE, Ends, OtherUses, Reads, in_half_alone
 from mpjax.casting._reasons import Code
+from mpjax.casting._sources import Lineage
 from mpjax.jaxpr import (
   CallKind,
+  Calls,
   Facts,
   Trait,
+  backward_depth,
   bodies_of,
   call_kind,
   dtype_of,
@@ -41,113 +44,137 @@ from mpjax.jaxpr import (
 )
 
 
-class Decider(Body):
-  """Decides about each equation of a jaxpr."""
+@dataclasses.dataclass(eq=False)
+class Body:
+  """One jaxpr during the decisions: its place in the program, and what is decided about its values.
 
-  def plan(self, wanted: Sequence[np.dtype | None] = (), full_outputs: bool = False) -> CastPlan:
+  Attributes:
+    program: the program around it, or the derivative rule.
+    closed: the jaxpr.
+    inputs_held: how its constants and inputs are held.
+    uses: for each value, how deep in backward passes it has another use than as a gradient.
+    depth: the number of backward passes around it.
+    calls: the calls around it, outermost first.
+    path: its module path.
+    solver: why it is in float32 under every policy, such as the body of a solver; otherwise `None`.
+    is_whole: whether no derivative or batching rule is around it, so that the products around it are known.
+    islands: whether to make islands: not inside a checkpoint of the user's.
+    in_loop: whether it is a step of a `scan`, whose backward pass is another loop.
+    tangents: how many of its last inputs are tangents, in which it must stay linear.
+  """
+
+  program: Program
+  closed: AnyJaxpr
+  inputs_held: Sequence[Held]
+  uses: Facts[int]
+  depth: int = 0
+  calls: Calls = ()
+  path: str = ""
+  solver: Code | None = None
+  is_whole: bool = True
+  islands: bool = True
+  in_loop: bool = False
+  tangents: int = 0
+
+  def __post_init__(self) -> None:
+    self.rules = self.program.rules
+    self.jaxpr = open_jaxpr(self.closed)
+    self.inputs = (*self.jaxpr.constvars, *self.jaxpr.invars)
+    self.held: dict[Var, Held] = dict(zip(self.inputs, self.inputs_held, strict=True))
+    self.widened: set[Var] = set()  # values that the user's program widens from float16
+    self.lineages: Facts[Lineage] | None = self.program.lineages.get(self.calls)
+    # Also known, if no derivative rule is around it: which values come after layers, and before them.
+    self.layers = self.lineages if self.is_whole else None
+    self.ends = self.program.ends.get(self.calls) if self.is_whole else None
+    unknown = [Reads.NONE] * len(self.jaxpr.outvars)
+    known = self.program.reads.get(self.calls)
+    self._reads = known or self.program.readers.solve(self.closed, unknown, self.calls)
+    self._depths: dict[Var, int] = {}
+    self._linear = set(self.inputs[len(self.inputs) - self.tangents :])
+
+  @classmethod
+  def of(cls, program: Program, closed: AnyJaxpr, held: Sequence[Held]) -> Body:
+    """Returns a whole program as a body."""
+    return cls(program, closed, held, _leaving(closed))
+
+  def plan(self, wanted: Wanted = (), full_outputs: bool = False) -> CastPlan:
     """Decides about every equation in order, then about values that only float32 reads, then islands.
 
     Args:
       wanted: for each output, the half dtype that all its readers want, or `None`.
       full_outputs: whether its outputs are read in float32.
     """
-    jaxpr, rules, place = self._jaxpr, self.rules, self.place
+    jaxpr = self.jaxpr
     decisions = [self._decide(equation) for equation in live(jaxpr).equations]
     decisions = pull_in(decisions, self.held, set(variables_of(jaxpr.outvars)), full_outputs)
-    nodes = tuple(map(self._node, decisions))
+    nodes = tuple(map(self._executed, decisions))
     outs = tuple(self._output(i, atom, wanted) for i, atom in enumerate(jaxpr.outvars))
     return CastPlan(
       jaxpr=jaxpr,
-      inputs=self._inputs,
+      inputs=self.inputs,
       nodes=nodes,
-      units=Segments(nodes, jaxpr, self.held, outs, rules, place).units() if place.islands else nodes,
+      units=Segments(self, nodes, outs).units() if self.islands else nodes,
       held=types.MappingProxyType(dict(self.held)),
       outs=outs,
-      depths=tuple(self._depth.get(v, 0) if is_variable(v) else 0 for v in jaxpr.outvars),
+      depths=tuple(self._depths.get(v, 0) if is_variable(v) else 0 for v in jaxpr.outvars),
       has_product=any(node.multiplies for node in nodes),
     )
 
-  def bodies(self, equation: JaxprEqn, path: str, half: np.dtype | None) -> Bodies:
-    solver = self.place.solver or why_in_solver(((equation, 0),), self.rules, self.place.path)
-    if not solver and (*self.place.calls, (equation, 0)) in self.place.exact:
+  def how(self, atom: Atom, half: np.dtype | None = None) -> Held:
+    """Returns how a variable or literal is held."""
+    return self.held[atom] if is_variable(atom) else initial(atom.aval, atom.val, half)
+
+  def half_at(self, path: str) -> np.dtype | None:
+    """Returns the half dtype that a module computes in there; `None` for float32."""
+    overrides = self.rules.overrides
+    return None if self.solver and not overrides.is_set(path) else overrides.half_at(path)
+
+  def reads(self, atom: Atom) -> Reads:
+    """Returns the readers of this variable."""
+    return self._reads[atom]
+
+  def end(self, atom: Atom) -> Ends:
+    """Returns what follows a value, as far as it is known."""
+    return self.ends[atom] if self.ends else Ends.NONE
+
+  def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
+    """Returns how a variable is held when it meets others in an equation.
+
+    An island's result that is only read in half precision is half from here on. A gradient that leaves the
+    backward pass is float32, as with parameters cast by hand: otherwise an optimiser's sums would stall.
+    """
+    held = self.how(atom, half)
+    depth = self._depths.get(atom, 0) if is_variable(atom) else 0
+    if held.kind in (Kind.HALF, Kind.ISLAND) and depth > backward_depth(equation):
+      return Held(Kind.PINNED, FLOAT32)
+    if held.kind is Kind.ISLAND and half is not None and not held.wide and in_half_alone(self.reads(atom)):
+      return Held(Kind.HALF, half)
+    return held
+
+  def leaves_backward(self, equation: JaxprEqn) -> bool:
+    """Returns whether an equation in a backward pass of the program computes the gradient of a parameter."""
+    depth = max(self.depth, backward_depth(equation))
+    return depth > 0 and all(self.uses[v] < depth for v in equation.outvars)
+
+  def call(self, equation: JaxprEqn, path: str, half: np.dtype | None, held: Sequence[Held]) -> Call:
+    """Returns a call in a module that computes in `half`, its bodies not yet decided about."""
+    solver = self.solver or why_in_solver(((equation, 0),), self.rules, self.path)
+    if not solver and (*self.calls, (equation, 0)) in self.program.exact:
       solver = Code.REPEATS_SOLVER
     half = None if solver and not self.rules.overrides.is_set(path) else half
-    decide = functools.partial(self._decide_body, equation, path, solver)
-    return Bodies(equation, path, half, solver, self.rules, decide)
+    decide = functools.partial(self.decide, equation, path, solver)
+    return Call(equation, path, half, solver, self.rules, decide, tuple(held))
 
-  def _output(self, i: int, atom: Atom, wanted: Sequence[np.dtype | None]) -> Held:
-    held = self.how(atom)
-    narrow = wanted[i] if i < len(wanted) else None
-    computed = held.kind is Kind.ISLAND or (held.kind is Kind.FLEXIBLE and atom not in self._inputs)
-    return Held(Kind.HALF, narrow) if narrow is not None and computed and not held.wide else held
-
-  def _decide(self, equation: JaxprEqn) -> Decision:
-    linear = any(is_variable(a) and a in self._linear for a in equation.invars)
-    roles = self.place.roles
-    gradient = roles is not None and any(roles.lineages[v].gradient for v in equation.outvars)
-    # A clip of a wide value would not be linear, and would hide the overflow of a gradient.
-    decision = decision_of(Case(equation, self, clips=not (linear or gradient)))
-    self._linear.update(equation.outvars if linear else ())
-    if decision.code is Code.OWN_WIDENING and dtype_of(equation.invars[0]) == np.float16:
-      self.widened.update(equation.outvars)
-    self.held.update(zip(equation.outvars, decision.outs, strict=True))
-    self._depth.update(zip(equation.outvars, decision.depths(), strict=True))
-    return decision
-
-  def _node(self, made: Decision) -> Node:
-    """Returns how to execute an equation, once it is known how all variables are held."""
-    equation = made.equation
-    reads = tuple(_read_dtype(made, i, self.how(atom)) for i, atom in enumerate(equation.invars))
-    widened: frozenset[int] = frozenset()
-    own_casts: frozenset[int] = frozenset()
-    result = None
-    if made.fp8 is not None:
-      own = made.outs[0].dtype if made.mode is Mode.HALF else dtype_of(equation.outvars[0])
-      result = self.rules.accum_dtype or own
-    elif made.mode is Mode.HALF and not bodies_of(equation):
-      widened = _widened(equation)
-      if self.rules.wide_gradients:
-        own_casts = self._parameters(made) - widened
-      asks = "preferred_element_type" in equation.params
-      if asks and (equation.params["preferred_element_type"] is not None or made.outs[0].dtype != made.half):
-        result = made.outs[0].dtype
-      if asks and made.listed == "allow":
-        result = self.rules.accum_dtype or result
-    return Node(
-      **vars(made),
-      reads=reads,
-      widened=widened,
-      own_casts=own_casts,
-      result_dtype=result,
-      adds_many=self._adds_many(made),
-    )
-
-  def _adds_many(self, made: Decision) -> bool:
-    known, operands = self.place.lineages, made.equation.invars
-    if made.mode is not Mode.HALF or self.how(operands[0]).kind is not Kind.HALF:
-      return False
-    return adds_many(made.equation, known is not None and known[operands[-1]].is_constant)
-
-  def _parameters(self, made: Decision) -> frozenset[int]:
-    """Returns the operands that are float32 parameters, or computed only from those: no layer came before."""
-    roles = self.place.roles
-
-    def is_parameter(a: Atom) -> bool:
-      flexible = is_variable(a) and self.held[a].kind is Kind.FLEXIBLE and not self.held[a].wide
-      return flexible and (roles is None or not roles.lineages[a].active)
-
-    return frozenset(i for i, a in enumerate(made.equation.invars) if is_parameter(a))
-
-  def _decide_body(
+  def decide(
     self,
     equation: JaxprEqn,
     path: str,
     solver: Code | None,
-    jaxpr: AnyJaxpr,
+    closed: AnyJaxpr,
+    i: int,
     held: Sequence[Held],
-    wanted: Sequence[np.dtype | None] = (),
+    wanted: Wanted = (),
     *,
-    islands: bool = True,
     tangents: int = 0,
     gradients: Sequence[bool] | None = None,
   ) -> CastPlan:
@@ -157,62 +184,105 @@ class Decider(Body):
       equation: the call.
       path: its module path.
       solver: why its bodies are in float32, if they are of a solver.
-      jaxpr: the body, or a derivative rule of the call.
+      closed: the body, or a derivative rule of the call.
+      i: the number of the body in the layout of the call; -1 for a rule.
       held: how its inputs are held.
       wanted: see `plan`.
-      islands: whether to make islands.
       tangents: how many of its last inputs are tangents.
       gradients: for a backward rule, which outputs are gradients of parameters.
     """
-    place, kind = self.place, call_kind(equation)
-    roles, i = None, _number(jaxpr, equation)
-    if place.roles is not None and kind is not None and kind.is_plain:  # a derivative rule is its own program
-      roles = place.roles.inside(equation, i)
-    lineages = place.lineages.inside(equation, i) if place.lineages else None
-    readers = place.readers.inside(equation, i) if place.readers else None
-    if i < 0 and gradients is None and place.lineages and place.readers:
-      lineages, readers = self._of_rule(equation, jaxpr, place.lineages, place.readers)
-    if gradients is None:
-      flow = place.gradients.inside(equation, i) or WeightGradients.leaving(jaxpr)
-    else:
-      flow = WeightGradients.of(jaxpr, gradients, depth=1)
-    p = equation.params
-    inner = dataclasses.replace(
-      place,
-      path=path,
-      roles=roles,
-      lineages=lineages,
-      readers=readers,
-      calls=(*place.calls, (equation, i)),
-      solver=solver,
-      gradients=flow,
-      islands=place.islands and islands,
-      in_loop=place.in_loop or (kind is CallKind.SCAN and p["length"] > p["unroll"]),
+    calls, kind, p = (*self.calls, (equation, i)), call_kind(equation), equation.params
+    program = self.program if i >= 0 else self.program.of_rule(closed, calls, gradients is not None)
+    uses, depth = self.uses.inside(equation, i), max(self.depth, backward_depth(equation))
+    if gradients is not None:
+      outside = [NOWHERE if is_gradient else 1 for is_gradient in gradients]
+      uses, depth = OtherUses(1).solve(closed, outside), 1
+    elif uses is None:
+      uses, depth = _leaving(closed), 0
+    inner = Body(
+      program,
+      closed,
+      [*(initial(v.aval) for v in open_jaxpr(closed).constvars), *held],
+      uses,
+      depth,
+      calls,
+      path,
+      solver,
+      is_whole=self.is_whole and kind is not None and kind.is_plain and calls in program.lineages,
+      # Islands in a checkpoint of the user's would be recomputed twice: by it and by their own.
+      islands=self.islands and kind is not CallKind.REMAT,
+      in_loop=self.in_loop or (kind is CallKind.SCAN and p["length"] > p["unroll"]),
+      tangents=tangents,
     )
-    constants = [initial(v.aval) for v in open_jaxpr(jaxpr).constvars]
-    return Decider(jaxpr, [*constants, *held], self.rules, inner, tangents).plan(wanted)
+    return inner.plan(wanted)
 
-  def _of_rule(
-    self, equation: JaxprEqn, jaxpr: AnyJaxpr, outside: Facts[Lineage], readers: Facts[Reads]
-  ) -> tuple[Facts[Lineage], Facts[Reads]]:
-    """Returns the sources and the readers of the values of a rule, which first returns the call's results."""
-    rules, body = self.rules, open_jaxpr(jaxpr)
-    calls = (*self.place.calls, (equation, -1))
-    operands = [outside[a] for a in equation.invars][: len(body.invars)]
-    tangents = [Lineage(False, True, None, real=True)] * (len(body.invars) - len(operands))
-    lineages = Lineages(rules).solve(jaxpr, [*operands, *tangents], calls)
-    results = [readers[v] for v in equation.outvars][: len(body.outvars)]
-    others = [Reads.NONE] * (len(body.outvars) - len(results))
-    return lineages, Readers(rules, lineages=lineages).solve(jaxpr, [*results, *others], calls)
+  def _output(self, i: int, atom: Atom, wanted: Wanted) -> Held:
+    held = self.how(atom)
+    narrow = wanted[i] if i < len(wanted) else None
+    computed = held.kind is Kind.ISLAND or (held.kind is Kind.FLEXIBLE and atom not in self.inputs)
+    return Held(Kind.HALF, narrow) if narrow is not None and computed and not held.wide else held
+
+  def _decide(self, equation: JaxprEqn) -> Node:
+    linear = any(is_variable(a) and a in self._linear for a in equation.invars)
+    gradient = self.layers is not None and any(self.layers[v].gradient for v in equation.outvars)
+    # A clip of a wide value would not be linear, and would hide the overflow of a gradient.
+    decision = decision_of(Case(equation, self, clips=not (linear or gradient)))
+    self._linear.update(equation.outvars if linear else ())
+    if decision.code is Code.OWN_WIDENING and dtype_of(equation.invars[0]) == np.float16:
+      self.widened.update(equation.outvars)
+    self.held.update(zip(equation.outvars, decision.outs, strict=True))
+    self._depths.update(zip(equation.outvars, decision.depths(), strict=True))
+    return decision
+
+  def _executed(self, made: Node) -> Node:
+    """Returns a decision with how to execute it, once it is known how all variables are held."""
+    equation = made.equation
+    widened: frozenset[int] = frozenset()
+    own_casts: frozenset[int] = frozenset()
+    result = None
+    if made.fp8 is not None:
+      own = made.outs[0].dtype if made.mode is Mode.HALF else dtype_of(equation.outvars[0])
+      result = self.rules.accum_dtype or own
+    elif made.mode is Mode.HALF and not bodies_of(equation):
+      widened = _widened(equation)
+      if self.rules.wide_gradients:
+        own_casts = self._parameters(equation) - widened
+      asks = "preferred_element_type" in equation.params
+      if asks and (equation.params["preferred_element_type"] is not None or made.outs[0].dtype != made.half):
+        result = made.outs[0].dtype
+      if asks and made.listed == "allow":
+        result = self.rules.accum_dtype or result
+    return dataclasses.replace(
+      made,
+      reads=tuple(_read_dtype(made, i, self.how(atom)) for i, atom in enumerate(equation.invars)),
+      widened=widened,
+      own_casts=own_casts,
+      result_dtype=result,
+      adds_many=self._adds_many(made),
+    )
+
+  def _adds_many(self, made: Node) -> bool:
+    known, operands = self.lineages, made.equation.invars
+    if made.mode is not Mode.HALF or self.how(operands[0]).kind is not Kind.HALF:
+      return False
+    return adds_many(made.equation, known is not None and not known[operands[-1]].varies)
+
+  def _parameters(self, equation: JaxprEqn) -> frozenset[int]:
+    """Returns the operands that are float32 parameters, or computed only from those: no layer came before."""
+
+    def is_parameter(a: Atom) -> bool:
+      flexible = is_variable(a) and self.held[a].kind is Kind.FLEXIBLE and not self.held[a].wide
+      return flexible and (self.layers is None or not self.layers[a].active)
+
+    return frozenset(i for i, a in enumerate(equation.invars) if is_parameter(a))
 
 
-def _number(jaxpr: AnyJaxpr, equation: JaxprEqn) -> int:
-  """Returns the index of a jaxpr among the bodies of a call; -1 for the program of a derivative rule."""
-  bodies = list(map(open_jaxpr, bodies_of(equation)))
-  return bodies.index(open_jaxpr(jaxpr)) if open_jaxpr(jaxpr) in bodies else -1
+def _leaving(closed: AnyJaxpr) -> Facts[int]:
+  """Returns the uses of the values of a program of which all outputs leave its backward passes."""
+  return OtherUses(0).solve(closed, [NOWHERE] * len(open_jaxpr(closed).outvars))
 
 
-def _read_dtype(made: Decision, i: int, held: Held) -> np.dtype | None:
+def _read_dtype(made: Node, i: int, held: Held) -> np.dtype | None:
   """Returns the dtype in which an operand is read; `None` for one in the user's dtype that keeps it."""
   atom = made.equation.invars[i]
   if not castable(atom.aval):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
+from jax.extend.core import primitives
 
 from mpjax._types import Atom, JaxprEqn
 from mpjax.casting import _fp8_products
-from mpjax.casting._body import Body
-from mpjax.casting._cast_plan import Decision, Mode
-from mpjax.casting._higher_order import LOOPS, RULES
+from mpjax.casting._calls import decide_bodies
+from mpjax.casting._cast_plan import Mode, Node
+from mpjax.casting._higher_order import EMIT, LOOPS
 from mpjax.casting._kinds import (
   FLOAT32,
   Held,
@@ -30,21 +31,16 @@ from mpjax.casting._kinds import (
   small,
   strongest,
 )
-from mpjax.casting._product_roles import is_layer, states_precision
-from mpjax.casting._readers import (
-  Reads,
-  in_half_alone,
-  in_order_alone,
-  is_outer_product,
-  why_float32,
-  why_float32_result,
-)
+from mpjax.casting._readers import Ends, Reads, in_half_alone, in_order_alone, only_float32
 from mpjax.casting._reasons import Code
+from mpjax.casting._sources import states_precision
 from mpjax.jaxpr import (
   OUTPUT,
   CallKind,
+  Calls,
   Trait,
   at_region_edge,
+  backward_depth,
   bodies_of,
   call_kind,
   dtype_of,
@@ -57,8 +53,12 @@ from mpjax.jaxpr import (
   marked_path,
   open_jaxpr,
   operation_name,
+  shape_of,
   values_read,
 )
+
+if TYPE_CHECKING:
+  from mpjax.casting._decide import Body
 
 
 class Case:
@@ -74,7 +74,7 @@ class Case:
     self.equation: JaxprEqn = equation
     self.body: Body = body
     self._clips = clips
-    self.path: str = inside(body.place.path, marked_path(equation))
+    self.path: str = inside(body.path, marked_path(equation))
     self.half: np.dtype | None = body.half_at(self.path)
     self.listed: str = body.rules.list_of(equation.primitive, self.half)
     self.is_cast: bool = equation.primitive is jax.lax.convert_element_type_p
@@ -82,14 +82,12 @@ class Case:
     self.in_region: bool = in_region(self.path) and (self.is_cast or not self.at_edge)
     self.operands: list[Atom] = [a for a in equation.invars if castable(a.aval)]
 
-  def decided(
-    self, mode: Mode, code: Code, outs: tuple[Held, ...], listed: str = "", **more: Any
-  ) -> Decision:
-    """Returns a decision about it; without `listed` its own list decided. For the rest see `Decision`."""
+  def decided(self, mode: Mode, code: Code, outs: tuple[Held, ...], listed: str = "", **more: Any) -> Node:
+    """Returns a decision about it; without `listed` its own list decided. For the rest see `Node`."""
     if not self._clips:
       outs = tuple(held._replace(wide=Wide.NO) for held in outs)
     listed = listed or self.listed
-    return Decision(self.equation, self.path, listed, mode, self.half, code, outs, **more)
+    return Node(self.equation, self.path, listed, mode, self.half, code, outs, **more)
 
   @functools.cached_property
   def lists(self) -> set[str]:
@@ -104,7 +102,7 @@ class Case:
   @property
   def why_whole(self) -> Code:
     """The reason for float32, if its module is in float32."""
-    return self.body.place.solver or Code.MODULE
+    return self.body.solver or Code.MODULE
 
   @functools.cached_property
   def reads_half(self) -> bool:
@@ -115,7 +113,7 @@ class Case:
   def is_entered(self) -> bool:
     """Whether its bodies are decided about, one by one."""
     kind = call_kind(self.equation)
-    if kind not in RULES:
+    if kind not in EMIT:
       return False
     plain = kind in LOOPS or (kind is CallKind.JIT and "deny" not in self.lists)
     return self.has_product or (plain and self.reads_half)
@@ -124,7 +122,7 @@ class Case:
   def follows_as_one(self) -> bool:
     """Whether it is a call with its own rule, such as relu, that follows its operands."""
     kind = call_kind(self.equation)
-    known = kind in RULES and kind not in LOOPS and "deny" not in self.lists
+    known = kind in EMIT and kind not in LOOPS and "deny" not in self.lists
     return known and self.half is not None and self.reads_half
 
   @property
@@ -153,43 +151,53 @@ class Case:
     half = self.listed == "allow" and self.half is not None and self.has_own_dtypes
     return half and all(dtype_of(a) == self.half for a in self.asked) and not states_precision(self.equation)
 
-  @functools.cached_property
-  def why_float32(self) -> Code | None:
-    """The reason why it keeps float32 operands as a product, from its operands and readers; or `None`."""
-    place = self.body.place
-    if (*place.calls, (self.equation, 0)) in place.exact:
-      return Code.OF_EXACT
-    known, result = place.lineages, self.equation.outvars[0]
-    operands = [known[a] for a in self.equation.invars[:2]] if known else []
-    followed = place.roles is None or place.roles.reaches_product(result)
-    return why_float32(self.equation, operands, followed, self._read_as(), self.body.rules, place.calls)
+  @property
+  def place(self) -> Calls:
+    """The calls around it, and itself."""
+    return (*self.body.calls, (self.equation, 0))
 
   @property
   def why_float32_result(self) -> Code | None:
-    """The reason why it has a float32 result as a product in half precision; or `None`."""
-    roles = self.body.place.roles
-    if roles is None or not self.body.rules.wide_gradients:
-      return None
-    return why_float32_result(self.equation, self._read_as(), roles)
+    """The reason why it has a float32 result as a product in half precision; or `None`.
 
-  def _read_as(self) -> Reads:
-    reads = self.body.reads(self.equation.outvars[0])
-    return reads if self.body.place.lineages else reads | Reads.HALF  # readers outside are unknown
+    A result that another product follows is an activation: half precision holds what that product reads. If
+    it is large, such as the logits of a vocabulary, float32 is not worth its memory: in half precision it is
+    kept for the backward pass in half the bytes.
+    """
+    layers, result = self.body.layers, self.equation.outvars[0]
+    reads = self.body.reads(result)
+    if layers is None or not self.body.rules.wide_gradients or not only_float32(reads):
+      return None
+    if backward_depth(self.equation) or layers[result].gradient:
+      return None
+    if reads & Reads.ALGEBRA:
+      return Code.RESULT_FOR_ALGEBRA
+    operands = self.equation.invars[:2]
+    activations = [a for a in operands if layers[a].active] or operands
+    if self.body.end(result) & Ends.PRODUCT or 4 * size(result) > max(map(size, activations)):
+      return None
+    return Code.SMALL_RESULT
 
   @property
   def meets_data(self) -> bool:
     """Whether half precision meets float32 data in it, and float32 or an order is made of the result.
 
-    What a norm reads is a residual stream.
+    What a norm reads is a residual stream. Data differs from row to row; a running mean, which all rows
+    share, is as a bias. Of a float32 result, the program has to return what is made of it without a layer.
     """
-    roles, reads = self.body.place.roles, self.body.reads(self.equation.outvars[0])
-    if roles is None or reads & Reads.NORM or not reads & (Reads.FLOAT32 | Reads.ORDER):
+    layers, result = self.body.layers, self.equation.outvars[0]
+    reads, returned = self.body.reads(result), self.body.end(result) & (Ends.SCALAR | Ends.ARRAY)
+    if layers is None or reads & Reads.NORM or not has(self.equation, Trait.ELEMENTWISE):
+      return False
+    if not reads & Reads.ORDER and not (reads & Reads.FLOAT32 and returned):
       return False
     kinds = {a: self.met(a).kind for a in self.operands if is_variable(a)}
     if not kinds or strongest(kinds.values()) is not Kind.HALF:
       return False
+    rows = shape_of(result)[:1]
     rounded = [a for a, kind in kinds.items() if kind is Kind.HALF]
-    return roles.meets_data(self.equation, rounded, bool(reads & Reads.ORDER))
+    data = (a for a in self.equation.invars if a not in rounded and shape_of(a)[:1] == rows)
+    return any(layers[a].sources & ~self.body.program.parameters for a in data)
 
   def met(self, atom: Atom) -> Held:
     """Returns how a value is held when it meets the others."""
@@ -239,17 +247,17 @@ class Case:
     return {"code": Code.LISTED, "about": row.reason_in(self.half)}
 
 
-def _keep(case: Case, code: Code, listed: str = "", **about: Any) -> Decision:
+def _keep(case: Case, code: Code, listed: str = "", **about: Any) -> Node:
   """Returns a decision that leaves an equation in the dtypes of the program."""
   return case.decided(Mode.KEEP, code, case.kept(), listed, **about)
 
 
-def _full(case: Case, code: Code, listed: str = "", **about: Any) -> Decision:
+def _full(case: Case, code: Code, listed: str = "", **about: Any) -> Node:
   """Returns a decision that runs an equation in float32."""
   return case.decided(Mode.FULL, code, case.computed(), listed, **about)
 
 
-def _of_region(case: Case) -> Decision | None:
+def _of_region(case: Case) -> Node | None:
   """Decides about what is inside a `half_precision` region, and about the casts at its edges."""
   if not case.in_region:
     return None
@@ -264,17 +272,16 @@ def _of_region(case: Case) -> Decision | None:
   return _keep(case, Code.REGION, "opaque")
 
 
-def _of_call(case: Case) -> Decision | None:
+def _of_call(case: Case) -> Node | None:
   """Decides about a call: it is entered, follows its operands as relu does, or runs in float32 as one."""
   if case.listed != "call":
     return None
   if not case.operands and not case.has_product:
     return _keep(case, Code.NO_PRODUCT)
   if case.is_entered:
-    held = [case.met(a) for a in case.equation.invars]
     wanted = [case.half if in_half_alone(case.body.reads(v)) else None for v in case.equation.outvars]
-    bodies = case.body.bodies(case.equation, case.path, case.half)
-    call = RULES[call_kind(case.equation)].decide(case.equation, held, wanted, bodies)
+    held = [case.met(a) for a in case.equation.invars]
+    call = decide_bodies(case.body.call(case.equation, case.path, case.half, held), wanted)
     return case.decided(Mode.ENTER, Code.ENTERED, call.outs, call=call)
   if case.follows_as_one:
     return case.decided(Mode.HALF, Code.HALF, case.all_in_half(Kind.HALF), "infer")
@@ -286,7 +293,7 @@ def _of_call(case: Case) -> Decision | None:
   return case.decided(Mode.FULL, code, outs, "deny" if denied else "infer", about=name)
 
 
-def _of_cast(case: Case) -> Decision | None:
+def _of_cast(case: Case) -> Node | None:
   """Decides about a cast of the program."""
   if not case.is_cast:
     return None
@@ -309,7 +316,7 @@ def _of_cast(case: Case) -> Decision | None:
   return case.decided(Mode.CAST, code, (held,), "infer")
 
 
-def _of_other_dtypes(case: Case) -> Decision | None:
+def _of_other_dtypes(case: Case) -> Node | None:
   """Decides about what the user chose a dtype for, what is opaque, and what has no float32 operand."""
   if case.is_half_by_hand:
     return _quantised(case, Mode.KEEP, case.kept(), Code.OWN_DTYPE)
@@ -320,23 +327,22 @@ def _of_other_dtypes(case: Case) -> Decision | None:
   return None if case.operands else _keep(case, Code.NO_FLOAT32)
 
 
-def _of_product(case: Case) -> Decision | None:
+def _of_product(case: Case) -> Node | None:
   """Decides about what is on the list `allow`: a product in half precision, or why it keeps float32."""
   if case.listed != "allow":
     return None
-  equation, place = case.equation, case.body.place
-  if not is_layer(equation, case.body.rules):
-    return _full(case, Code.SUM_OF_PRODUCTS, "deny")
-  if is_outer_product(equation, place.calls):
-    return _full(case, Code.OUTER_PRODUCT, "deny")
+  program, rules = case.body.program, case.body.rules
+  exact = program.readers.float32.get(case.place)
+  if exact in (Code.SUM_OF_PRODUCTS, Code.OUTER_PRODUCT):
+    return _full(case, exact, "deny")
   if case.half is None:
     return _full(case, case.why_whole)
-  if states_precision(equation):
-    return _full(case, Code.STATES_PRECISION)
-  if (exact := case.why_float32) is not None:
+  if case.place in program.exact and exact is not Code.STATES_PRECISION:
+    exact = Code.OF_EXACT
+  if exact is not None:
     return _full(case, exact)
-  wide = case.body.rules.wide_gradients and "preferred_element_type" in equation.params
-  of_weight = wide and place.gradients.has_product(equation)
+  wide = rules.wide_gradients and "preferred_element_type" in case.equation.params
+  of_weight = wide and case.body.leaves_backward(case.equation)
   why = None if of_weight else case.why_float32_result
   outs = case.all_in_half(Kind.HALF)
   if of_weight or why:
@@ -344,18 +350,18 @@ def _of_product(case: Case) -> Decision | None:
   return _quantised(case, Mode.HALF, outs, **case.reason() | ({"code": why} if why else {}))
 
 
-def _quantised(case: Case, mode: Mode, outs: tuple[Held, ...], code: Code, about: str = "") -> Decision:
+def _quantised(case: Case, mode: Mode, outs: tuple[Held, ...], code: Code, about: str = "") -> Node:
   """Returns the decision about a product in half precision, which may be an FP8 product."""
   recipe = case.body.rules.overrides.recipe_at(case.path)
   if recipe is None:
     return case.decided(mode, code, outs, about=about)
-  roles = case.body.place.roles
-  role = roles.product(case.equation) if roles else None
-  found = _fp8_products.decide(case.equation, case.path, recipe, role, case.body.place.sites)
+  program = case.body.program
+  role = program.roles.get(case.place) if case.body.is_whole else None
+  found = _fp8_products.decide(case.equation, case.path, recipe, role, program.sites)
   return case.decided(mode, outs=outs, **found)
 
 
-def _of_denied(case: Case) -> Decision | None:
+def _of_denied(case: Case) -> Node | None:
   """Decides about what is on the list `deny`; what only puts values in order changes none of them."""
   if case.listed != "deny":
     return None
@@ -365,14 +371,15 @@ def _of_denied(case: Case) -> Decision | None:
   return _full(case, **(case.reason() if case.half is not None else {"code": case.why_whole}))
 
 
-def _of_follower(case: Case) -> Decision | None:
+def _of_follower(case: Case) -> Node | None:
   """Decides about anything else, by the kinds of its operands."""
   equation, body = case.equation, case.body
   if has(equation, Trait.EACH) and len(equation.invars) == len(equation.outvars):
     return case.decided(Mode.EACH, Code.EACH_ALONE, tuple(body.how(a, case.half) for a in equation.invars))
   if not any(castable(v.aval) for v in equation.outvars):  # a comparison is exact whatever the operands
     return case.decided(Mode.FULL, Code.NOT_FLOATING, case.all_held(Held(Kind.FIXED, FLOAT32)))
-  if body.rules.wide_gradients and body.place.gradients.has_sum(equation):
+  is_sum = body.rules.wide_gradients and equation.primitive is primitives.add_jaxvals_p
+  if is_sum and body.leaves_backward(equation):
     return case.decided(Mode.FULL, Code.GRADIENT_SUM, case.all_held(Held(Kind.PINNED, FLOAT32)))
   met = [case.met(a) for a in case.operands]
   if case.meets_data:
@@ -381,8 +388,7 @@ def _of_follower(case: Case) -> Decision | None:
   if case.half is None:
     met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
   results = [v for v in equation.outvars if castable(v.aval)]
-  known = body.place.lineages
-  real = [known is None or known[a].real for a in case.operands]
+  real = [body.lineages is None or body.lineages[a].real for a in case.operands]
   out = followed(equation, case.operands, results, met, case.half, real)
   if out.kind is Kind.HALF and all(in_order_alone(body.reads(v)) for v in results):
     return case.decided(Mode.FULL, Code.ORDER_ALONE, case.all_held(Held(Kind.ISLAND, FLOAT32)))
@@ -395,6 +401,6 @@ def _of_follower(case: Case) -> Decision | None:
 _RULES = (_of_region, _of_call, _of_cast, _of_other_dtypes, _of_product, _of_denied, _of_follower)
 
 
-def decision_of(case: Case) -> Decision:
+def decision_of(case: Case) -> Node:
   """Returns the decision about an equation, by the first rule that applies to it."""
   return next(decision for rule in _RULES if (decision := rule(case)) is not None)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -19,18 +20,18 @@ from jax.extend.core import DropVar, Primitive
 
 from mpjax._types import Array, Atom, Fp8State, Literal, Var
 from mpjax.casting import _fp8_products
-from mpjax.casting._cast_plan import Call, CastPlan, Emit, Island, Mode, Node, Tap
+from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node, Tap
 from mpjax.casting._fp8_products import SideInputs
 from mpjax.casting._gradient_sums import MANY, derivative_apart, look_up, store_gradient_p, use
-from mpjax.casting._higher_order import RULES
+from mpjax.casting._higher_order import EMIT
 from mpjax.casting._islands import held_dtype, is_statistic, statistics_bytes
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
 from mpjax.fp8._scaling import keep_in_fp8
 from mpjax.jaxpr import (
   as_traced,
   backward_depth,
-  bodies_of,
   call_kind,
+  call_layout,
   constants_of,
   dtype_of,
   is_variable,
@@ -71,10 +72,27 @@ def execute(
   return _fp8_products.tie_to_state(tie, Emitter(side, tap)(plan, operands))
 
 
-class Emitter(Emit):
-  """Binds each equation of a plan, in its dtype."""
+@dataclasses.dataclass(frozen=True)
+class Emitter:
+  """Executes plans: binds each equation, in its dtype.
+
+  Attributes:
+    side: what the program reads in addition to its inputs.
+    tap: the inspection.
+    alike: the functions of islands and bodies so far, by their keys.
+  """
+
+  side: SideInputs
+  tap: Tap | None
+  alike: dict[Hashable, Function] = dataclasses.field(default_factory=dict)
 
   def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
+    """Returns the outputs of a program, each held as `plan.outs` says.
+
+    Args:
+      plan: the plan.
+      inputs: constants and arguments; float32 ones in the dtype in which the plan holds them.
+    """
     values = _Environment(plan.held, _used_often(plan))
     for variable, value in zip(plan.inputs, inputs, strict=True):
       values.write(variable, value)
@@ -87,11 +105,23 @@ class Emitter(Emit):
       values.free(expired)
     return [values.output(atom, held) for atom, held in zip(plan.jaxpr.outvars, plan.outs, strict=True)]
 
+  def within(self, plans: Sequence[CastPlan]) -> SideInputs:
+    """Returns the side inputs that some plans read."""
+    nodes = [node for plan in plans for node in plan.all_nodes()]
+    products = {node.fp8.number for node in nodes if node.fp8 is not None}
+    numbers = self.tap.numbers if self.tap else {}
+    taps = [numbers[node, i] for node in nodes for i in range(len(node.outs)) if (node, i) in numbers]
+    return self.side.select(products, taps)
+
+  def replace(self, side: SideInputs) -> Emitter:
+    """Returns the same object with other side inputs."""
+    return dataclasses.replace(self, side=side)
+
   def once(self, call: Call, own: Function) -> Function:
     """Returns the function of an equal body that was emitted before; `own` if there is none."""
     if self.tap is not None or self.side.arrays:
       return own
-    constants = constants_of(bodies_of(call.equation)[0])  # `own` keeps them alive
+    constants = constants_of(call_layout(call.equation).bodies[0].jaxpr)  # `own` keeps them alive
     return self._alike((_plan_key(call.plans[0]), *map(id, constants)), own)
 
   def _alike(self, key: Hashable, own: Function) -> Function:
@@ -114,7 +144,7 @@ class Emitter(Emit):
       if node.call is None:
         out = self._bind(node, operands, originals)
     if node.call is not None:
-      out = RULES[call_kind(equation)].emit(node.call, operands, self)
+      out = EMIT[call_kind(equation)](node.call, operands, self)
     for i, (variable, value) in enumerate(zip(equation.outvars, out, strict=True)):
       kept = as_held(value, node.outs[i]) if castable(variable.aval) else value
       if self.tap is not None and (node, i) in self.tap.numbers:

@@ -16,8 +16,9 @@ import numpy as np
 
 from mpjax._types import Array, Fp8State, JaxprEqn, PyTree
 from mpjax.casting._kinds import is_float
-from mpjax.casting._product_roles import ProductRole, Root
+from mpjax.casting._product_roles import ProductRole
 from mpjax.casting._reasons import Code
+from mpjax.casting._sources import Root
 from mpjax.fp8 import Recipe
 from mpjax.fp8._delayed import check_state, open_state
 from mpjax.fp8._hardware import lacks

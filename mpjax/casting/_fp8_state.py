@@ -7,7 +7,7 @@ from typing import Any
 
 from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import OpLists, make_rules
-from mpjax.casting._product_roles import input_root
+from mpjax.casting._sources import input_root
 from mpjax.casting._trace import Traced
 from mpjax.fp8 import Recipe
 from mpjax.fp8._delayed import empty_state

@@ -1,4 +1,4 @@
-"""Higher-order primitives under autocast: the decisions about their bodies, and their emission.
+"""Executes higher-order primitives, with their bodies and rules under autocast.
 
 A rule keeps the primitive's promises: the name, shardings and donation of a `jit`, the policy of a
 `checkpoint`, one stable dtype for a loop's carry, the user's derivative rule of a `custom_vjp`.
@@ -10,27 +10,23 @@ traced in its own dtypes, decided about as a whole, and emitted with its casts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import AbstractValue
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _compat
-from mpjax._types import Array, Atom, Jaxpr, JaxprEqn, PyTree
-from mpjax.casting._cast_plan import Bodies, Call, Emit
+from mpjax._types import Array, Atom, Jaxpr, PyTree
+from mpjax.casting._cast_plan import Call
 from mpjax.casting._fp8_products import SideInputs
 from mpjax.casting._gradient_sums import MANY, use, widened
 from mpjax.casting._half_precision import Regions, tracing
-from mpjax.casting._kinds import Held, Kind, Where, as_held, meet
-from mpjax.casting._loops import after_loop, settle
+from mpjax.casting._kinds import Held, Kind, as_held
 from mpjax.jaxpr import (
   CallKind,
   as_traced,
-  bodies_of,
-  call_kind,
   constants_of,
   custom_jvp_rule,
   custom_vjp_rules,
@@ -42,31 +38,14 @@ from mpjax.jaxpr import (
 )
 from mpjax.products import as_product, spread
 
+if TYPE_CHECKING:
+  from mpjax.casting._emit import Emitter
+
 # Entered if their operands are half precision, even without a product inside.
 LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
-Wanted = Sequence[np.dtype | None]  # for each result, the half dtype that all its readers want, or None
 
 
-class Rule(NamedTuple):
-  """The rule for a kind of call: its decision and its emission.
-
-  Attributes:
-    decide: (equation, how its operands are held, wanted, decider for its bodies) -> Call.
-    emit: (call, operands, emit) -> results, as `call.outs` says.
-  """
-
-  decide: Callable[[JaxprEqn, Sequence[Held], Wanted, Bodies], Call]
-  emit: Callable[[Call, Sequence[Array], Emit], list[Array]]
-
-
-def _decide_simple(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
-  # Islands in a checkpoint of the user's would be recomputed twice: by it and by their own.
-  islands = call_kind(equation) is not CallKind.REMAT
-  plan = bodies.decide(bodies_of(equation)[0], held, wanted, islands=islands)
-  return Call(equation, tuple(held), (plan,), plan.outs, bodies)
-
-
-def _emit_jit(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_jit(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
   within = emit.replace(side)
 
@@ -78,12 +57,12 @@ def _emit_jit(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
     return _compat.bind_jit(call.equation, list(operands), side.arrays, closed)
 
 
-def _emit_inline(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_inline(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   with as_traced(call.equation):
     return call.body(emit)(*operands)
 
 
-def _emit_remat(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_remat(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   jaxpr, constants = _compat.trace_open(call.body(emit), list(operands))
   policy = call.equation.params["policy"]
   if policy is not None:
@@ -92,17 +71,7 @@ def _emit_remat(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array
     return _compat.bind(call.equation, [*constants, *operands], jaxpr=jaxpr, policy=policy)
 
 
-def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
-  k, n, _ = scan_parts(equation)
-  outs_wanted = [None] * n + list(wanted[n:])
-  before, entering, rows = held[:k], held[k : k + n], held[k + n :]
-  plan, carry = settle(bodies, equation.params["jaxpr"], before, entering, rows, outs_wanted)
-  kept = [one.held for one in carry]
-  outs = after_loop([*kept, *plan.outs[n:]])
-  return Call(equation, (*held[:k], *kept, *held[k + n :]), (plan,), outs, bodies, carry)
-
-
-def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_scan(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   k, n, options = scan_parts(call.equation)
   side = emit.within(call.plans)
   captured = list(zip(operands[:k], call.ins[:k], strict=True))
@@ -131,26 +100,10 @@ def _as_carry(call: Call, out: Sequence[Array]) -> list[Array]:
   return [as_held(x, one.held) for x, one in zip(out, call.carry, strict=True)]
 
 
-def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
-  p = equation.params
-  first, second = p["cond_nconsts"], p["body_nconsts"]
-  in_condition, in_body, entering = held[:first], held[first : first + second], held[first + second :]
-  plan, carry = settle(bodies, p["body_jaxpr"], in_body, entering)
-  kept = [one.held for one in carry]
-  condition = bodies.decide(p["cond_jaxpr"], [*in_condition, *kept])
-  # In the order of the bodies in the parameters.
-  order = {"cond_jaxpr": condition, "body_jaxpr": plan}
-  plans = tuple(order[key] for key in p if key in order)
-  ins = (*in_condition, *in_body, *kept)
-  return Call(equation, ins, plans, after_loop(kept), bodies, carry)
-
-
-def _emit_while(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_while(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   p = call.equation.params
   first, second = p["cond_nconsts"], p["body_nconsts"]
-  keys = [key for key in p if key in ("cond_jaxpr", "body_jaxpr")]
-  condition = call.body(emit, keys.index("cond_jaxpr"))
-  body = call.body(emit, keys.index("body_jaxpr"))
+  condition, body = call.body(emit, 0), call.body(emit, 1)
 
   def step(carry: Sequence[Array]) -> list[Array]:
     return _as_carry(call, body(*operands[first : first + second], *carry))
@@ -160,14 +113,7 @@ def _emit_while(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array
     return while_loop(call.equation, go_on, step, list(operands[first + second :]))
 
 
-def _decide_cond(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: Bodies) -> Call:
-  branches = equation.params["branches"]
-  plans = tuple(bodies.decide(branch, held[1:], wanted) for branch in branches)
-  outs = tuple(meet(column, Where.BRANCHES) for column in zip(*(plan.outs for plan in plans), strict=True))
-  return Call(equation, tuple(held), plans, outs, bodies)
-
-
-def _emit_cond(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_cond(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   def branch(i: int) -> tuple[Jaxpr, list[Array]]:
     body = call.body(emit, i)
 
@@ -183,7 +129,7 @@ def _emit_cond(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]
     return _compat.bind(call.equation, [operands[0], *consts, *operands[1:]], branches=branches)
 
 
-def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
 
   def inside(*xs: Array) -> tuple[Array, ...]:
@@ -196,7 +142,7 @@ def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
     return list(mapped(*operands, *(spread(x, devices) for x in side.arrays)))
 
 
-def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   """Emits a `custom_jvp_call` with the user's rule."""
   body = call.body(emit)
   rule = custom_jvp_rule(call.equation)
@@ -226,7 +172,7 @@ def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emit) -> list[
     return list(f(*operands))
 
 
-def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   """Emits a `custom_vjp_call` with the user's rules."""
   body = call.body(emit)
   forward, backward = custom_vjp_rules(call.equation)
@@ -292,7 +238,7 @@ def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[
     return list(f(*operands))
 
 
-def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   """Emits a `custom_vmap_call` with the user's rule."""
   body = call.body(emit)
   f = jax.custom_batching.custom_vmap(lambda *xs: tuple(body(*xs)))
@@ -323,7 +269,7 @@ def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emit) -> list
 
 def _emit_rule(
   call: Call,
-  emit: Emit,
+  emit: Emitter,
   flat: Callable[..., list[Array]],
   like: Sequence[jax.ShapeDtypeStruct],
   held: Sequence[Held],
@@ -344,10 +290,10 @@ def _emit_rule(
     gradients: for a backward rule, returns after the trace which results are gradients of parameters.
   """
   # The rule is traced long after the function.
-  with tracing(Regions(call.bodies.half, instead=tracing.value.instead)):
+  with tracing(Regions(call.half, instead=tracing.value.instead)):
     closed = jax.make_jaxpr(flat)(*like)
   of_parameters = gradients() if gradients else None
-  plan = call.bodies.decide(closed, held, tangents=tangents, gradients=of_parameters)
+  plan = call.decide(closed, -1, held, tangents=tangents, gradients=of_parameters)
   return emit(plan, [*constants_of(closed), *operands]), plan.outs
 
 
@@ -382,15 +328,16 @@ def _struct(aval: AbstractValue) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-RULES: dict[CallKind | None, Rule] = {
-  CallKind.JIT: Rule(_decide_simple, _emit_jit),
-  CallKind.INLINE: Rule(_decide_simple, _emit_inline),
-  CallKind.REMAT: Rule(_decide_simple, _emit_remat),
-  CallKind.SCAN: Rule(_decide_scan, _emit_scan),
-  CallKind.WHILE: Rule(_decide_while, _emit_while),
-  CallKind.COND: Rule(_decide_cond, _emit_cond),
-  CallKind.SHARD_MAP: Rule(_decide_simple, _emit_shard_map),
-  CallKind.CUSTOM_JVP: Rule(_decide_simple, _emit_custom_jvp),
-  CallKind.CUSTOM_VJP: Rule(_decide_simple, _emit_custom_vjp),
-  CallKind.CUSTOM_VMAP: Rule(_decide_simple, _emit_custom_vmap),
+# (call, operands, emit) -> results, as `call.outs` says
+EMIT: dict[CallKind | None, Callable[[Call, Sequence[Array], Emitter], list[Array]]] = {
+  CallKind.JIT: _emit_jit,
+  CallKind.INLINE: _emit_inline,
+  CallKind.REMAT: _emit_remat,
+  CallKind.SCAN: _emit_scan,
+  CallKind.WHILE: _emit_while,
+  CallKind.COND: _emit_cond,
+  CallKind.SHARD_MAP: _emit_shard_map,
+  CallKind.CUSTOM_JVP: _emit_custom_jvp,
+  CallKind.CUSTOM_VJP: _emit_custom_vjp,
+  CallKind.CUSTOM_VMAP: _emit_custom_vmap,
 }

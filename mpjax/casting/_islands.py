@@ -10,18 +10,18 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import Primitive, primitives
 
-from mpjax._types import Jaxpr, JaxprEqn, Var
+from mpjax._types import JaxprEqn, Var
 from mpjax.casting import _fp8_products
-from mpjax.casting._body import Place
-from mpjax.casting._cast_plan import Decision, Island, Mode, Node
+from mpjax.casting._cast_plan import Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_float, size
+from mpjax.casting._readers import Ends
 from mpjax.casting._reasons import EXACT, Code
 from mpjax.jaxpr import (
   CallKind,
@@ -36,14 +36,17 @@ from mpjax.jaxpr import (
   variables_of,
 )
 
+if TYPE_CHECKING:
+  from mpjax.casting._decide import Body
+
 _KEEPS_NONE = Trait.NO_RESIDUAL | Trait.CHOICE
 _DEAR = Trait.COSTLY | Trait.READS_STORED | Trait.STORES_RESULT
 _STORED = Trait.READS_STORED | Trait.STORES_RESULT | Trait.MOVES | Trait.PRODUCT
 
 
 def pull_in(
-  decisions: Sequence[Decision], held: dict[Var, Held], results: set[Var], full_outputs: bool
-) -> list[Decision]:
+  decisions: Sequence[Node], held: dict[Var, Held], results: set[Var], full_outputs: bool
+) -> list[Node]:
   """Moves into float32 what only float32 reads, such as the scale and the mask before a softmax.
 
   The island then reads the values before it. A sum of two values of full size is an exception: the sum is
@@ -59,7 +62,7 @@ def pull_in(
     The decisions, some of them changed.
   """
   sources = _sources(decisions, held)
-  users: dict[Var, list[Decision]] = {}
+  users: dict[Var, list[Node]] = {}
   found = []
   for made in reversed(decisions):
     equation = made.equation
@@ -68,7 +71,7 @@ def pull_in(
       own = Held(Kind.ISLAND, FLOAT32)
       outs = tuple(own if castable(v.aval) else initial(v.aval) for v in equation.outvars)
       code = Code.ONLY_FLOAT32
-      made = Decision(equation, made.path, "infer", Mode.FULL, made.half, code, outs)
+      made = Node(equation, made.path, "infer", Mode.FULL, made.half, code, outs)
       held.update(zip(equation.outvars, outs, strict=True))
     for atom in variables_of(equation.invars):
       users.setdefault(atom, []).append(made)
@@ -77,7 +80,7 @@ def pull_in(
 
 
 def _only_float32_reads(
-  made: Decision, readers: Sequence[list[Decision]], results: set[Var], full_outputs: bool
+  made: Node, readers: Sequence[list[Node]], results: set[Var], full_outputs: bool
 ) -> bool:
   if made.mode not in (Mode.HALF, Mode.ENTER) or made.listed not in ("infer", "call"):
     return False
@@ -89,7 +92,7 @@ def _only_float32_reads(
   return all(r.mode is Mode.FULL and r.listed in ("deny", "infer") for rs in readers for r in rs)
 
 
-def _better_saved(made: Decision, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
+def _better_saved(made: Node, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
   """Returns whether a result is smaller to save than its inputs, or costs a memory pass to recompute.
 
   What has a name (`jax.ad_checkpoint.checkpoint_name`) may be saved by it, in half the bytes of float32.
@@ -98,12 +101,12 @@ def _better_saved(made: Decision, held: Mapping[Var, Held], sources: Mapping[Var
   return saved or _sums(made, held, sources) or _shrinks(made, held)
 
 
-def _shrinks(made: Decision, held: Mapping[Var, Held]) -> bool:
+def _shrinks(made: Node, held: Mapping[Var, Held]) -> bool:
   """Returns whether its outputs are smaller than its inputs."""
   return max(map(size, _halves(made, held)), default=0) > max(map(size, made.equation.outvars))
 
 
-def _sums(made: Decision, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
+def _sums(made: Node, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
   """Returns whether an equation adds, or chooses between, two values of full size."""
   if not has(made.equation, Trait.CHOICE):
     return False
@@ -111,7 +114,7 @@ def _sums(made: Decision, held: Mapping[Var, Held], sources: Mapping[Var, Var]) 
   return len({sources.get(a, a) for a in _halves(made, held) if size(a) == largest}) > 1
 
 
-def _sources(decisions: Sequence[Decision], held: Mapping[Var, Held]) -> dict[Var, Var]:
+def _sources(decisions: Sequence[Node], held: Mapping[Var, Held]) -> dict[Var, Var]:
   """Returns, by variable, the only half value that it is an elementwise function of."""
   found: dict[Var, Var] = {}
   for made in decisions:
@@ -122,7 +125,7 @@ def _sources(decisions: Sequence[Decision], held: Mapping[Var, Held]) -> dict[Va
   return found
 
 
-def _halves(made: Decision, held: Mapping[Var, Held]) -> list[Var]:
+def _halves(made: Node, held: Mapping[Var, Held]) -> list[Var]:
   return [a for a in made.equation.invars if is_variable(a) and held[a].kind is Kind.HALF]
 
 
@@ -143,32 +146,19 @@ class Segments:
   """A program that is cut into islands, and what is in none of them.
 
   Args:
+    body: the program, decided about.
     nodes: the decisions, in the order of the program.
-    jaxpr: the program.
-    held: how each variable is held.
     outs: how each output is held.
-    rules: the rules.
-    place: the place of the program.
   """
 
-  def __init__(
-    self,
-    nodes: Sequence[Node],
-    jaxpr: Jaxpr,
-    held: Mapping[Var, Held],
-    outs: Sequence[Held],
-    rules: CastingRules,
-    place: Place,
-  ):
+  def __init__(self, body: Body, nodes: Sequence[Node], outs: Sequence[Held]):
     self.nodes = nodes
-    self.jaxpr = jaxpr
-    self.held = held
+    self.jaxpr = body.jaxpr
+    self.held = body.held
     self.outs = outs
-    self.rules = rules
-    self.place = place
-    self.roles = place.roles
-    inputs = (*jaxpr.constvars, *jaxpr.invars)
-    self.arguments = {v for v in inputs if place.roles is not None and place.roles.lineages[v].argument}
+    self.rules = rules = body.rules
+    self.body = body
+    self.arguments = {v for v in body.inputs if body.layers is not None and body.layers[v].argument}
     recomputed = (node for node in nodes if rules.may_recompute(node.equation))
     self.inside = {node for node in recomputed if _in_float32(node) and rules.computes_again(node.path)}
     self.makers = {v: node for node in nodes for v in node.equation.outvars}
@@ -268,18 +258,18 @@ class Segments:
 
   def _before_the_last_product(self, island: Island) -> bool:
     """Returns whether a product follows the one that reads an island's outputs."""
-    if self.roles is None:
-      return False
     made = [v for v, _ in island.outputs]
     if not any(map(_is_product, island.nodes)):
       readers = {node for v in made for node, _ in self.readers.get(v, ())}
       made = [v for v in made if v in self.jaxpr.outvars]
       made += [v for node in readers for v in node.equation.outvars]
-    return any(map(self.roles.reaches_product, made))
+    return any(self.body.end(v) & Ends.PRODUCT for v in made)
 
   def _followed(self, variables: Iterable[Var]) -> bool:
     """Returns whether a matrix product comes after some variables in the whole program, or may."""
-    return self.roles is None or any(map(self.roles.is_followed, variables))
+    if self.body.layers is None:
+      return True
+    return any(self.body.end(v) & (Ends.PRODUCT | Ends.ARRAY) for v in variables)
 
   def _inputs(self, nodes: Sequence[Node]) -> tuple[tuple[Var, np.dtype], ...]:
     """Returns the inputs of some nodes together, with their dtypes."""
@@ -306,9 +296,9 @@ class Segments:
     # If the backward pass follows at once, a compiler that keeps the inside keeps it only briefly; from one
     # loop to another it keeps only what it is told to.
     followed = self._followed(v for v, _ in island.outputs)
-    fenced = not self.place.in_loop and followed
+    fenced = not self.body.in_loop and followed
     saved = _saved_dtype(island, self.rules) if self._before_the_last_product(island) else None
-    loss_of = None if self.place.in_loop or followed else self._compared(island)
+    loss_of = None if self.body.in_loop or followed else self._compared(island)
     return dataclasses.replace(island, fenced=fenced, saved=saved, loss_of=loss_of)
 
   def _read_as(self, v: Var, outside: Sequence[np.dtype | None]) -> list[np.dtype]:

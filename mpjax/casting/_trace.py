@@ -11,16 +11,14 @@ from jax.tree_util import KeyPath
 
 from mpjax._average import is_average
 from mpjax._types import Array, PyTree
-from mpjax.casting._body import Place
 from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._casting_rules import CastingRules, Overrides
-from mpjax.casting._decide import Decider
+from mpjax.casting._decide import Body
 from mpjax.casting._half_precision import trace
 from mpjax.casting._kinds import Held, initial, own_types
 from mpjax.casting._linen_modules import InOwnDtypes
 from mpjax.casting._nnx_modules import Modules, with_module_argument
-from mpjax.casting._product_roles import ProductRoles
-from mpjax.casting._readers import Readers, WeightGradients, backward_of_exact
+from mpjax.casting._program import Program
 from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr, structure_of
 from mpjax.policy import Policy
 
@@ -77,13 +75,9 @@ class Traced:
 
   def plan(self, rules: CastingRules, policy: Policy) -> CastPlan:
     """Returns the decisions about the program under these rules."""
-    roles = ProductRoles.of(self.closed, rules, self._arguments)
     full = self._returns_float32(policy)
-    readers = Readers.of(self.closed, rules, roles, full)
-    gradients = WeightGradients.leaving(self.closed)
-    exact = backward_of_exact(roles, readers, rules)
-    place = Place(gradients, roles, roles.lineages, readers, exact=exact)
-    return Decider(self.closed, self._held(rules), rules, place).plan(full_outputs=full)
+    program = Program.of(self.closed, rules, self._arguments, full)
+    return Body.of(program, self.closed, self._held(rules)).plan(full_outputs=full)
 
   def key(self, rules: CastingRules, policy: Policy) -> Hashable | None:
     """Returns a key that is equal for two programs only if autocast decides the same about both.
