@@ -22,8 +22,7 @@ from mpjax.casting._gradient_sums import adds_many
 from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
 from mpjax.casting._loops import why_in_solver
-from mpjax.casting._program import Program
-from mpjax.casting._readers import NOWHERE, Ends, OtherUses, Reads, in_half_alone
+from mpjax.casting._program import NOWHERE, OtherUses, Program, Reads, below_backward, in_half_alone
 from mpjax.casting._reasons import Code
 from mpjax.casting._sources import Lineage
 from mpjax.jaxpr import (
@@ -85,7 +84,6 @@ class Body:
     self.lineages: Facts[Lineage] | None = self.program.lineages.get(self.calls)
     # Also known, if no derivative rule is around it: which values come after layers, and before them.
     self.layers = self.lineages if self.is_whole else None
-    self.ends = self.program.ends.get(self.calls) if self.is_whole else None
     unknown = [Reads.NONE] * len(self.jaxpr.outvars)
     known = self.program.reads.get(self.calls)
     self._reads = known or self.program.readers.solve(self.closed, unknown, self.calls)
@@ -131,11 +129,12 @@ class Body:
 
   def reads(self, atom: Atom) -> Reads:
     """Returns the readers of this variable."""
-    return self._reads[atom]
+    return self._reads[atom] & ~Reads.ENDS
 
-  def end(self, atom: Atom) -> Ends:
+  def end(self, atom: Atom) -> Reads:
     """Returns what follows a value, as far as it is known."""
-    return self.ends[atom] if self.ends else Ends.NONE
+    known = self.is_whole and not below_backward(self.calls)
+    return self._reads[atom] & Reads.ENDS if known else Reads.NONE
 
   def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
     """Returns how a variable is held when it meets others in an equation.

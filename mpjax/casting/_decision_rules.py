@@ -31,7 +31,7 @@ from mpjax.casting._kinds import (
   small,
   strongest,
 )
-from mpjax.casting._readers import Ends, Reads, in_half_alone, in_order_alone, only_float32
+from mpjax.casting._program import Reads, in_half_alone, in_order_alone, only_float32
 from mpjax.casting._reasons import Code
 from mpjax.casting._sources import states_precision
 from mpjax.jaxpr import (
@@ -174,7 +174,7 @@ class Case:
       return Code.RESULT_FOR_ALGEBRA
     operands = self.equation.invars[:2]
     activations = [a for a in operands if layers[a].active] or operands
-    if self.body.end(result) & Ends.PRODUCT or 4 * size(result) > max(map(size, activations)):
+    if self.body.end(result) & Reads.PRODUCT or 4 * size(result) > max(map(size, activations)):
       return None
     return Code.SMALL_RESULT
 
@@ -186,7 +186,7 @@ class Case:
     share, is as a bias. Of a float32 result, the program has to return what is made of it without a layer.
     """
     layers, result = self.body.layers, self.equation.outvars[0]
-    reads, returned = self.body.reads(result), self.body.end(result) & (Ends.SCALAR | Ends.ARRAY)
+    reads, returned = self.body.reads(result), self.body.end(result) & (Reads.SCALAR | Reads.ARRAY)
     if layers is None or reads & Reads.NORM or not has(self.equation, Trait.ELEMENTWISE):
       return False
     if not reads & Reads.ORDER and not (reads & Reads.FLOAT32 and returned):

@@ -21,7 +21,7 @@ from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_float, size
-from mpjax.casting._readers import Ends
+from mpjax.casting._program import Reads
 from mpjax.casting._reasons import EXACT, Code
 from mpjax.jaxpr import (
   CallKind,
@@ -263,13 +263,13 @@ class Segments:
       readers = {node for v in made for node, _ in self.readers.get(v, ())}
       made = [v for v in made if v in self.jaxpr.outvars]
       made += [v for node in readers for v in node.equation.outvars]
-    return any(self.body.end(v) & Ends.PRODUCT for v in made)
+    return any(self.body.end(v) & Reads.PRODUCT for v in made)
 
   def _followed(self, variables: Iterable[Var]) -> bool:
     """Returns whether a matrix product comes after some variables in the whole program, or may."""
     if self.body.layers is None:
       return True
-    return any(self.body.end(v) & (Ends.PRODUCT | Ends.ARRAY) for v in variables)
+    return any(self.body.end(v) & (Reads.PRODUCT | Reads.ARRAY) for v in variables)
 
   def _inputs(self, nodes: Sequence[Node]) -> tuple[tuple[Var, np.dtype], ...]:
     """Returns the inputs of some nodes together, with their dtypes."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from mpjax.casting._kinds import is_float, size
-from mpjax.casting._readers import Ends
+from mpjax.casting._kinds import size
 from mpjax.casting._sources import Product, Root
-from mpjax.jaxpr import Calls, Facts, backward_depth, times_run
+from mpjax.jaxpr import Calls, backward_depth, times_run
 
 
 class ProductRole(NamedTuple):
@@ -43,16 +40,18 @@ class ProductRole(NamedTuple):
     return not any(self.active)
 
 
-def product_roles(products: Sequence[Product], ends: Mapping[Calls, Facts[Ends]]) -> dict[Calls, ProductRole]:
+def product_roles(
+  products: Sequence[Product], is_followed: Callable[[Product], bool]
+) -> dict[Calls, ProductRole]:
   """Returns the role of each product of a program, by its place.
 
   A backward product has the role of the forward product that it differentiates.
 
   Args:
     products: the products, in the order of the program.
-    ends: what follows its values, by the calls around them.
+    is_followed: whether another product may follow one.
   """
-  known = {product.place: _role(product, ends.get(product.place[:-1])) for product in products}
+  known = {product.place: _role(product, is_followed(product)) for product in products}
   again = {place for place in known if any(backward_depth(call) for call, _ in place[:-1])}
   backward = {place for place, role in known.items() if any(role.gradients)}
   forward = {place: role for place, role in known.items() if place not in backward | again}
@@ -62,10 +61,9 @@ def product_roles(products: Sequence[Product], ends: Mapping[Calls, Facts[Ends]]
   return both | _inherited({place: known[place] for place in backward}, both)
 
 
-def _role(product: Product, ends: Facts[Ends] | None) -> ProductRole:
-  """Returns the role of a product by its place alone; `ends` is what follows the values around it."""
+def _role(product: Product, is_followed: bool) -> ProductRole:
+  """Returns the role of a product by its place alone."""
   equation, (lhs, rhs) = product.equation, product.operands
-  followed = [ends[v] for v in equation.outvars if is_float(v.aval)] if ends else [Ends.PRODUCT]
   gradient = lhs.gradient or rhs.gradient or backward_depth(equation) > 0
   still = [not x.active and not x.gradient for x in (lhs, rhs)]
   return ProductRole(
@@ -73,7 +71,7 @@ def _role(product: Product, ends: Facts[Ends] | None) -> ProductRole:
     (lhs.gradient, rhs.gradient),
     product.roots,
     size(equation.invars[0 if lhs.gradient else 1] if gradient else equation.outvars[0]),
-    last=not functools.reduce(operator.or_, followed, Ends.NONE) & Ends.PRODUCT,
+    last=not is_followed,
     weights=(still[0] and not still[1], still[1]),
   )
 
