@@ -87,7 +87,7 @@ def _emit_scan(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Arr
     xs, own = row
     read = [use(x, wide[i]) if i in wide else x for i, (x, _) in enumerate(captured)]
     out = call.body(emit.replace(own))(*read, *carry, *xs)
-    return _as_carry(call, out[:n]), out[n:]
+    return _as_results(call, out[:n]), out[n:]
 
   with as_traced(call.equation):
     carry, ys = jax.lax.scan(
@@ -96,17 +96,13 @@ def _emit_scan(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Arr
   return [*carry, *ys]
 
 
-def _as_carry(call: Call, out: Sequence[Array]) -> list[Array]:
-  return [as_held(x, one.held) for x, one in zip(out, call.carry, strict=True)]
-
-
 def _emit_while(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   p = call.equation.params
   first, second = p["cond_nconsts"], p["body_nconsts"]
   condition, body = call.body(emit, 0), call.body(emit, 1)
 
   def step(carry: Sequence[Array]) -> list[Array]:
-    return _as_carry(call, body(*operands[first : first + second], *carry))
+    return _as_results(call, body(*operands[first : first + second], *carry))
 
   with as_traced(call.equation):
     go_on = lambda carry: condition(*operands[:first], *carry)[0]
@@ -116,11 +112,7 @@ def _emit_while(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Ar
 def _emit_cond(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   def branch(i: int) -> tuple[Jaxpr, list[Array]]:
     body = call.body(emit, i)
-
-    def same(*xs: Array) -> list[Array]:
-      return [as_held(x, h) for x, h in zip(body(*xs), call.outs, strict=True)]
-
-    return _compat.trace_open(same, list(operands[1:]))
+    return _compat.trace_open(lambda *xs: _as_results(call, body(*xs)), list(operands[1:]))
 
   traced = [branch(i) for i in range(len(call.plans))]
   consts = [c for _, own in traced for c in own]
@@ -166,7 +158,7 @@ def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
     values = [*primals, *(tangents[i] for i in moving)]
     out, _ = _emit_rule(call, emit, flat, like, held, values, tangents=len(moving))
     n = len(call.outs)
-    return _as_results(call, out[:n]), _as_results(call, out[n:])
+    return tuple(_as_results(call, out[:n])), tuple(_as_results(call, out[n:]))
 
   with as_traced(call.equation):
     return list(f(*operands))
@@ -203,7 +195,7 @@ def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
     out, held = _emit_rule(call, emit, flat, list(map(_struct, avals)), call.ins, values)
     n = len(call.outs)
     kept_held[:] = held[n:]
-    return _as_results(call, out[:n]), tuple(_merged(is_traced, out[n:], known))
+    return tuple(_as_results(call, out[:n])), tuple(_merged(is_traced, out[n:], known))
 
   def f_backward(residuals: Sequence[Any], cotangents: Sequence[Array]) -> tuple[Array | None, ...]:
     given: list[bool] = []
@@ -261,7 +253,7 @@ def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emitter) -> l
 
     like = [batched_struct(a, b) for a, b in zip(call.equation.invars, in_batched, strict=True)]
     out, _ = _emit_rule(call, emit, flat, like, call.ins, xs)
-    return _as_results(call, out), tuple(out_batched)
+    return tuple(_as_results(call, out)), tuple(out_batched)
 
   with as_traced(call.equation):
     return list(f(*operands))
@@ -309,8 +301,9 @@ def _merged(flags: Sequence[bool], flagged: Sequence[Any], others: Sequence[Any]
   return [next(parts[0] if flag else parts[1]) for flag in flags]
 
 
-def _as_results(call: Call, out: Sequence[Array]) -> tuple[Array, ...]:
-  return tuple(as_held(x, h) for x, h in zip(out, call.outs, strict=True))
+def _as_results(call: Call, out: Sequence[Array]) -> list[Array]:
+  """Returns results of a call, the first or all, as they are held: a carry in one dtype for every step."""
+  return [as_held(x, h) for x, h in zip(out, call.outs, strict=False)]
 
 
 def _instantiated(x: Array | SymbolicZero) -> Array:

@@ -95,23 +95,17 @@ def _only_float32_reads(
 def _better_saved(made: Node, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
   """Returns whether a result is smaller to save than its inputs, or costs a memory pass to recompute.
 
-  What has a name (`jax.ad_checkpoint.checkpoint_name`) may be saved by it, in half the bytes of float32.
+  It is smaller if it adds two values of full size, or chooses between them. What has a name
+  (`jax.ad_checkpoint.checkpoint_name`) may be saved by it, in half the bytes of float32.
   """
-  saved = made.equation.primitive is primitives.name_p or has(made.equation, Trait.MOVES)
-  return saved or _sums(made, held, sources) or _shrinks(made, held)
-
-
-def _shrinks(made: Node, held: Mapping[Var, Held]) -> bool:
-  """Returns whether its outputs are smaller than its inputs."""
-  return max(map(size, _halves(made, held)), default=0) > max(map(size, made.equation.outvars))
-
-
-def _sums(made: Node, held: Mapping[Var, Held], sources: Mapping[Var, Var]) -> bool:
-  """Returns whether an equation adds, or chooses between, two values of full size."""
-  if not has(made.equation, Trait.CHOICE):
-    return False
-  largest = max(map(size, made.equation.invars))
-  return len({sources.get(a, a) for a in _halves(made, held) if size(a) == largest}) > 1
+  equation, halves = made.equation, _halves(made, held)
+  if equation.primitive is primitives.name_p or has(equation, Trait.MOVES):
+    return True
+  if max(map(size, halves), default=0) > max(map(size, equation.outvars)):
+    return True
+  largest = max(map(size, equation.invars))
+  full = {sources.get(a, a) for a in halves if size(a) == largest}
+  return has(equation, Trait.CHOICE) and len(full) > 1
 
 
 def _sources(decisions: Sequence[Node], held: Mapping[Var, Held]) -> dict[Var, Var]:

@@ -123,22 +123,13 @@ def _of_loop(loop: JaxprEqn, rules: CastingRules) -> LoopFacts:
       solver = Code.SOLVER
   if solver is None and not analysis.has_layers and any(fact.solved for fact in leaving.values()):
     solver = Code.STATE_FILTER
-  behind = {k: _closure(k, {k: set(fact.states) for k, fact in leaving.items()}) for k in leaving}
+  # What leaves has the states of all earlier steps.
+  behind = {k: {k, *fact.states} for k, fact in leaving.items()}
   layers = (any(k in fact.layered and j in behind[k] for j, fact in leaving.items()) for k in layout.carry)
-  linear = {k: {i for i, _ in fact.paths} for k, fact in leaving.items()}
+  linear = {k: {k, *(i for i, _ in fact.paths)} for k, fact in leaving.items()}
   products = ((i, k, product) for k, fact in leaving.items() for i, product in fact.paths)
-  recurrent = (product for i, k, product in products if product is not None and k in _closure(i, linear))
+  recurrent = (product for i, k, product in products if product is not None and k in linear[i])
   return LoopFacts(solver, tuple(layers), frozenset(recurrent))
-
-
-def _closure(state: int, follows: dict[int, set[int]]) -> set[int]:
-  """Returns the states that a state depends on, over any number of steps, and itself."""
-  found, waiting = {state}, [state]
-  while waiting:
-    new = follows.get(waiting.pop(), set()) - found
-    found |= new
-    waiting += new
-  return found
 
 
 class _Origin(NamedTuple):
