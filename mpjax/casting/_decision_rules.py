@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -82,74 +81,23 @@ class Case:
     self.in_region: bool = in_region(self.path) and (self.is_cast or not self.at_edge)
     self.operands: list[Atom] = [a for a in equation.invars if castable(a.aval)]
 
-  def decided(self, mode: Mode, code: Code, outs: tuple[Held, ...], listed: str = "", **more: Any) -> Node:
-    """Returns a decision about it; without `listed` its own list decided. For the rest see `Node`."""
+  def decided(
+    self,
+    mode: Mode,
+    code: Code | None,
+    outs: tuple[Held, ...],
+    listed: str = "",
+    about: str = "",
+    **more: Any,
+  ) -> Node:
+    """Returns a decision about it: of its list without `listed`, for its list's reason without `code`."""
     if not self._clips:
       outs = tuple(held._replace(wide=Wide.NO) for held in outs)
-    listed = listed or self.listed
-    return Node(self.equation, self.path, listed, mode, self.half, code, outs, **more)
-
-  @functools.cached_property
-  def lists(self) -> set[str]:
-    """The lists of the primitives in its bodies."""
-    return self.body.rules.inside(self.equation, self.half)
-
-  @property
-  def has_product(self) -> bool:
-    """Whether its bodies hold a matrix product, or a region, which stands for one."""
-    return "allow" in self.lists or any(has_region(open_jaxpr(b)) for b in bodies_of(self.equation))
-
-  @property
-  def why_whole(self) -> Code:
-    """The reason for float32, if its module is in float32."""
-    return self.body.solver or Code.MODULE
-
-  @functools.cached_property
-  def reads_half(self) -> bool:
-    """Whether an operand is held in half precision."""
-    return any(self.met(a).kind is Kind.HALF for a in self.operands)
-
-  @property
-  def is_entered(self) -> bool:
-    """Whether its bodies are decided about, one by one."""
-    kind = call_kind(self.equation)
-    if kind not in EMIT:
-      return False
-    plain = kind in LOOPS or (kind is CallKind.JIT and "deny" not in self.lists)
-    return self.has_product or (plain and self.reads_half)
-
-  @property
-  def follows_as_one(self) -> bool:
-    """Whether it is a call with its own rule, such as relu, that follows its operands."""
-    kind = call_kind(self.equation)
-    known = kind in EMIT and kind not in LOOPS and "deny" not in self.lists
-    return known and self.half is not None and self.reads_half
-
-  @property
-  def asked(self) -> list[Atom]:
-    """The values whose dtypes matter: for a product that returns half precision, only its operands."""
-    given, results = values_read(self.equation), self.equation.outvars
-    gives_half = self.half is not None and all(dtype_of(v) == self.half for v in results)
-    return given if self.listed == "allow" and gives_half else [*given, *results]
-
-  @property
-  def has_own_dtypes(self) -> bool:
-    """Whether the user chose one of its dtypes, other than half precision for one operand of a product."""
-    return any(of_its_own(a.aval) for a in self.asked) and not self._multiplies_half_input
-
-  @property
-  def _multiplies_half_input(self) -> bool:
-    """Whether it is a product of a float32 value and one in half precision by the user's choice."""
-    if self.listed != "allow" or self.half is None or len(self.operands) != 1:
-      return False
-    others = [a for a in self.equation.invars if not castable(a.aval)]
-    return all(is_half(a.aval) for a in others) and all(castable(v.aval) for v in self.equation.outvars)
-
-  @property
-  def is_half_by_hand(self) -> bool:
-    """Whether it is a product that the user casts to the compute dtype."""
-    half = self.listed == "allow" and self.half is not None and self.has_own_dtypes
-    return half and all(dtype_of(a) == self.half for a in self.asked) and not states_precision(self.equation)
+    if code is None:
+      row = facts(self.equation)
+      by_user = row.list_in(self.half) != self.listed
+      code, about = (Code.LISTED_BY_USER, "") if by_user else (Code.LISTED, row.reason_in(self.half))
+    return Node(self.equation, self.path, listed or self.listed, mode, self.half, code, outs, about, **more)
 
   @property
   def place(self) -> Calls:
@@ -239,22 +187,15 @@ class Case:
       return self.body.how(divisor).kind is not Kind.STATISTIC
     return bool(abs(divisor.val) < 1)
 
-  def reason(self) -> dict[str, Any]:
-    """Returns the reason of the equation's list, and what it tells."""
-    row = facts(self.equation)
-    if row.list_in(self.half) != self.listed:
-      return {"code": Code.LISTED_BY_USER}
-    return {"code": Code.LISTED, "about": row.reason_in(self.half)}
 
-
-def _keep(case: Case, code: Code, listed: str = "", **about: Any) -> Node:
+def _keep(case: Case, code: Code | None = None, listed: str = "") -> Node:
   """Returns a decision that leaves an equation in the dtypes of the program."""
-  return case.decided(Mode.KEEP, code, case.kept(), listed, **about)
+  return case.decided(Mode.KEEP, code, case.kept(), listed)
 
 
-def _full(case: Case, code: Code, listed: str = "", **about: Any) -> Node:
+def _full(case: Case, code: Code | None = None, listed: str = "") -> Node:
   """Returns a decision that runs an equation in float32."""
-  return case.decided(Mode.FULL, code, case.computed(), listed, **about)
+  return case.decided(Mode.FULL, code, case.computed(), listed)
 
 
 def _of_region(case: Case) -> Node | None:
@@ -276,21 +217,25 @@ def _of_call(case: Case) -> Node | None:
   """Decides about a call: it is entered, follows its operands as relu does, or runs in float32 as one."""
   if case.listed != "call":
     return None
-  if not case.operands and not case.has_product:
+  equation, body, kind = case.equation, case.body, call_kind(case.equation)
+  lists = body.rules.inside(equation, case.half)
+  multiplies = "allow" in lists or any(has_region(open_jaxpr(b)) for b in bodies_of(equation))
+  if not case.operands and not multiplies:
     return _keep(case, Code.NO_PRODUCT)
-  if case.is_entered:
-    wanted = [case.half if in_half_alone(case.body.reads(v)) else None for v in case.equation.outvars]
-    held = [case.met(a) for a in case.equation.invars]
-    call = decide_bodies(case.body.call(case.equation, case.path, case.half, held), wanted)
+  denied, is_loop = "deny" in lists, kind in LOOPS
+  reads_half = any(case.met(a).kind is Kind.HALF for a in case.operands)
+  if kind in EMIT and (multiplies or (reads_half and (is_loop or (kind is CallKind.JIT and not denied)))):
+    wanted = [case.half if in_half_alone(body.reads(v)) else None for v in equation.outvars]
+    held = [case.met(a) for a in equation.invars]
+    call = decide_bodies(body.call(equation, case.path, case.half, held), wanted)
     return case.decided(Mode.ENTER, Code.ENTERED, call.outs, call=call)
-  if case.follows_as_one:
+  if kind in EMIT and reads_half and case.half is not None and not (is_loop or denied):
     return case.decided(Mode.HALF, Code.HALF, case.all_in_half(Kind.HALF), "infer")
-  denied = "deny" in case.lists
   outs = case.computed()
-  if any(case.body.how(a, case.half).wide is Wide.SATURATES for a in case.operands):
+  if any(body.how(a, case.half).wide is Wide.SATURATES for a in case.operands):
     outs = tuple(h._replace(wide=max(h.wide, Wide.SATURATES)) for h in outs)  # `where` of a mask
-  name, code = operation_name(case.equation), Code.CALL_DENIED if denied else Code.CALL_AS_ONE
-  return case.decided(Mode.FULL, code, outs, "deny" if denied else "infer", about=name)
+  code, listed = (Code.CALL_DENIED, "deny") if denied else (Code.CALL_AS_ONE, "infer")
+  return case.decided(Mode.FULL, code, outs, listed, operation_name(equation))
 
 
 def _of_cast(case: Case) -> Node | None:
@@ -318,12 +263,20 @@ def _of_cast(case: Case) -> Node | None:
 
 def _of_other_dtypes(case: Case) -> Node | None:
   """Decides about what the user chose a dtype for, what is opaque, and what has no float32 operand."""
-  if case.is_half_by_hand:
-    return _quantised(case, Mode.KEEP, case.kept(), Code.OWN_DTYPE)
-  if case.has_own_dtypes:
+  equation, half, results = case.equation, case.half, case.equation.outvars
+  multiplies = case.listed == "allow" and half is not None
+  given = values_read(equation)
+  # Of a product that returns half precision only the operands' dtypes matter.
+  asked = given if multiplies and all(dtype_of(v) == half for v in results) else [*given, *results]
+  others = [a for a in equation.invars if not castable(a.aval)]
+  # A product of a float32 value and one in half precision by the user's choice is as any other.
+  is_mixed = multiplies and len(case.operands) == 1 and all(is_half(a.aval) for a in others)
+  if any(of_its_own(a.aval) for a in asked) and not (is_mixed and all(castable(v.aval) for v in results)):
+    if multiplies and all(dtype_of(a) == half for a in asked) and not states_precision(equation):
+      return _quantised(case, Mode.KEEP, case.kept(), Code.OWN_DTYPE)
     return _keep(case, Code.OWN_DTYPE)
   if case.listed == "opaque":
-    return _keep(case, **case.reason())
+    return _keep(case)
   return None if case.operands else _keep(case, Code.NO_FLOAT32)
 
 
@@ -336,7 +289,7 @@ def _of_product(case: Case) -> Node | None:
   if exact in (Code.SUM_OF_PRODUCTS, Code.OUTER_PRODUCT):
     return _full(case, exact, "deny")
   if case.half is None:
-    return _full(case, case.why_whole)
+    return _full(case, case.body.solver or Code.MODULE)
   if case.place in program.exact and exact is not Code.STATES_PRECISION:
     exact = Code.OF_EXACT
   if exact is not None:
@@ -347,14 +300,14 @@ def _of_product(case: Case) -> Node | None:
   outs = case.all_in_half(Kind.HALF)
   if of_weight or why:
     outs = case.all_held(Held(Kind.PINNED if of_weight else Kind.ISLAND, FLOAT32))
-  return _quantised(case, Mode.HALF, outs, **case.reason() | ({"code": why} if why else {}))
+  return _quantised(case, Mode.HALF, outs, why)
 
 
-def _quantised(case: Case, mode: Mode, outs: tuple[Held, ...], code: Code, about: str = "") -> Node:
+def _quantised(case: Case, mode: Mode, outs: tuple[Held, ...], code: Code | None) -> Node:
   """Returns the decision about a product in half precision, which may be an FP8 product."""
   recipe = case.body.rules.overrides.recipe_at(case.path)
   if recipe is None:
-    return case.decided(mode, code, outs, about=about)
+    return case.decided(mode, code, outs)
   program = case.body.program
   role = program.roles.get(case.place) if case.body.is_whole else None
   found = _fp8_products.decide(case.equation, case.path, recipe, role, program.sites)
@@ -367,8 +320,8 @@ def _of_denied(case: Case) -> Node | None:
     return None
   if has(case.equation, Trait.ORDERS):
     met = [case.body.met(a, None, case.equation) for a in case.operands]
-    return case.decided(Mode.FULL, outs=case.all_held(meet(met, Where.FULL)), **case.reason())
-  return _full(case, **(case.reason() if case.half is not None else {"code": case.why_whole}))
+    return case.decided(Mode.FULL, None, case.all_held(meet(met, Where.FULL)))
+  return _full(case, None if case.half is not None else case.body.solver or Code.MODULE)
 
 
 def _of_follower(case: Case) -> Node | None:
