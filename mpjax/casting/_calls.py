@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax._types import Atom, JaxprEqn, Var
 from mpjax.casting._cast_plan import Call, CastPlan, LoopCarry, Mode
-from mpjax.casting._kinds import FLOAT32, Held, Kind, Where, is_float, meet
+from mpjax.casting._kinds import FLOAT32, Held, Kind, is_float, joined, strongest
 from mpjax.casting._loops import loop_facts
 from mpjax.casting._reasons import Code
 from mpjax.jaxpr import (
@@ -46,8 +46,14 @@ def decide_bodies(call: Call, wanted: Wanted) -> Call:
   plans = tuple(call.decide(jaxpr, i, [call.ins[k] for k in ins], wanted) for i, (jaxpr, ins, _) in bodies)
   outs = plans[0].outs
   if len(plans) > 1:
-    outs = tuple(meet(column, Where.BRANCHES) for column in zip(*(plan.outs for plan in plans), strict=True))
+    outs = tuple(_of_branches(column) for column in zip(*(plan.outs for plan in plans), strict=True))
   return dataclasses.replace(call, plans=plans, outs=outs)
+
+
+def _of_branches(held: Sequence[Held]) -> Held:
+  """Returns how a result of several branches is held."""
+  kind = strongest(held)
+  return joined(held, Kind.ISLAND if kind is Kind.HALF and any(h.wide for h in held) else kind)
 
 
 def _decide_loop(call: Call, layout: CallLayout, wanted: Wanted) -> Call:
@@ -100,9 +106,10 @@ def _merged(first: Held, last: Held, half: np.dtype | None, why: str) -> LoopCar
   """Returns the one way to hold a carry, from how it enters and how it leaves the body; see `_flow`."""
   both = _after_loop([first, last])  # this round decides itself whether a carry is a memory
   wide = any(held.wide for held in both)
-  held = meet(both, Where.CARRY, half is None or wide, half)
-  if held.kind not in (Kind.HALF, Kind.RUNNING):
-    return LoopCarry(held, Code[held.kind.name].sentence())
+  kind = strongest(both)
+  if kind not in (Kind.RUNNING, Kind.HALF, Kind.ISLAND):
+    return LoopCarry(joined(both, kind), Code[kind.name].sentence())
+  held = joined(both, Kind.RUNNING if half is None or wide else Kind.HALF, half)
   return LoopCarry(held, "it may be outside the half-precision range" if half and wide else why)
 
 

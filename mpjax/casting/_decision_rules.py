@@ -17,14 +17,13 @@ from mpjax.casting._kinds import (
   FLOAT32,
   Held,
   Kind,
-  Where,
   Wide,
   castable,
+  computed_from,
   followed,
   initial,
   is_float,
   is_half,
-  meet,
   of_its_own,
   size,
   small,
@@ -139,11 +138,11 @@ class Case:
       return False
     if not reads & Reads.ORDER and not (reads & Reads.FLOAT32 and returned):
       return False
-    kinds = {a: self.met(a).kind for a in self.operands if is_variable(a)}
-    if not kinds or strongest(kinds.values()) is not Kind.HALF:
+    met = {a: self.met(a) for a in self.operands if is_variable(a)}
+    if not met or strongest(met.values()) is not Kind.HALF:
       return False
     rows = shape_of(result)[:1]
-    rounded = [a for a, kind in kinds.items() if kind is Kind.HALF]
+    rounded = [a for a, held in met.items() if held.kind is Kind.HALF]
     data = (a for a in self.equation.invars if a not in rounded and shape_of(a)[:1] == rows)
     return any(layers[a].sources & ~self.body.program.parameters for a in data)
 
@@ -174,7 +173,7 @@ class Case:
     outs = []
     for v in self.equation.outvars:
       shrinks = size(v) < largest or small(held)
-      out = meet(held, Where.FULL, shrinks)
+      out = computed_from(held, shrinks)
       outs.append(out._replace(wide=wide) if castable(v.aval) else initial(v.aval))
     return tuple(outs)
 
@@ -320,7 +319,7 @@ def _of_denied(case: Case) -> Node | None:
     return None
   if has(case.equation, Trait.ORDERS):
     met = [case.body.met(a, None, case.equation) for a in case.operands]
-    return case.decided(Mode.FULL, None, case.all_held(meet(met, Where.FULL)))
+    return case.decided(Mode.FULL, None, case.all_held(computed_from(met)))
   return _full(case, None if case.half is not None else case.body.solver or Code.MODULE)
 
 
@@ -347,7 +346,7 @@ def _of_follower(case: Case) -> Node | None:
     return case.decided(Mode.FULL, Code.ORDER_ALONE, case.all_held(Held(Kind.ISLAND, FLOAT32)))
   if out.kind is Kind.HALF:
     return case.decided(Mode.HALF, Code.HALF, case.all_held(out))
-  kind = strongest({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})
+  kind = strongest([out, *(h for h in met if h.kind is not Kind.HALF)])
   return case.decided(Mode.FULL, Code.WIDE if out.wide else Code[kind.name], case.all_held(out))
 
 

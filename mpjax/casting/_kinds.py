@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -54,46 +54,34 @@ class Held(NamedTuple):
   wide: Wide = Wide.NO
 
 
-class Where(enum.Enum):
-  """The places where values meet."""
-
-  FOLLOW = "in an operation that follows them"
-  FULL = "in a float32 operation"
-  BRANCHES = "after the branches of a `cond`"
-  CARRY = "in a loop's carry"
-
-
-def strongest(kinds: Collection[Kind]) -> Kind:
-  """Returns the kind that decides where values of some kinds meet."""
+def strongest(held: Iterable[Held]) -> Kind:
+  """Returns the kind that decides where values meet."""
+  kinds = {h.kind for h in held}
   return next(kind for kind in Kind if kind in kinds)
 
 
-def meet(held: Sequence[Held], where: Where, condition: bool = False, half: np.dtype | None = None) -> Held:
-  """Returns how the result of values that meet is held.
+def joined(held: Sequence[Held], kind: Kind, half: np.dtype | None = None) -> Held:
+  """Returns how the result of values that meet is held, if it is of a kind.
 
   Args:
     held: how they are held; at least one.
-    where: where they meet.
-    condition: for `FOLLOW`, whether they are statistics and parameters alone, and the result is no larger
-      than the statistics. For `FULL`, whether the result is smaller than the operands, or they are statistics
-      and parameters alone. For `CARRY`, whether the loop remembers many steps, or its module computes in
-      float32.
+    kind: the kind of the result.
     half: the dtype of a result in half precision; by default that of the first among them.
   """
-  kind, wide = strongest({h.kind for h in held}), max(h.wide for h in held)
-  is_large = where is Where.FOLLOW and kind is Kind.STATISTIC and not condition
-  if where is Where.FULL and kind not in (Kind.FIXED, Kind.FLEXIBLE):
-    kind = Kind.STATISTIC if condition else Kind.PINNED if kind is Kind.PINNED else Kind.ISLAND
-  elif where is Where.CARRY and kind in (Kind.RUNNING, Kind.HALF, Kind.ISLAND):
-    kind = Kind.RUNNING if condition else Kind.HALF
-  elif is_large or (where in (Where.FOLLOW, Where.BRANCHES) and kind is Kind.HALF and wide):
-    kind = Kind.ISLAND
+  wide = max(h.wide for h in held)
   if kind is Kind.FIXED:
     return held[0]._replace(wide=wide)
   if kind is Kind.HALF:
     return Held(kind, half or next(h.dtype for h in held if h.kind is Kind.HALF))
-  kept = where is not Where.FOLLOW or kind not in (Kind.PINNED, Kind.RUNNING)
-  return Held(kind, FLOAT32, wide if kept else Wide.NO)
+  return Held(kind, FLOAT32, wide)
+
+
+def computed_from(held: Sequence[Held], shrinks: bool = False) -> Held:
+  """Returns how a result of a float32 operation is held; `shrinks` if it is a reduction's, or of such."""
+  kind = strongest(held)
+  if kind not in (Kind.FIXED, Kind.FLEXIBLE):
+    kind = Kind.STATISTIC if shrinks else Kind.PINNED if kind is Kind.PINNED else Kind.ISLAND
+  return joined(held, kind)
 
 
 def castable(aval: AbstractValue) -> bool:
@@ -131,10 +119,14 @@ def followed(
   """
   largest = max((size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0)
   is_small = small(met) and max(map(size, results)) <= largest
-  out = meet(met, Where.FOLLOW, is_small, half)
-  if out.kind is Kind.HALF and has(equation, Trait.SCALES):
-    # The half value may bring an island's result back into half precision's range.
-    out = Held(Kind.ISLAND, FLOAT32) if any(h.kind is Kind.ISLAND for h in met) else out
+  kind = strongest(met)
+  if (kind is Kind.STATISTIC and not is_small) or (kind is Kind.HALF and any(h.wide for h in met)):
+    kind = Kind.ISLAND
+  out = joined(met, kind, half)
+  if kind in (Kind.PINNED, Kind.RUNNING):
+    out = out._replace(wide=Wide.NO)
+  if kind is Kind.HALF and has(equation, Trait.SCALES) and any(h.kind is Kind.ISLAND for h in met):
+    out = Held(Kind.ISLAND, FLOAT32)  # the half value may bring its result back into half precision's range
   masks = [a for a, h in zip(operands, met, strict=True) if h.wide is Wide.SATURATES]
   if out.wide and masks:
     # A mask of integers times -1e9 is a mask; a value times 1e9, or plus 1e9, is a value.
