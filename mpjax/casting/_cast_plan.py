@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -17,11 +17,8 @@ from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._fp8_products import Fp8Product
 from mpjax.casting._kinds import Held
 from mpjax.casting._reasons import Code
-from mpjax.jaxpr import backward_depth, call_layout, constants_of, in_region
+from mpjax.jaxpr import backward_depth, in_region
 from mpjax.products import has_own_gradients
-
-if TYPE_CHECKING:
-  from mpjax.casting._emit import Emitter
 
 
 class Mode(enum.Enum):
@@ -144,11 +141,6 @@ class Call:
   plans: tuple[CastPlan, ...] = ()
   outs: tuple[Held, ...] = ()
   carry: tuple[LoopCarry, ...] = ()
-
-  def body(self, emit: Emitter, i: int = 0) -> Callable[..., list[Array]]:
-    """Returns the i-th body as a function of its inputs, closed over its constants."""
-    constants = constants_of(call_layout(self.equation).bodies[i].jaxpr)
-    return lambda *operands: emit(self.plans[i], [*constants, *operands])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -113,13 +113,15 @@ class Emitter:
     taps = [numbers[node, i] for node in nodes for i in range(len(node.outs)) if (node, i) in numbers]
     return self.side.select(products, taps)
 
-  def replace(self, side: SideInputs) -> Emitter:
-    """Returns the same object with other side inputs."""
-    return dataclasses.replace(self, side=side)
+  def body(self, call: Call, i: int = 0, side: SideInputs | None = None) -> Function:
+    """Returns the i-th body of a call as a function of its inputs, closed over its constants and `side`."""
+    constants = constants_of(call_layout(call.equation).bodies[i].jaxpr)
+    emit = self if side is None else dataclasses.replace(self, side=side)
+    return lambda *operands: emit(call.plans[i], [*constants, *operands])
 
-  def once(self, call: Call, own: Function) -> Function:
+  def once(self, call: Call, side: SideInputs, own: Function) -> Function:
     """Returns the function of an equal body that was emitted before; `own` if there is none."""
-    if self.tap is not None or self.side.arrays:
+    if self.tap is not None or side.arrays:
       return own
     constants = constants_of(call_layout(call.equation).bodies[0].jaxpr)  # `own` keeps them alive
     return self._alike((_plan_key(call.plans[0]), *map(id, constants)), own)
@@ -195,7 +197,8 @@ class Emitter:
     n, arrays = len(operands), self.side.arrays
 
     def inside(*xs: Array) -> list[Array]:
-      return self.replace(self.side.with_arrays(xs[n:]))._inside(island, values.held, 0, *xs[:n])
+      emit = dataclasses.replace(self, side=self.side.with_arrays(xs[n:]))
+      return emit._inside(island, values.held, 0, *xs[:n])
 
     narrow = [
       values.held[v].kind is Kind.HALF and x.ndim > 0

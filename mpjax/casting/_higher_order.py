@@ -47,23 +47,22 @@ LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_
 
 def _emit_jit(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
-  within = emit.replace(side)
 
   def inside(*xs: Array) -> list[Array]:
-    return call.body(within.replace(side.with_arrays(xs[n:])))(*xs[:n])
+    return emit.body(call, side=side.with_arrays(xs[n:]))(*xs[:n])
 
-  closed = jax.make_jaxpr(within.once(call, inside))(*operands, *side.arrays)
+  closed = jax.make_jaxpr(emit.once(call, side, inside))(*operands, *side.arrays)
   with as_traced(call.equation):
     return _compat.bind_jit(call.equation, list(operands), side.arrays, closed)
 
 
 def _emit_inline(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   with as_traced(call.equation):
-    return call.body(emit)(*operands)
+    return emit.body(call)(*operands)
 
 
 def _emit_remat(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
-  jaxpr, constants = _compat.trace_open(call.body(emit), list(operands))
+  jaxpr, constants = _compat.trace_open(emit.body(call), list(operands))
   policy = call.equation.params["policy"]
   if policy is not None:
     policy = as_product(policy)
@@ -86,7 +85,7 @@ def _emit_scan(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Arr
   ) -> tuple[list[Array], list[Array]]:
     xs, own = row
     read = [use(x, wide[i]) if i in wide else x for i, (x, _) in enumerate(captured)]
-    out = call.body(emit.replace(own))(*read, *carry, *xs)
+    out = emit.body(call, side=own)(*read, *carry, *xs)
     return _as_results(call, out[:n]), out[n:]
 
   with as_traced(call.equation):
@@ -99,7 +98,7 @@ def _emit_scan(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Arr
 def _emit_while(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   p = call.equation.params
   first, second = p["cond_nconsts"], p["body_nconsts"]
-  condition, body = call.body(emit, 0), call.body(emit, 1)
+  condition, body = emit.body(call, 0), emit.body(call, 1)
 
   def step(carry: Sequence[Array]) -> list[Array]:
     return _as_results(call, body(*operands[first : first + second], *carry))
@@ -111,7 +110,7 @@ def _emit_while(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Ar
 
 def _emit_cond(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   def branch(i: int) -> tuple[Jaxpr, list[Array]]:
-    body = call.body(emit, i)
+    body = emit.body(call, i)
     return _compat.trace_open(lambda *xs: _as_results(call, body(*xs)), list(operands[1:]))
 
   traced = [branch(i) for i in range(len(call.plans))]
@@ -125,8 +124,7 @@ def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emitter) -> lis
   side, n = emit.within(call.plans), len(operands)
 
   def inside(*xs: Array) -> tuple[Array, ...]:
-    own = side.with_arrays([x[0] for x in xs[n:]])
-    return tuple(call.body(emit.replace(own))(*xs[:n]))
+    return tuple(emit.body(call, side=side.with_arrays([x[0] for x in xs[n:]]))(*xs[:n]))
 
   with as_traced(call.equation):
     mapped, devices = _compat.shard_map_like(call.equation, inside, len(side.arrays))
@@ -136,7 +134,7 @@ def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emitter) -> lis
 
 def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   """Emits a `custom_jvp_call` with the user's rule."""
-  body = call.body(emit)
+  body = emit.body(call)
   rule = custom_jvp_rule(call.equation)
   inputs = call.equation.invars
   moving = [i for i, a in enumerate(inputs) if jnp.issubdtype(dtype_of(a), jnp.inexact)]
@@ -166,7 +164,7 @@ def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
 
 def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   """Emits a `custom_vjp_call` with the user's rules."""
-  body = call.body(emit)
+  body = emit.body(call)
   forward, backward = custom_vjp_rules(call.equation)
   avals = [a.aval for a in call.equation.invars]
   # Facts about the residuals, from the forward rule for the backward rule. Those that are not tracers (a
@@ -232,7 +230,7 @@ def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
 
 def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   """Emits a `custom_vmap_call` with the user's rule."""
-  body = call.body(emit)
+  body = emit.body(call)
   f = jax.custom_batching.custom_vmap(lambda *xs: tuple(body(*xs)))
   parameters = call.equation.params
 

@@ -94,33 +94,36 @@ class Lineages(ByRules[Lineage]):
     return fact if isinstance(value, jax.Array) else fact._replace(varies=False, sources=_NUMPY)
 
   def join(self, a: Lineage, b: Lineage) -> Lineage:
-    root = b.root if a.root is None else a.root
-    gradient, argument = a.gradient or b.gradient, a.argument and b.argument
-    real = a.real or b.real
-    active, varies, solved = a.active or b.active, a.varies or b.varies, a.solved or b.solved
-    return Lineage(active, varies, root, gradient, argument, real, solved, a.sources | b.sources)
+    return Lineage(
+      a.active or b.active,
+      a.varies or b.varies,
+      b.root if a.root is None else a.root,
+      a.gradient or b.gradient,
+      a.argument and b.argument,
+      a.real or b.real,
+      a.solved or b.solved,
+      a.sources | b.sources,
+    )
 
   def transfer(self, equation: JaxprEqn, operands: list[Lineage], calls: Calls) -> list[Lineage]:
-    active, varies = any(f.active for f in operands), any(f.varies for f in operands)
-    gradient = any(f.gradient for f in operands) or backward_depth(equation) > 0
-    real = any(f.real for f in operands)
-    solved = any(f.solved for f in operands) or has(equation, Trait.ALGEBRA)
-    sources = _sources(equation, operands)
+    found = functools.reduce(self.join, operands, Lineage(False, False, None))
+    active, sources = found.active, _sources(equation, operands)
+    solved = found.solved or has(equation, Trait.ALGEBRA)
     if is_product(equation, self._rules):
       layer = is_layer(equation, self._rules, of_matrices=True) and not is_outer(equation)
-      layer = layer and varies and not (self._parameters is not None and is_filter(operands))
+      layer = layer and found.varies and not (self._parameters is not None and is_filter(operands))
       active, sources = active or layer, 0 if active or layer else sources
       solved = all(f.solved for f in operands[:2])
     elif equation.primitive is jax.lax.gather_p:
       active = active or operands[1].varies
     elif has(equation, Trait.SAME_WEIGHT) and len(operands) == 1:
       return [operands[0]._replace(argument=False)]
-    made_of_literals = not any(map(is_variable, equation.invars))
-    roots = [None if made_of_literals else (calls, v) for v in equation.outvars]
-    made = Lineage(active, varies, None, gradient, real=real, solved=solved, sources=sources)
+    gradient = found.gradient or backward_depth(equation) > 0
+    made = found._replace(active=active, gradient=gradient, solved=solved, sources=sources)
     other = made._replace(real=False, solved=False)
-    pairs = zip(roots, equation.outvars, strict=True)
-    return [(made if is_float(v.aval) else other)._replace(root=root) for root, v in pairs]
+    of_literals = not any(map(is_variable, equation.invars))
+    pairs = ((made if is_float(v.aval) else other, v) for v in equation.outvars)
+    return [fact._replace(root=None if of_literals else (calls, v)) for fact, v in pairs]
 
   def row(self, fact: Lineage) -> Lineage:
     if fact.root is not None and fact.root[0] is _STACKED:
