@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from mpjax._gone import instead
-from mpjax._types import AnyJaxpr, DTypeLike, Jaxpr, JaxprEqn, PolicyLike
+from mpjax._types import DTypeLike, Jaxpr, JaxprEqn, PolicyLike
 from mpjax.dtypes import did_you_mean
 from mpjax.fp8 import Recipe
 from mpjax.fp8._hardware import on_device
@@ -62,16 +63,14 @@ class OpLists:
   call: frozenset[str]
 
   def __post_init__(self) -> None:
-    seen: dict[str, str] = {}
     for field in _FIELDS:
       names = getattr(self, field)
       if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{field}={names!r}: expected names of primitives, such as {{'dot_general'}}")
       object.__setattr__(self, field, frozenset(names))
-      for name in names:
-        if name in seen:
-          raise ValueError(f"primitive {name!r} is on two lists, {seen[name]} and {field}")
-        seen[name] = field
+    for one, other in itertools.combinations(_FIELDS, 2):
+      for name in getattr(self, one) & getattr(self, other):
+        raise ValueError(f"primitive {name!r} is on two lists, {one} and {other}")
 
   @classmethod
   def default(cls) -> OpLists:
@@ -90,18 +89,23 @@ class OpLists:
     Raises:
       ValueError: for an unknown list or name, or a name on two lists.
     """
-    for field in lists:
+    for field, names in lists.items():
       if field not in _FIELDS:
         raise ValueError(
           f"unknown list {field!r}: expected one of {', '.join(_FIELDS)}" + did_you_mean(field, _FIELDS)
         )
-    new = {field: frozenset(_names(field, names)) for field, names in lists.items()}
-    known = frozenset().union(*(getattr(self, field) for field in _FIELDS))
+      if isinstance(names, str):
+        raise ValueError(f"{field}={names!r}: expected a set of names of primitives, such as {{{names!r}}}")
+    new = {field: frozenset(names) for field, names in lists.items()}
     given: frozenset[str] = frozenset().union(*new.values())
     result = {field: new.get(field, getattr(self, field) - given) for field in _FIELDS}
-    dropped = known - frozenset().union(*result.values())
-    result["infer"] |= dropped
+    result["infer"] |= self._by_name.keys() - frozenset().union(*result.values())
     return OpLists(**result)
+
+  @functools.cached_property
+  def _by_name(self) -> dict[str, str]:
+    """The list of each name."""
+    return {name: field for field in _FIELDS for name in getattr(self, field)}
 
   def of(self, primitive: str, dtype: DTypeLike) -> str:
     """Returns the list that a primitive is on: allow, deny, infer, opaque or call.
@@ -110,27 +114,17 @@ class OpLists:
       primitive: its name.
       dtype: the compute dtype.
     """
-    for field in ("allow", "deny", "infer", "call"):
-      if primitive in getattr(self, field):
-        return field
-    if primitive in self.deny_float16:
+    field = self._by_name.get(primitive, "opaque")
+    if field == "deny_float16":
       return "deny" if np.dtype(dtype) == np.float16 else "infer"
-    return "opaque"
+    return field
+
+  def changed(self) -> frozenset[str]:
+    """Returns the names of primitives that are on another list than by default."""
+    return frozenset(name for name, _ in self._by_name.items() ^ OpLists.default()._by_name.items())
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(OpLists))
-
-
-def changed(ops: OpLists) -> frozenset[str]:
-  """Returns the names of primitives that are on another list than by default."""
-  default = OpLists.default()
-  return frozenset().union(*(getattr(ops, field) ^ getattr(default, field) for field in _FIELDS))
-
-
-def _names(field: str, names: Iterable[str]) -> Iterable[str]:
-  if isinstance(names, str):
-    raise ValueError(f"{field}={names!r}: expected a set of names of primitives, such as {{{names!r}}}")
-  return names
 
 
 class Overrides:
@@ -280,25 +274,19 @@ class CastingRules:
     """Returns whether the backward pass recomputes float32 islands of a module."""
     return (self.overrides.at(path).recompute or self.recompute) != "nothing"
 
-  def contents(self, jaxpr: AnyJaxpr) -> frozenset[Primitive]:
-    """Returns the primitives in a jaxpr, at any depth, without those inside opaque ones."""
-    body = open_jaxpr(jaxpr)
-    if body not in self._contents:
-      is_call = lambda equation: self.list_of(equation.primitive) == "call"
-      self._contents[body] = frozenset(e.primitive for e in equations_in(body, is_call))
-    return self._contents[body]
+  def inside(self, equation: JaxprEqn) -> set[Primitive]:
+    """Returns the primitives in an equation's bodies, at any depth, without those inside opaque ones."""
+    return set().union(*(self._contents_of(open_jaxpr(body)) for body in bodies_of(equation)))
 
   def primitives(self, equations: Iterable[JaxprEqn]) -> set[Primitive]:
     """Returns the primitives of equations, including their bodies."""
-    found = set()
-    for equation in equations:
-      found.add(equation.primitive)
-      found.update(*(self.contents(body) for body in bodies_of(equation)))
-    return found
+    return set().union(*({equation.primitive} | self.inside(equation) for equation in equations))
 
-  def inside(self, equation: JaxprEqn, half: np.dtype | None) -> set[str]:
-    """Returns the lists of the primitives in an equation's bodies."""
-    return {self.list_of(p, half) for body in bodies_of(equation) for p in self.contents(body)}
+  def _contents_of(self, jaxpr: Jaxpr) -> frozenset[Primitive]:
+    if jaxpr not in self._contents:
+      is_call = lambda equation: self.list_of(equation.primitive) == "call"
+      self._contents[jaxpr] = frozenset(e.primitive for e in equations_in(jaxpr, is_call))
+    return self._contents[jaxpr]
 
   def may_recompute(self, equation: JaxprEqn) -> bool:
     """Returns whether the backward pass may recompute an equation instead of saving its result."""
@@ -307,9 +295,8 @@ class CastingRules:
       kind = call_kind(equation)
       if kind is None or not kind.runs_once:
         return False
-      inside = set().union(*(self.contents(body) for body in bodies_of(equation)))
-    plain = (p for p in inside if self.list_of(p) != "call")
-    return all(facts(p).recompute for p in plain) and not equation.effects
+      inside = {p for p in self.inside(equation) if self.list_of(p) != "call"}
+    return all(facts(p).recompute for p in inside) and not equation.effects
 
 
 class ByRules(Forward[F]):
@@ -370,7 +357,7 @@ def make_rules(
     )
   return CastingRules(
     ops=ops,
-    changed=changed(ops) if ops else frozenset(),
+    changed=ops.changed() if ops else frozenset(),
     overrides=by_module,
     accum_dtype=policy.accum_dtype,
     wide_gradients=wide_gradients,

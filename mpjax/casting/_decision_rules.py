@@ -217,7 +217,7 @@ def _of_call(case: Case) -> Node | None:
   if case.listed != "call":
     return None
   equation, body, kind = case.equation, case.body, call_kind(case.equation)
-  lists = body.rules.inside(equation, case.half)
+  lists = {body.rules.list_of(primitive, case.half) for primitive in body.rules.inside(equation)}
   multiplies = "allow" in lists or any(has_region(open_jaxpr(b)) for b in bodies_of(equation))
   if not case.operands and not multiplies:
     return _keep(case, Code.NO_PRODUCT)
