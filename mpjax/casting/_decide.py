@@ -22,7 +22,15 @@ from mpjax.casting._gradient_sums import adds_many
 from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
 from mpjax.casting._loops import why_in_solver
-from mpjax.casting._program import NOWHERE, OtherUses, Program, Reads, below_backward, in_half_alone
+from mpjax.casting._program import (
+  NOWHERE,
+  OtherUses,
+  Program,
+  Reads,
+  below_backward,
+  in_half_alone,
+  in_one_pass,
+)
 from mpjax.casting._reasons import Code
 from mpjax.casting._sources import Lineage
 from mpjax.jaxpr import (
@@ -51,8 +59,7 @@ class Body:
     program: the program around it, or the derivative rule.
     closed: the jaxpr.
     inputs_held: how its constants and inputs are held.
-    uses: for each value, how deep in backward passes it has another use than as a gradient.
-    depth: the number of backward passes around it.
+    parent: the body around it, if it is the body of a call.
     calls: the calls around it, outermost first.
     path: its module path.
     solver: why it is in float32 under every policy, such as the body of a solver; otherwise `None`.
@@ -60,13 +67,13 @@ class Body:
     islands: whether to make islands: not inside a checkpoint of the user's.
     in_loop: whether it is a step of a `scan`, whose backward pass is another loop.
     tangents: how many of its last inputs are tangents, in which it must stay linear.
+    gradients: for a backward rule, which outputs are gradients of parameters.
   """
 
   program: Program
   closed: AnyJaxpr
   inputs_held: Sequence[Held]
-  uses: Facts[int]
-  depth: int = 0
+  parent: Body | None = None
   calls: Calls = ()
   path: str = ""
   solver: Code | None = None
@@ -74,6 +81,7 @@ class Body:
   islands: bool = True
   in_loop: bool = False
   tangents: int = 0
+  gradients: Sequence[bool] | None = None
 
   def __post_init__(self) -> None:
     self.rules = self.program.rules
@@ -88,12 +96,11 @@ class Body:
     known = self.program.reads.get(self.calls)
     self._reads = known or self.program.readers.solve(self.closed, unknown, self.calls)
     self._depths: dict[Var, int] = {}
+    self._around = self.parent if self.calls and in_one_pass(self.calls[-1][0]) else None
+    self.depth = 0 if self.gradients is None else 1  # the number of backward passes around it
+    if self._around is not None:
+      self.depth = max(self._around.depth, backward_depth(self.calls[-1][0]))
     self._linear = set(self.inputs[len(self.inputs) - self.tangents :])
-
-  @classmethod
-  def of(cls, program: Program, closed: AnyJaxpr, held: Sequence[Held]) -> Body:
-    """Returns a whole program as a body."""
-    return cls(program, closed, held, _leaving(closed))
 
   def plan(self, wanted: Wanted = (), full_outputs: bool = False) -> CastPlan:
     """Decides about every equation in order, then about values that only float32 reads, then islands.
@@ -153,7 +160,17 @@ class Body:
   def leaves_backward(self, equation: JaxprEqn) -> bool:
     """Returns whether an equation in a backward pass of the program computes the gradient of a parameter."""
     depth = max(self.depth, backward_depth(equation))
-    return depth > 0 and all(self.uses[v] < depth for v in equation.outvars)
+    return depth > 0 and all(self._uses[v] < depth for v in equation.outvars)
+
+  @functools.cached_property
+  def _uses(self) -> Facts[int]:
+    """For each value, how deep in backward passes it has another use than as a gradient."""
+    around = self._around._uses.inside(*self.calls[-1]) if self._around else None
+    if around is not None:
+      return around
+    gradients = self.gradients or [True] * len(self.jaxpr.outvars)  # those of a whole program leave it
+    outputs = [NOWHERE if is_gradient else self.depth for is_gradient in gradients]
+    return OtherUses(self.depth).solve(self.closed, outputs)
 
   def call(self, equation: JaxprEqn, path: str, half: np.dtype | None, held: Sequence[Held]) -> Call:
     """Returns a call in a module that computes in `half`, its bodies not yet decided about."""
@@ -192,18 +209,11 @@ class Body:
     """
     calls, kind, p = (*self.calls, (equation, i)), call_kind(equation), equation.params
     program = self.program if i >= 0 else self.program.of_rule(closed, calls, gradients is not None)
-    uses, depth = self.uses.inside(equation, i), max(self.depth, backward_depth(equation))
-    if gradients is not None:
-      outside = [NOWHERE if is_gradient else 1 for is_gradient in gradients]
-      uses, depth = OtherUses(1).solve(closed, outside), 1
-    elif uses is None:
-      uses, depth = _leaving(closed), 0
     inner = Body(
       program,
       closed,
       [*(initial(v.aval) for v in open_jaxpr(closed).constvars), *held],
-      uses,
-      depth,
+      self,
       calls,
       path,
       solver,
@@ -212,6 +222,7 @@ class Body:
       islands=self.islands and kind is not CallKind.REMAT,
       in_loop=self.in_loop or (kind is CallKind.SCAN and p["length"] > p["unroll"]),
       tangents=tangents,
+      gradients=gradients,
     )
     return inner.plan(wanted)
 
@@ -274,11 +285,6 @@ class Body:
       return flexible and (self.layers is None or not self.layers[a].active)
 
     return frozenset(i for i, a in enumerate(equation.invars) if is_parameter(a))
-
-
-def _leaving(closed: AnyJaxpr) -> Facts[int]:
-  """Returns the uses of the values of a program of which all outputs leave its backward passes."""
-  return OtherUses(0).solve(closed, [NOWHERE] * len(open_jaxpr(closed).outvars))
 
 
 def _read_dtype(made: Node, i: int, held: Held) -> np.dtype | None:

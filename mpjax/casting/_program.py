@@ -239,6 +239,12 @@ def _followed(equation: JaxprEqn, results: Reads) -> Reads:
   return results & ~(_VIEWS if alone else _VIEWS | Reads.NORM)
 
 
+def in_one_pass(equation: JaxprEqn) -> bool:
+  """Returns whether gradients go through the bodies of a call."""
+  kind = call_kind(equation)
+  return kind is not None and kind is not CallKind.WHILE and kind.is_plain
+
+
 class OtherUses(Backward[int]):
   """How deep in backward passes a value has another use than as a gradient on its way out of them.
 
@@ -260,8 +266,7 @@ class OtherUses(Backward[int]):
     return max(a, b)
 
   def enters(self, equation: JaxprEqn) -> bool:
-    kind = call_kind(equation)
-    return kind is not None and kind is not CallKind.WHILE and kind.is_plain
+    return in_one_pass(equation)
 
   def transfer(self, equation: JaxprEqn, results: list[int], calls: Calls) -> list[int]:
     depth = self._depth_of(equation, calls)

@@ -77,7 +77,7 @@ class Traced:
     """Returns the decisions about the program under these rules."""
     full = self._returns_float32(policy)
     program = Program.of(self.closed, rules, self._arguments, full)
-    return Body.of(program, self.closed, self._held(rules)).plan(full_outputs=full)
+    return Body(program, self.closed, self._held(rules)).plan(full_outputs=full)
 
   def key(self, rules: CastingRules, policy: Policy) -> Hashable | None:
     """Returns a key that is equal for two programs only if autocast decides the same about both.
