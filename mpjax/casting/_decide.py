@@ -23,7 +23,9 @@ from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
 from mpjax.casting._loops import why_in_solver
 from mpjax.casting._program import (
+  ENDS,
   NOWHERE,
+  READERS,
   OtherUses,
   Program,
   Reads,
@@ -136,12 +138,12 @@ class Body:
 
   def reads(self, atom: Atom) -> Reads:
     """Returns the readers of this variable."""
-    return self._reads[atom] & ~Reads.ENDS
+    return self._reads[atom] & READERS
 
   def end(self, atom: Atom) -> Reads:
     """Returns what follows a value, as far as it is known."""
     known = self.is_whole and not below_backward(self.calls)
-    return self._reads[atom] & Reads.ENDS if known else Reads.NONE
+    return self._reads[atom] & ENDS if known else Reads.NONE
 
   def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
     """Returns how a variable is held when it meets others in an equation.

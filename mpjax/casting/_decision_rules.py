@@ -133,10 +133,11 @@ class Case:
     share, is as a bias. Of a float32 result, the program has to return what is made of it without a layer.
     """
     layers, result = self.body.layers, self.equation.outvars[0]
-    reads, returned = self.body.reads(result), self.body.end(result) & (Reads.SCALAR | Reads.ARRAY)
-    if layers is None or reads & Reads.NORM or not has(self.equation, Trait.ELEMENTWISE):
+    if layers is None or not has(self.equation, Trait.ELEMENTWISE):
       return False
-    if not reads & Reads.ORDER and not (reads & Reads.FLOAT32 and returned):
+    reads, ends = self.body.reads(result), self.body.end(result)
+    returned = reads & Reads.FLOAT32 and ends & (Reads.SCALAR | Reads.ARRAY)
+    if reads & Reads.NORM or not (reads & Reads.ORDER or returned):
       return False
     met = {a: self.met(a) for a in self.operands if is_variable(a)}
     if not met or strongest(met.values()) is not Kind.HALF:

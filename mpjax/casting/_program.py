@@ -77,8 +77,10 @@ class Reads(enum.Flag):
   PRODUCT = enum.auto()
   SCALAR = enum.auto()  # a scalar that the program returns
   ARRAY = enum.auto()
-  ENDS = PRODUCT | SCALAR | ARRAY
 
+
+ENDS = Reads.PRODUCT | Reads.SCALAR | Reads.ARRAY
+READERS = ~ENDS
 
 _IN_HALF = Reads.VIEW | Reads.HALF
 _VIEWS = Reads.VIEW | Reads.LATER
@@ -123,30 +125,30 @@ class Readers(Backward[Reads]):
   def transfer(self, equation: JaxprEqn, results: list[Reads], calls: Calls) -> list[Reads]:
     known = self._lineages.get(calls)
     operands = [known[a] for a in equation.invars] if known else []
-    reads = self._reads(equation, functools.reduce(operator.or_, results, Reads.NONE), calls, operands)
+    reads = self._reads(equation, functools.reduce(operator.or_, results or [Reads.NONE]), calls, operands)
     later, ends = reads, Reads.NONE
     if not in_backward(equation, calls):
       ends = self._ends(equation, results)
     elif reads & _IN_HALF:
       later = reads & ~_IN_HALF | (Reads.LATER if reads & Reads.VIEW else Reads.NONE)
-    found = [reads if fact.gradient else later for fact in operands] or [reads] * len(equation.invars)
-    pairs = zip(equation.invars, found, strict=True)
-    return [ends | (r if castable(a.aval) else Reads.NONE) for a, r in pairs]
+    now, later = reads | ends, later | ends
+    found = [now if fact.gradient else later for fact in operands] or [now] * len(equation.invars)
+    return [r if castable(a.aval) else ends for a, r in zip(equation.invars, found, strict=True)]
 
   def choice(self, equation: JaxprEqn, results: list[Reads], calls: Calls) -> Reads:
-    return functools.reduce(operator.or_, results, Reads.NONE) & Reads.ENDS
+    return functools.reduce(operator.or_, results, Reads.NONE) & ENDS
 
   def _ends(self, equation: JaxprEqn, results: list[Reads]) -> Reads:
     """Returns what follows the operands of an equation."""
     if is_product(equation, self._rules) and is_layer(equation, self._rules, of_matrices=True):
       return Reads.PRODUCT
     # A value that becomes an integer (argmax) is not carried on.
-    carried = (end for end, v in zip(results, equation.outvars, strict=True) if is_float(v.aval))
-    return functools.reduce(operator.or_, carried, Reads.NONE) & Reads.ENDS
+    carried = [end for end, v in zip(results, equation.outvars, strict=True) if is_float(v.aval)]
+    return functools.reduce(operator.or_, carried or [Reads.NONE]) & ENDS
 
   def _reads(self, equation: JaxprEqn, found: Reads, calls: Calls, operands: list[Lineage]) -> Reads:
     """Returns how an equation reads its operands, given the readers of its results."""
-    results, ends = found & ~Reads.ENDS, found & Reads.ENDS
+    results = found & READERS
     if at_region_edge(marked_path(equation)):
       return _IN_HALF
     path = functools.reduce(inside, [marked_path(call) for call, _ in calls], "")
@@ -164,7 +166,8 @@ class Readers(Backward[Reads]):
       return Reads.ORDER
     if listed in ("deny", "opaque", "call"):
       algebra = Reads.ALGEBRA if has(equation, Trait.ALGEBRA) else results & Reads.ALGEBRA
-      is_norm = has(equation, Trait.STORES_RESULT) and ends == Reads.PRODUCT and not below_backward(calls)
+      is_norm = has(equation, Trait.STORES_RESULT) and found & ENDS == Reads.PRODUCT
+      is_norm = is_norm and not below_backward(calls)
       return Reads.FLOAT32 | algebra | (Reads.NORM if is_norm else results & Reads.NORM)
     return _followed(equation, results)
 
@@ -195,7 +198,7 @@ class Readers(Backward[Reads]):
       return Code.FILTER
     if any(equation in loop_facts(call, self._rules).recurrent for call, _ in calls):
       return Code.RECURRENCE
-    if backward or not operands or not only_float32(reads & ~Reads.ENDS):
+    if backward or not operands or not only_float32(reads & READERS):
       return None
     # A lookup in a table that layers read is a layer; a product of constants and activations on the way, too.
     # In a rule of the user's, what follows is unknown.
@@ -355,7 +358,7 @@ class Program:
     operands = [self.lineages[outer][a] for a in call.invars][: len(body.invars)]
     tangents = [Lineage(False, True, None, real=True)] * (len(body.invars) - len(operands))
     _add(Lineages(self.rules).solve(jaxpr, [*operands, *tangents], calls), rule.lineages)
-    results = [self.reads[outer][v] & ~Reads.ENDS for v in call.outvars][: len(body.outvars)]
+    results = [self.reads[outer][v] & READERS for v in call.outvars][: len(body.outvars)]
     others = [Reads.NONE] * (len(body.outvars) - len(results))
     _add(rule.readers.solve(jaxpr, [*results, *others], calls), rule.reads)
     return rule
