@@ -15,13 +15,12 @@ import jax
 import numpy as np
 
 from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
-from mpjax.casting._calls import Wanted
 from mpjax.casting._cast_plan import Call, CastPlan, Mode, Node
 from mpjax.casting._decision_rules import Case, decision_of
 from mpjax.casting._gradient_sums import adds_many
 from mpjax.casting._islands import Segments, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
-from mpjax.casting._loops import why_in_solver
+from mpjax.casting._loops import Wanted, why_in_solver
 from mpjax.casting._program import (
   ENDS,
   NOWHERE,

@@ -10,7 +10,6 @@ from jax.extend.core import primitives
 
 from mpjax._types import Atom, JaxprEqn
 from mpjax.casting import _fp8_products
-from mpjax.casting._calls import decide_bodies
 from mpjax.casting._cast_plan import Mode, Node
 from mpjax.casting._higher_order import EMIT, LOOPS
 from mpjax.casting._kinds import (
@@ -29,6 +28,7 @@ from mpjax.casting._kinds import (
   small,
   strongest,
 )
+from mpjax.casting._loops import decide_bodies
 from mpjax.casting._program import Reads, in_half_alone, in_order_alone, only_float32
 from mpjax.casting._reasons import Code
 from mpjax.casting._sources import states_precision
