@@ -8,17 +8,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from mpjax._types import Array, Jaxpr, JaxprEqn, PyTree, Var
-from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._fp8_products import Fp8Product
 from mpjax.casting._kinds import Held
 from mpjax.casting._reasons import Code
 from mpjax.jaxpr import backward_depth, in_region
 from mpjax.products import has_own_gradients
+
+if TYPE_CHECKING:
+  from mpjax.casting._decide import Body
 
 
 class Mode(enum.Enum):
@@ -118,25 +120,23 @@ class Call:
   """A higher-order equation whose bodies are decided.
 
   Attributes:
+    around: the body that it is in, which decides about its bodies, and about the program of a custom
+      derivative or batching rule, which does not exist before JAX differentiates or batches.
     equation: the equation.
     path: its module path.
     half: the compute dtype of its bodies; `None` for float32.
     solver: why that is float32, if it is the body of a solver.
-    rules: the rules.
-    decide: returns the plan of a body, or of the program of a custom derivative or batching rule, which does
-      not exist before JAX differentiates or batches; see `Body.decide`.
     ins: how its operands are held.
     plans: the plans of its bodies, in the order of its layout.
     outs: how its results are held.
     carry: the carries of a loop.
   """
 
+  around: Body
   equation: JaxprEqn
   path: str
   half: np.dtype | None
   solver: Code | None
-  rules: CastingRules
-  decide: Callable[..., CastPlan]
   ins: tuple[Held, ...]
   plans: tuple[CastPlan, ...] = ()
   outs: tuple[Held, ...] = ()

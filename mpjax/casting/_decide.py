@@ -179,14 +179,11 @@ class Body:
     if not solver and (*self.calls, (equation, 0)) in self.program.exact:
       solver = Code.REPEATS_SOLVER
     half = None if solver and not self.rules.overrides.is_set(path) else half
-    decide = functools.partial(self.decide, equation, path, solver)
-    return Call(equation, path, half, solver, self.rules, decide, tuple(held))
+    return Call(self, equation, path, half, solver, tuple(held))
 
   def decide(
     self,
-    equation: JaxprEqn,
-    path: str,
-    solver: Code | None,
+    call: Call,
     closed: AnyJaxpr,
     i: int,
     held: Sequence[Held],
@@ -198,9 +195,7 @@ class Body:
     """Returns the plan of a body of a call.
 
     Args:
-      equation: the call.
-      path: its module path.
-      solver: why its bodies are in float32, if they are of a solver.
+      call: the call.
       closed: the body, or a derivative rule of the call.
       i: the number of the body in the layout of the call; -1 for a rule.
       held: how its inputs are held.
@@ -208,7 +203,7 @@ class Body:
       tangents: how many of its last inputs are tangents.
       gradients: for a backward rule, which outputs are gradients of parameters.
     """
-    calls, kind, p = (*self.calls, (equation, i)), call_kind(equation), equation.params
+    calls, kind, p = (*self.calls, (call.equation, i)), call_kind(call.equation), call.equation.params
     program = self.program if i >= 0 else self.program.of_rule(closed, calls, gradients is not None)
     inner = Body(
       program,
@@ -216,8 +211,8 @@ class Body:
       [*(initial(v.aval) for v in open_jaxpr(closed).constvars), *held],
       self,
       calls,
-      path,
-      solver,
+      call.path,
+      call.solver,
       is_whole=self.is_whole and kind is not None and kind.is_plain and calls in program.lineages,
       # Islands in a checkpoint of the user's would be recomputed twice: by it and by their own.
       islands=self.islands and kind is not CallKind.REMAT,

@@ -283,7 +283,7 @@ def _emit_rule(
   with tracing(Regions(call.half, instead=tracing.value.instead)):
     closed = jax.make_jaxpr(flat)(*like)
   of_parameters = gradients() if gradients else None
-  plan = call.decide(closed, -1, held, tangents=tangents, gradients=of_parameters)
+  plan = call.around.decide(call, closed, -1, held, tangents=tangents, gradients=of_parameters)
   return emit(plan, [*constants_of(closed), *operands]), plan.outs
 
 

@@ -87,10 +87,7 @@ def loop_facts(call: JaxprEqn, rules: CastingRules) -> LoopFacts:
 def why_in_solver(calls: Calls, rules: CastingRules, path: str = "") -> Code | None:
   """Returns why equations inside some calls run in float32 under every policy; `None` if they do not.
 
-  Args:
-    calls: the calls, outermost first.
-    rules: the rules; an override of the carry of a loop has the last word.
-    path: the module path of the outermost.
+  An override of the carry of a loop has the last word. `path` is the module path of the outermost.
   """
   for call, _ in calls:
     path = inside(path, marked_path(call))
@@ -251,7 +248,9 @@ def decide_bodies(call: Call, wanted: Wanted) -> Call:
   if call_kind(call.equation) in (CallKind.SCAN, CallKind.WHILE):
     return _decide_loop(call, layout, wanted)
   bodies = enumerate(layout.bodies)
-  plans = tuple(call.decide(jaxpr, i, [call.ins[k] for k in ins], wanted) for i, (jaxpr, ins, _) in bodies)
+  plans = tuple(
+    call.around.decide(call, jaxpr, i, [call.ins[k] for k in ins], wanted) for i, (jaxpr, ins, _) in bodies
+  )
   outs = plans[0].outs
   if len(plans) > 1:
     outs = tuple(_of_branches(column) for column in zip(*(plan.outs for plan in plans), strict=True))
@@ -266,17 +265,19 @@ def _of_branches(held: Sequence[Held]) -> Held:
 
 def _decide_loop(call: Call, layout: CallLayout, wanted: Wanted) -> Call:
   """Decides about a loop, whose carry leaves its step as it enters."""
-  n, start, last = len(layout.carry), layout.carry.start, len(layout.bodies) - 1
+  rules, n, start, last = call.around.rules, len(layout.carry), layout.carry.start, len(layout.bodies) - 1
 
   def decide(i: int, carry: Sequence[Held]) -> CastPlan:
     body, ins = layout.bodies[i], [*call.ins[:start], *carry, *call.ins[start + n :]]
-    return call.decide(body.jaxpr, i, [ins[k] for k in body.operands], [*[None] * n, *wanted[n:]])
+    return call.around.decide(
+      call, body.jaxpr, i, [ins[k] for k in body.operands], [*[None] * n, *wanted[n:]]
+    )
 
-  set_at = lambda i: call.rules.overrides.at(inside(call.path, f"carry_{i}")).loop_carry
+  set_at = lambda i: rules.overrides.at(inside(call.path, f"carry_{i}")).loop_carry
   entering = call.ins[start : start + n]
   settings = [None if h.kind is Kind.FIXED else set_at(i) for i, h in enumerate(entering)]
   carry = [_as_set(held, setting, call.half) for held, setting in zip(entering, settings, strict=True)]
-  layers = loop_facts(call.equation, call.rules).layers
+  layers = loop_facts(call.equation, rules).layers
   for _ in range(n + 3):  # a kind may move by one carry in each round
     plan = decide(last, carry)
     inputs = zip(plan.jaxpr.invars, layout.bodies[last].operands, strict=True)

@@ -197,13 +197,7 @@ def products(lineages: Facts[Lineage], rules: CastingRules) -> Iterator[Product]
 
 
 def sources(jaxpr: AnyJaxpr, rules: CastingRules, arguments: Sequence[int]) -> tuple[Facts[Lineage], int]:
-  """Returns the sources of a whole program's values, and which of them are parameters.
-
-  Args:
-    jaxpr: the program.
-    rules: the rules.
-    arguments: for each of its inputs, the number of the argument that it is a leaf of.
-  """
+  """Returns the sources of a whole program's values, and which of them are parameters; see `Program.of`."""
   inputs = [
     Lineage(
       False,
@@ -283,10 +277,7 @@ def is_product(equation: JaxprEqn, rules: CastingRules) -> bool:
 def is_layer(equation: JaxprEqn, rules: CastingRules, of_matrices: bool = False) -> bool:
   """Returns whether an equation is a convolution or a product, other than of two vectors.
 
-  Args:
-    equation: any equation.
-    rules: the rules.
-    of_matrices: also not of a matrix and a vector, as in power iterations.
+  `of_matrices`: also not of a matrix and a vector, as in power iterations.
   """
   if rules.list_of(equation.primitive) != "allow":
     return False
