@@ -31,6 +31,7 @@ from mpjax.casting._program import (
   below_backward,
   in_half_alone,
   in_one_pass,
+  is_whole,
 )
 from mpjax.casting._reasons import Code
 from mpjax.casting._sources import Lineage
@@ -64,7 +65,6 @@ class Body:
     calls: the calls around it, outermost first.
     path: its module path.
     solver: why it is in float32 under every policy, such as the body of a solver; otherwise `None`.
-    is_whole: whether no derivative or batching rule is around it, so that the products around it are known.
     islands: whether to make islands: not inside a checkpoint of the user's.
     in_loop: whether it is a step of a `scan`, whose backward pass is another loop.
     tangents: how many of its last inputs are tangents, in which it must stay linear.
@@ -78,7 +78,6 @@ class Body:
   calls: Calls = ()
   path: str = ""
   solver: Code | None = None
-  is_whole: bool = True
   islands: bool = True
   in_loop: bool = False
   tangents: int = 0
@@ -91,8 +90,8 @@ class Body:
     self.held: dict[Var, Held] = dict(zip(self.inputs, self.inputs_held, strict=True))
     self.widened: set[Var] = set()  # values that the user's program widens from float16
     self.lineages: Facts[Lineage] | None = self.program.lineages.get(self.calls)
-    # Also known, if no derivative rule is around it: which values come after layers, and before them.
-    self.layers = self.lineages if self.is_whole else None
+    # If no derivative or batching rule is around it, the layers around its values are known, too.
+    self.layers = self.lineages if is_whole(self.calls) else None
     unknown = [Reads.NONE] * len(self.jaxpr.outvars)
     known = self.program.reads.get(self.calls)
     self._reads = known or self.program.readers.solve(self.closed, unknown, self.calls)
@@ -141,7 +140,7 @@ class Body:
 
   def end(self, atom: Atom) -> Reads:
     """Returns what follows a value, as far as it is known."""
-    known = self.is_whole and not below_backward(self.calls)
+    known = self.layers is not None and not below_backward(self.calls)
     return self._reads[atom] & ENDS if known else Reads.NONE
 
   def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
@@ -213,7 +212,6 @@ class Body:
       calls,
       call.path,
       call.solver,
-      is_whole=self.is_whole and kind is not None and kind.is_plain and calls in program.lineages,
       # Islands in a checkpoint of the user's would be recomputed twice: by it and by their own.
       islands=self.islands and kind is not CallKind.REMAT,
       in_loop=self.in_loop or (kind is CallKind.SCAN and p["length"] > p["unroll"]),

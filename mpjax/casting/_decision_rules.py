@@ -309,7 +309,7 @@ def _quantised(case: Case, mode: Mode, outs: tuple[Held, ...], code: Code | None
   if recipe is None:
     return case.decided(mode, code, outs)
   program = case.body.program
-  role = program.roles.get(case.place) if case.body.is_whole else None
+  role = program.roles.get(case.place) if case.body.layers is not None else None
   found = _fp8_products.decide(case.equation, case.path, recipe, role, program.sites)
   return case.decided(mode, outs=outs, **found)
 

@@ -18,7 +18,7 @@ from jax.core import AbstractValue
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _compat
-from mpjax._types import Array, Atom, Jaxpr, PyTree
+from mpjax._types import Array, Jaxpr
 from mpjax.casting._cast_plan import Call
 from mpjax.casting._fp8_products import SideInputs
 from mpjax.casting._gradient_sums import MANY, use, widened
@@ -200,7 +200,7 @@ def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
     kept, known = _parted(is_traced, residuals)
     avals_out = [v.aval for v in call.equation.outvars]
     if not _compat.takes_symbolic_zeros(call.equation):
-      cotangents = [_instantiated(g) for g in cotangents]
+      cotangents = [jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in cotangents]
     # Zeros stay symbolic: a batched rule asks which results have a cotangent.
     is_given = [not isinstance(g, SymbolicZero) for g in cotangents]
     moving, still = _parted(is_given, cotangents)
@@ -238,18 +238,16 @@ def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emitter) -> l
   def _(axis_size: int, in_batched: Sequence[bool], *xs: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
     out_batched: list[bool] = []
 
-    def batched_struct(a: Atom, is_batched: bool) -> jax.ShapeDtypeStruct:
-      return jax.ShapeDtypeStruct((*([axis_size] * is_batched), *shape_of(a)), dtype_of(a))
-
-    def unflatten(leaves: Sequence[PyTree]) -> PyTree:
-      return jax.tree.unflatten(parameters["in_tree"], list(leaves))
-
     def flat(*xs: Array) -> list[Array]:
-      out, batched = parameters["rule"](axis_size, unflatten(in_batched), *unflatten(xs))
+      batched, operands = (jax.tree.unflatten(parameters["in_tree"], list(of)) for of in (in_batched, xs))
+      out, batched = parameters["rule"](axis_size, batched, *operands)
       out_batched[:] = jax.tree.leaves(batched)
       return jax.tree.leaves(out)
 
-    like = [batched_struct(a, b) for a, b in zip(call.equation.invars, in_batched, strict=True)]
+    like = [
+      jax.ShapeDtypeStruct((*([axis_size] * is_batched), *shape_of(a)), dtype_of(a))
+      for a, is_batched in zip(call.equation.invars, in_batched, strict=True)
+    ]
     out, _ = _emit_rule(call, emit, flat, like, call.ins, xs)
     return tuple(_as_results(call, out)), tuple(out_batched)
 
@@ -302,10 +300,6 @@ def _merged(flags: Sequence[bool], flagged: Sequence[Any], others: Sequence[Any]
 def _as_results(call: Call, out: Sequence[Array]) -> list[Array]:
   """Returns results of a call, the first or all, as they are held: a carry in one dtype for every step."""
   return [as_held(x, h) for x, h in zip(out, call.outs, strict=False)]
-
-
-def _instantiated(x: Array | SymbolicZero) -> Array:
-  return jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
 
 
 def _zero_like(zero: SymbolicZero, aval: AbstractValue) -> SymbolicZero:

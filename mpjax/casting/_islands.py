@@ -174,20 +174,49 @@ class Segments:
   def _cut(self) -> list[list[Node]]:
     """Returns the program in an order of execution: segments, and what is in none, each alone.
 
-    The last product is left out: it is the largest array of a language model, and the gradient of an island's
+    A segment is connected equations of the inside, and products that read them, its ends. It is open until
+    something outside it, or something behind one of its ends, reads a result. Then it stands before that, and
+    no path returns to it. What has fewer segments before it comes first, so that all ends that read a segment
+    are in it.
+
+    The last product is no end: it is the largest array of a language model, and the gradient of an island's
     result crosses a barrier, where it must exist in memory.
     """
-    makers = {v: i for i, node in enumerate(self.nodes) for v in node.equation.outvars}
-    reads = [[makers[a] for a in variables_of(node.equation.invars) if a in makers] for node in self.nodes]
-    inside = [node in self.inside for node in self.nodes]
+    nodes = self.nodes
+    makers = {v: i for i, node in enumerate(nodes) for v in node.equation.outvars}
+    reads = [[makers[a] for a in variables_of(node.equation.invars) if a in makers] for node in nodes]
+    inside = [node in self.inside for node in nodes]
     ends = [
-      _is_product(node) and any(inside[j] for j in before) and self._followed(node.equation.outvars)
-      for node, before in zip(self.nodes, reads, strict=True)
+      _is_product(node) and any(inside[j] for j in read) and self._followed(node.equation.outvars)
+      for node, read in zip(nodes, reads, strict=True)
     ]
-    effects = [i for i, node in enumerate(self.nodes) if node.equation.effects]
-    for before, i in itertools.pairwise(effects):
-      reads[i].append(before)
-    return [[self.nodes[i] for i in sorted(segment)] for segment in _segments(reads, inside, ends)]
+    for earlier, i in itertools.pairwise(i for i, node in enumerate(nodes) if node.equation.effects):
+      reads[i].append(earlier)
+    member = [here or end for here, end in zip(inside, ends, strict=True)]
+    before = [0] * len(nodes)  # segments
+    for i, read in enumerate(reads):
+      before[i] = max((before[j] + (ends[j] or (inside[j] and not member[i])) for j in read), default=0)
+    closed: list[list[int]] = []
+    open_at: dict[int, list[int]] = {}  # the open segment of each member
+    for i in sorted(range(len(nodes)), key=before.__getitem__):
+      for j in reads[i]:
+        if j in open_at and (ends[j] or not member[i]):
+          closed.append(open_at[j])
+          for k in closed[-1]:
+            del open_at[k]
+      if not member[i]:
+        closed.append([i])
+        continue
+      joined = {id(open_at[j]): open_at[j] for j in reads[i] if j in open_at}.values()
+      segment = max(joined, key=len, default=[])
+      for other in joined:
+        if other is not segment:
+          segment += other
+          open_at.update(dict.fromkeys(other, segment))
+      segment.append(i)
+      open_at[i] = segment
+    left = {id(segment): segment for segment in open_at.values()}
+    return [[nodes[i] for i in sorted(segment)] for segment in (*closed, *left.values())]
 
   def _alone(self, node: Node) -> Island | None:
     """Returns an equation as an island whose backward pass casts or broadcasts arguments again; or `None`.
@@ -324,46 +353,6 @@ class Segments:
   def _follows_product(self, v: Var) -> bool:
     """Returns whether a value is half precision, or the float32 result of a half-precision product."""
     return self.held[v].kind is Kind.HALF or (v in self.makers and _is_product(self.makers[v]))
-
-
-def _segments(
-  reads: Sequence[Sequence[int]], inside: Sequence[bool], ends: Sequence[bool]
-) -> list[list[int]]:
-  """Returns equations in an order of execution: segments, and what is in none, each alone.
-
-  A segment is connected equations of the inside, and ends that read them. It is open until something outside
-  it, or something behind one of its ends, reads a result. Then it stands before that, and no path returns to
-  it. What has fewer segments before it comes first, so that all ends that read a segment are in it.
-
-  Args:
-    reads: the equations whose results each reads, in the order of the program.
-    inside: which may be in a segment.
-    ends: which may be at the end of one.
-  """
-  member = [here or end for here, end in zip(inside, ends, strict=True)]
-  before = [0] * len(reads)  # segments
-  for i, read in enumerate(reads):
-    before[i] = max((before[j] + (ends[j] or (inside[j] and not member[i])) for j in read), default=0)
-  closed: list[list[int]] = []
-  open_at: dict[int, list[int]] = {}  # the open segment of each member
-  for i in sorted(range(len(reads)), key=before.__getitem__):
-    for j in reads[i]:
-      if j in open_at and (ends[j] or not member[i]):
-        closed.append(open_at[j])
-        for k in closed[-1]:
-          del open_at[k]
-    if not member[i]:
-      closed.append([i])
-      continue
-    joined = {id(open_at[j]): open_at[j] for j in reads[i] if j in open_at}.values()
-    segment = max(joined, key=len, default=[])
-    for other in joined:
-      if other is not segment:
-        segment += other
-        open_at.update(dict.fromkeys(other, segment))
-    segment.append(i)
-    open_at[i] = segment
-  return [*closed, *{id(segment): segment for segment in open_at.values()}.values()]
 
 
 def is_statistic(
