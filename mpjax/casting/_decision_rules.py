@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -19,10 +20,10 @@ from mpjax.casting._kinds import (
   Wide,
   castable,
   computed_from,
-  followed,
   initial,
   is_float,
   is_half,
+  joined,
   of_its_own,
   size,
   small,
@@ -329,7 +330,8 @@ def _of_follower(case: Case) -> Node | None:
   equation, body = case.equation, case.body
   if has(equation, Trait.EACH) and len(equation.invars) == len(equation.outvars):
     return case.decided(Mode.EACH, Code.EACH_ALONE, tuple(body.how(a, case.half) for a in equation.invars))
-  if not any(castable(v.aval) for v in equation.outvars):  # a comparison is exact whatever the operands
+  results = [v for v in equation.outvars if castable(v.aval)]
+  if not results:  # a comparison is exact whatever the operands
     return case.decided(Mode.FULL, Code.NOT_FLOATING, case.all_held(Held(Kind.FIXED, FLOAT32)))
   is_sum = body.rules.wide_gradients and equation.primitive is primitives.add_jaxvals_p
   if is_sum and body.leaves_backward(equation):
@@ -340,15 +342,36 @@ def _of_follower(case: Case) -> Node | None:
     return case.decided(Mode.FULL, Code.MEETS_DATA, case.all_held(Held(Kind.ISLAND, FLOAT32, wide)))
   if case.half is None:
     met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
-  results = [v for v in equation.outvars if castable(v.aval)]
-  real = [body.lineages is None or body.lineages[a].real for a in case.operands]
-  out = followed(equation, case.operands, results, met, case.half, real)
+  out = _followed(case, met, max(map(size, results)))
   if out.kind is Kind.HALF and all(in_order_alone(body.reads(v)) for v in results):
     return case.decided(Mode.FULL, Code.ORDER_ALONE, case.all_held(Held(Kind.ISLAND, FLOAT32)))
   if out.kind is Kind.HALF:
     return case.decided(Mode.HALF, Code.HALF, case.all_held(out))
   kind = strongest([out, *(h for h in met if h.kind is not Kind.HALF)])
   return case.decided(Mode.FULL, Code.WIDE if out.wide else Code[kind.name], case.all_held(out))
+
+
+def _followed(case: Case, met: Sequence[Held], largest: int) -> Held:
+  """Returns how results of a size are held that follow the operands, as they met."""
+  equation, lineages, pairs = case.equation, case.body.lineages, list(zip(case.operands, met, strict=True))
+  statistics = max((size(a) for a, h in pairs if h.kind is Kind.STATISTIC), default=0)
+  kind = strongest(met)
+  is_large = kind is Kind.STATISTIC and not (small(met) and largest <= statistics)
+  if is_large or (kind is Kind.HALF and any(h.wide for h in met)):
+    kind = Kind.ISLAND
+  out = joined(met, kind, case.half)
+  if kind in (Kind.PINNED, Kind.RUNNING):
+    out = out._replace(wide=Wide.NO)
+  if kind is Kind.HALF and has(equation, Trait.SCALES) and any(h.kind is Kind.ISLAND for h in met):
+    out = Held(Kind.ISLAND, FLOAT32)  # the half value may bring its result back into half precision's range
+  masks = [a for a, h in pairs if h.wide is Wide.SATURATES]
+  if out.wide and masks:
+    # A mask of integers times -1e9 is a mask; a value times 1e9, or plus 1e9, is a value.
+    values = any(not h.wide and (lineages is None or lineages[a].real) for a, h in pairs)
+    number = all(size(a) == 1 for a in masks) and equation.primitive is not jax.lax.select_n_p
+    if has(equation, Trait.SCALES) or number:
+      out = out._replace(wide=Wide.OVERFLOWS if values else Wide.SATURATES)
+  return out
 
 
 _RULES = (_of_region, _of_call, _of_cast, _of_other_dtypes, _of_product, _of_denied, _of_follower)

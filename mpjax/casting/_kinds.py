@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue, ShapedArray
 
-from mpjax._types import Array, ArrayLike, Atom, JaxprEqn, PyTree, Var
-from mpjax.jaxpr import Trait, has, shape_of
+from mpjax._types import Array, ArrayLike, Atom, PyTree
+from mpjax.jaxpr import shape_of
 
 FLOAT32 = np.dtype("float32")
 _HALVES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -103,38 +103,6 @@ def is_float(aval: AbstractValue) -> bool:
 def is_half(aval: AbstractValue) -> bool:
   """Returns whether a value is an array in float16 or bfloat16."""
   return is_float(aval) and getattr(aval, "dtype", FLOAT32).itemsize == 2
-
-
-def followed(
-  equation: JaxprEqn,
-  operands: list[Atom],
-  results: list[Var],
-  met: list[Held],
-  half: np.dtype | None,
-  real: list[bool],
-) -> Held:
-  """Returns how the results of an equation that follows its operands are held.
-
-  `real` says which operands come from a float input or a parameter.
-  """
-  largest = max((size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0)
-  is_small = small(met) and max(map(size, results)) <= largest
-  kind = strongest(met)
-  if (kind is Kind.STATISTIC and not is_small) or (kind is Kind.HALF and any(h.wide for h in met)):
-    kind = Kind.ISLAND
-  out = joined(met, kind, half)
-  if kind in (Kind.PINNED, Kind.RUNNING):
-    out = out._replace(wide=Wide.NO)
-  if kind is Kind.HALF and has(equation, Trait.SCALES) and any(h.kind is Kind.ISLAND for h in met):
-    out = Held(Kind.ISLAND, FLOAT32)  # the half value may bring its result back into half precision's range
-  masks = [a for a, h in zip(operands, met, strict=True) if h.wide is Wide.SATURATES]
-  if out.wide and masks:
-    # A mask of integers times -1e9 is a mask; a value times 1e9, or plus 1e9, is a value.
-    values = any(is_real and not h.wide for is_real, h in zip(real, met, strict=True))
-    number = all(size(a) == 1 for a in masks) and equation.primitive is not jax.lax.select_n_p
-    if has(equation, Trait.SCALES) or number:
-      out = out._replace(wide=Wide.OVERFLOWS if values else Wide.SATURATES)
-  return out
 
 
 def small(held: Sequence[Held]) -> bool:
