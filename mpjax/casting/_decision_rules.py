@@ -90,7 +90,7 @@ class Case:
     about: str = "",
     **more: Any,
   ) -> Node:
-    """Returns a decision about it: of its list without `listed`, for its list's reason without `code`."""
+    """Returns a decision about it. Its list decided without `listed`, and gives the reason without `code`."""
     if not self._clips:
       outs = tuple(held._replace(wide=Wide.NO) for held in outs)
     if code is None:
@@ -131,7 +131,7 @@ class Case:
     """Whether half precision meets float32 data in it, and float32 or an order is made of the result.
 
     What a norm reads is a residual stream. Data differs from row to row; a running mean, which all rows
-    share, is as a bias. Of a float32 result, the program has to return what is made of it without a layer.
+    share, is as a bias. The program has to return what float32 makes of the result without a layer.
     """
     layers, result = self.body.layers, self.equation.outvars[0]
     if layers is None or not has(self.equation, Trait.ELEMENTWISE):

@@ -179,7 +179,7 @@ class Segments:
     no path returns to it. What has fewer segments before it comes first, so that all ends that read a segment
     are in it.
 
-    The last product is no end: it is the largest array of a language model, and the gradient of an island's
+    The last product is left out: it is the largest array of a language model, and the gradient of an island's
     result crosses a barrier, where it must exist in memory.
     """
     nodes = self.nodes
