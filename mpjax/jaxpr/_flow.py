@@ -288,11 +288,6 @@ def needed(jaxpr: AnyJaxpr, outputs: Sequence[bool]) -> Facts[bool]:
   return _Needed().solve(jaxpr, outputs)
 
 
-def inputs_read(jaxpr: AnyJaxpr, outputs: Sequence[bool]) -> list[bool]:
-  """Returns which inputs of a jaxpr some of its outputs depend on."""
-  return needed(jaxpr, outputs).inputs
-
-
 def outputs_of(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
   """Returns which outputs of a jaxpr depend on some of its inputs."""
   return _Computed().solve(jaxpr, inputs).outputs

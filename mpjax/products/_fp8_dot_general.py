@@ -33,7 +33,7 @@ from mpjax.products._dimensions import (
   sum_of_tangents,
 )
 from mpjax.products._half_products import half_product
-from mpjax.products._primitives import compute_by_platform, fp8_primitive
+from mpjax.products._primitives import define, fp8_primitive
 from mpjax.products._spec import FLOAT32, Spec
 
 
@@ -249,10 +249,7 @@ def _batch(
   return fp8_dot_general_p.bind(lhs, rhs, *by_entry, dimension_numbers=dims, spec=spec), axis
 
 
-compute_by_platform(fp8_dot_general_p, _compute)
-fp8_dot_general_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[fp8_dot_general_p] = _jvp
-ad.primitive_transposes[fp8_dot_general_p] = _transpose
+define(fp8_dot_general_p, _abstract, _compute, _jvp, _transpose)
 batching.fancy_primitive_batchers[fp8_dot_general_p] = _batch
 
 

@@ -34,7 +34,7 @@ from mpjax.jaxpr import shape_of
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
 from mpjax.products._dimensions import free_dims, sum_of_tangents
 from mpjax.products._half_products import half_ragged_dot_p
-from mpjax.products._primitives import compute_by_platform, fp8_primitive
+from mpjax.products._primitives import define, fp8_primitive
 from mpjax.products._spec import FLOAT32, Spec
 
 _Scaled: TypeAlias = tuple[Array, Array]  # codes, and the units of the result that they give it
@@ -244,8 +244,5 @@ def _batch(
   return mapped, 0
 
 
-compute_by_platform(fp8_ragged_dot_p, _compute)
-fp8_ragged_dot_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[fp8_ragged_dot_p] = _jvp
-ad.primitive_transposes[fp8_ragged_dot_p] = _transpose
+define(fp8_ragged_dot_p, _abstract, _compute, _jvp, _transpose)
 batching.primitive_batchers[fp8_ragged_dot_p] = _batch

@@ -34,7 +34,7 @@ from mpjax._types import Array, JaxprEqn
 from mpjax.formats._passes import passes_of
 from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
 from mpjax.products._dimensions import Dims, gradient_product, sum_of_tangents
-from mpjax.products._primitives import PLAIN, compute_by_platform, half_primitive
+from mpjax.products._primitives import PLAIN, define, half_primitive
 from mpjax.products._spec import FLOAT32
 
 # Operands: those of JAX's product, and an original for each side (0, 1) in the parameter `originals`. A
@@ -249,10 +249,7 @@ def _with_axes_alike(
 
 
 for _own in PLAIN:
-  compute_by_platform(_own, functools.partial(_compute, _own))
-  _own.def_abstract_eval(functools.partial(_abstract, _own))
-  ad.primitive_jvps[_own] = functools.partial(_jvp, _own)
-  ad.primitive_transposes[_own] = functools.partial(_transpose, _own)
+  define(_own, *(functools.partial(rule, _own) for rule in (_abstract, _compute, _jvp, _transpose)))
 batching.fancy_primitive_batchers[half_dot_general_p] = _batch_dot
 for _own in (half_conv_p, half_ragged_dot_p):
   batching.primitive_batchers[_own] = functools.partial(_batch_as_jax, _own)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jax.extend.core import Primitive
-from jax.interpreters import mlir, xla
+from jax.interpreters import ad, mlir, xla
 
-from mpjax._types import Array, JaxprEqn
+from mpjax._types import JaxprEqn
 from mpjax.jaxpr import PrimitiveFacts, Trait, register, register_as
 
 # By primitive, the product of JAX with the same value.
@@ -59,8 +59,11 @@ def lower_as(primitive: Primitive, compute: Callable[..., Any], platform: str | 
   mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False), platform=platform)
 
 
-def compute_by_platform(primitive: Primitive, compute: Callable[..., Array]) -> None:
-  """Computes a primitive, also eagerly, by a function that is told the platform: `None` for any other."""
+def define(primitive: Primitive, type_of: Any, compute: Any, jvp: Any, transpose: Any) -> None:
+  """Gives a primitive its rules; `compute`, also called eagerly, gets the platform: `None` for any other."""
+  primitive.def_abstract_eval(type_of)
+  ad.primitive_jvps[primitive] = jvp
+  ad.primitive_transposes[primitive] = transpose
   for platform in (None, "cpu", "cuda", "rocm", "tpu"):
     lower_as(primitive, functools.partial(compute, platform=platform), platform)
   primitive.def_impl(functools.partial(xla.apply_primitive, primitive))

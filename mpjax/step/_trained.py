@@ -17,7 +17,7 @@ from jax.tree_util import DictKey, KeyPath, SequenceKey
 from mpjax._lazy import nnx
 from mpjax._types import Atom, JaxprEqn, PyTree
 from mpjax.dtypes import as_shapes, widen_floating
-from mpjax.jaxpr import Calls, Forward, dtype_of, inputs_read, is_variable
+from mpjax.jaxpr import Calls, Forward, dtype_of, is_variable, needed
 from mpjax.loss_scale import StructureError, hide, is_inexact, is_overwritten, keep_dtypes, show
 from mpjax.patterns import component_regex, named_leaves, path_text
 from mpjax.step._train_state import TrainState
@@ -202,7 +202,7 @@ def _flow_of(tx: optax.GradientTransformationExtraArgs, params: PyTree, **extra:
   untraceable = (NameError, TypeError, StructureError, jax.errors.JAXTypeError, jax.errors.JAXIndexError)
   with contextlib.suppress(*untraceable):
     jaxpr = jax.make_jaxpr(steps)(params, jax.eval_shape(tx.init, params), params).jaxpr
-    read = inputs_read(jaxpr, [True] * len(jaxpr.outvars))
+    read = needed(jaxpr, [True] * len(jaxpr.outvars)).inputs
     made = _Contents().solve(jaxpr, [_Content.ANYTHING] * len(jaxpr.invars)).outputs
     of_leaves = functools.partial(jax.tree.unflatten, jax.tree.structure(params))
     return Flow(of_leaves(read[: len(made)]), of_leaves([x is not _Content.ZEROS for x in made]))

@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.jaxpr import (
-  inputs_read,
-  live,
-  outputs_of,
-)
+from mpjax.jaxpr import live, needed, outputs_of
 
 X = np.arange(1, 4, dtype=np.float32)
 traced = lambda fun, *args: jax.make_jaxpr(fun)(*args)
@@ -78,7 +74,7 @@ def test_what_is_computed_of_what_is_what_moves_with_it_at_some_number_of_steps(
   closed = traced(lambda *args: jax.tree.leaves(PROGRAMS[name](2, *args)), *POINT)
   flags = lambda n: np.eye(n, dtype=bool).tolist()
   np.testing.assert_array_equal([outputs_of(closed, given) for given in flags(3)], moves)
-  np.testing.assert_array_equal([inputs_read(closed, given) for given in flags(moves.shape[1])], moves.T)
+  np.testing.assert_array_equal([needed(closed, given).inputs for given in flags(moves.shape[1])], moves.T)
 
 
 def test_what_a_choice_follows_from_decides_results():
@@ -86,9 +82,9 @@ def test_what_a_choice_follows_from_decides_results():
     lambda p, x, y: jax.lax.cond(p > 0, lambda a, b: (a, 1.0), lambda a, b: (b, 2.0), x, y), *X
   )
   assert outputs_of(chooses, [True, False, False]) == [True, True]
-  assert inputs_read(chooses, [False, True]) == [True, False, False]
+  assert needed(chooses, [False, True]).inputs == [True, False, False]
   loops = traced(
     lambda n, x: jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * 2), (0.0, x))[1], *X[:2]
   )
   assert outputs_of(loops, [True, False]) == [True]
-  assert inputs_read(loops, [True]) == [True, True]
+  assert needed(loops, [True]).inputs == [True, True]
