@@ -18,10 +18,9 @@ import jax
 from mpjax._compat import newer
 from mpjax._types import AnyJaxpr, JaxprEqn
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._fp8_products import Sites
+from mpjax.casting._fp8_products import ProductRole, Sites, product_roles
 from mpjax.casting._kinds import castable, is_float, size
 from mpjax.casting._loops import loop_facts, why_in_solver
-from mpjax.casting._product_roles import ProductRole, product_roles
 from mpjax.casting._reasons import Code
 from mpjax.casting._sources import (
   Lineage,
