@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -195,36 +195,27 @@ class Explanation(Shown):
     return total
 
   def _answer(self) -> list[str]:
-    reasons = []
-    for why, modules, primitives, rows in _by_reason(self, _left_out(self)):
-      size, many = sum(row.flops for row in rows), f"{len(rows)} operation{'s' * (len(rows) > 1)}"
-      share = f"{percent(size / sum(self.matrix_flops().values()))} of the FLOPs" if size else many
+    total, reasons = sum(self.matrix_flops().values()), []
+    for why, modules, primitives, rows in _by_reason(self):
+      size, many = _flops(rows), f"{len(rows)} operation{'s' * (len(rows) > 1)}"
+      share = f"{percent(size / total)} of the FLOPs" if size else many
       reasons.append(f"  {share}, {primitives} in {modules}: {why}")
-    first = _figures(self)
-    if reasons:
-      first.append(f"In float32, {'or not in FP8, ' if self.fp8 else ''}and why:")
-    return answer_lines(first, reasons, [_change(self)], rest="  {} more")
+    lead = [f"In float32, {'or not in FP8, ' if self.fp8 else ''}and why:"] if reasons else []
+    return answer_lines([*_figures(self), *lead], reasons, [_change(self)], rest="  {} more")
 
   def _sections(self) -> Iterator[Table]:
-    heads = ["why", "modules", "primitives", "operations", "flops"]
-    for name, title, not_fp8 in ("float32", "In float32", False), ("fp8", "Products not in FP8", True):
-      left_out = [row for row in _left_out(self) if (row.code in NOT_FP8) == not_fp8]
-      rows = [
-        [why, modules, primitives, str(len(alike)), _text("flops", sum(row.flops for row in alike))]
-        for why, modules, primitives, alike in _by_reason(self, left_out)
-      ]
-      yield from _table(name, f"{title}, and why", heads, rows)
-    kernels = [row for row in self.rows if row.operands]
-    kept = ("operations", "kept_bytes", "recomputed_bytes", "fenced_bytes")
-    for name, title, found, fields in (
-      ("kernels", "Kernels", kernels, ("primitive", "operands", "flops", "why")),
-      ("islands", "Float32 islands", self.islands, kept),
-      ("carries", "Loop carries", self.carries, ("primitive", "shape", "dtype", "why")),
-      ("gathers", "Parameters gathered over fsdp", self.gathers, ("shape", "kept", "dtype")),
-      ("modules", "Modules", _modules(self), _Module._fields[1:]),
-    ):
-      heads = ["path", "number", *(field.replace("_", " ") for field in fields)]
-      yield from _table(name, title, heads, _alike(self, found, fields))
+    reasons = [[*texts, str(len(rows)), _flops_text(rows)] for *texts, rows in _by_reason(self)]
+    title = f"In float32, {'or not in FP8, ' if self.fp8 else ''}and why"
+    yield from _table("reasons", title, ["why", "modules", "primitives", "operations", "flops"], reasons)
+    sizes = lambda one: map(bytes_text, (one.kept_bytes, one.recomputed_bytes, one.fenced_bytes))
+    islands = [(one.path, _few(one.operations), *sizes(one)) for one in self.islands]
+    heads = ["path", "number", "operations", "kept bytes", "recomputed bytes", "fenced bytes"]
+    yield from _table("islands", "Float32 islands", heads, _alike(self, islands))
+    carries = [(one.path, one.primitive, str(list(one.shape)), one.dtype, one.why) for one in self.carries]
+    heads = ["path", "number", "primitive", "shape", "dtype", "why"]
+    yield from _table("carries", "Loop carries", heads, _alike(self, carries))
+    heads = ["path", "number", "operations", "in float32", "flops", "products"]
+    yield from _table("modules", "Modules", heads, _alike(self, _modules(self)))
 
 
 def explain(
@@ -294,24 +285,25 @@ def explain_as_run(
     plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved)
   rules.overrides.check_all_matched()
   found = [*_explained(plan, 1, itertools.count(1))]
+  of_kind = lambda kind: tuple(one for one in found if isinstance(one, kind))
   nodes = list(plan.all_nodes())
   unknown = {n.name for n in nodes if n.listed == "opaque" and facts(n.equation) is UNKNOWN}
-  note = ""
+  notes = [f"FP8 {slow}." for slow in map(slowness, rules.overrides.recipes) if slow]
   if labels := sorted({label for node in nodes if (label := autocast_label(node.path))}):
-    note = f"The function has an autocast inside, policy {' and '.join(labels)}: it decides there, and "
-    note += f"policy {resolved.label} decides the rest"
-    note += "; the overrides of this call do not reach inside." if ops is not None or overrides else "."
-  for slow in filter(None, map(slowness, rules.overrides.recipes)):
-    note = f"FP8 {slow}. {note}".strip()
+    reach = "; the overrides of this call do not reach inside" if ops is not None or overrides else ""
+    notes.append(
+      f"The function has an autocast inside, policy {' and '.join(labels)}: it decides there, and policy "
+      f"{resolved.label} decides the rest{reach}."
+    )
   return Explanation(
     resolved,
     recompute,
-    rows=tuple(one for one in found if isinstance(one, ExplainedOperation)),
-    islands=tuple(one for one in found if isinstance(one, ExplainedIsland)),
-    carries=tuple(one for one in found if isinstance(one, ExplainedCarry)),
+    of_kind(ExplainedOperation),
+    of_kind(ExplainedIsland),
+    of_kind(ExplainedCarry),
     unknown=tuple(sorted(unknown)),
     fp8=", ".join(map(in_force, rules.overrides.recipes)),
-    note=note,
+    note=" ".join(notes),
   )
 
 
@@ -350,8 +342,7 @@ def _decided(
   casts = {(a, d) for a, d in wanted if d is not None and is_variable(a) and d != plan.held[a].dtype} - cast
   cast |= casts
   held = [(v, h) for v, h in zip(node.equation.outvars, node.outs, strict=True) if hasattr(v.aval, "shape")]
-  before = _dtype(v for v, _ in held)
-  after = before
+  before = after = _dtype(v for v, _ in held)
   if node.fp8 is not None:
     after = node.fp8.recipe.forward_dtype
   elif node.mode is Mode.HALF:
@@ -393,7 +384,7 @@ def _within(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[E
   after = _dtype(equation.outvars)
   if operands and (kernel or product):
     after = min(operands, key=lambda dtype: np.dtype(dtype).itemsize)
-  code, about = _why_within(node, equation, path, kernel)
+  code, about = _why_within(node, equation, path)
   yield ExplainedOperation(
     path=without_marks(path),
     primitive=_name(equation),
@@ -409,10 +400,10 @@ def _within(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[E
   )
 
 
-def _why_within(node: Node, equation: JaxprEqn, path: str, kernel: bool) -> tuple[Code, str]:
+def _why_within(node: Node, equation: JaxprEqn, path: str) -> tuple[Code, str]:
   """Returns the reason of an equation inside another, and what it tells."""
+  kernel, row = has(equation, Trait.KERNEL), facts(equation)
   if label := autocast_label(path):
-    row = facts(equation)
     denied = row.list == "deny" and _dtype(equation.outvars) == "float32"
     return (Code.LISTED, row.reason) if denied else (Code.AUTOCAST_INSIDE, label)
   if in_region(path):
@@ -428,8 +419,7 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
   # The other operands of the products at its end are kept with or without the island.
   read = {v for node in again for v in variables_of(node.equation.invars)}
   narrow = lambda v: island.saved is not None and plan.held[v].kind is Kind.HALF
-  inputs = [(v, island.saved if narrow(v) else dtype) for v, dtype in island.inputs if v in read]
-  kept = sum(_bytes(v, dtype) for v, dtype in inputs)
+  kept = sum(_bytes(v, island.saved if narrow(v) else dtype) for v, dtype in island.inputs if v in read)
   statistics = sum(statistics_bytes(node.equation) for node in again) if island.saved is None else 0
   results = [v for node in again for v in node.equation.outvars if is_float(v.aval)]
   return ExplainedIsland(
@@ -463,51 +453,44 @@ def _is_full(row: ExplainedOperation) -> bool:
   return row.after == row.before == "float32"
 
 
-def _left_out(one: Explanation) -> list[ExplainedOperation]:
-  """Returns the operations that are float32 under a policy of less, and the products that are not FP8."""
-  if one.policy.compute_dtype == np.float32 and not one.policy.overrides:
-    return []
-  kept = (Code.REGION, Code.IN_REGION)  # the dtypes of a region are the program's own
-  return [row for row in one.rows if row.code in NOT_FP8 or (_is_full(row) and row.code not in kept)]
+def _flops(rows: Iterable[ExplainedOperation]) -> int:
+  return sum(row.flops for row in rows)
 
 
-def _by_reason(
-  one: Explanation, rows: Iterable[ExplainedOperation]
-) -> Iterator[tuple[str, str, str, list[ExplainedOperation]]]:
-  """Yields reasons with the names of modules and primitives, and the operations.
+def _flops_text(rows: Iterable[ExplainedOperation]) -> str:
+  return with_prefix(size, "FLOP") if (size := _flops(rows)) else ""
 
-  Kernels in float32 come first, then others by size, and last what follows its operands.
+
+def _by_reason(one: Explanation) -> Iterator[tuple[str, str, str, list[ExplainedOperation]]]:
+  """Yields why operations are float32 under a policy of less, and why products are not FP8.
+
+  Each reason has the names of modules and primitives, and the operations. Kernels in float32 come first, then
+  others by size, and last what follows its operands.
   """
+  if one.policy.compute_dtype == np.float32 and not one.policy.overrides:
+    return
+  kept = (Code.REGION, Code.IN_REGION)  # the dtypes of a region are the program's own
   found: dict[str, list[ExplainedOperation]] = {}
-  for row in rows:
-    found.setdefault(row.why, []).append(row)
-  size = lambda alike: (sum(row.flops for row in alike), sum(row.bytes for row in alike))
-  by_size = sorted(found.values(), key=size, reverse=True)
-  follows = lambda alike: all(row.list == "infer" for row in alike)
-  for alike in sorted(by_size, key=lambda rows: (rows[0].code is not Code.KERNEL_IN_FLOAT32, follows(rows))):
-    primitives = [row.primitive.rpartition(":")[2] for row in alike]
-    modules = [name for name, _ in _alike(one, alike, ())]
-    yield alike[0].why, _few(modules), _few(primitives), alike
-
-
-class _Module(NamedTuple):
-  """What a module has: operations, those in float32, the FLOPs of products and their dtypes."""
-
-  path: str
-  operations: int
-  in_float32: int
-  flops: int
-  products: tuple[str, ...]
-
-
-def _modules(one: Explanation) -> Iterator[_Module]:
-  of_module: dict[str, list[ExplainedOperation]] = {}
   for row in one.rows:
-    of_module.setdefault(row.path, []).append(row)
-  for path, rows in of_module.items():
-    products = dict.fromkeys(row.after for row in rows if row.flops)
-    size = sum(row.flops for row in rows)
-    yield _Module(path, len(rows), sum(map(_is_full, rows)), size, tuple(products))
+    if row.code in NOT_FP8 or (_is_full(row) and row.code not in kept):
+      found.setdefault(row.why, []).append(row)
+
+  def order(alike: list[ExplainedOperation]) -> tuple[bool, bool, int, int]:
+    is_warning, follows = alike[0].code is Code.KERNEL_IN_FLOAT32, all(row.list == "infer" for row in alike)
+    return not is_warning, follows, -_flops(alike), -sum(row.bytes for row in alike)
+
+  for why, alike in sorted(found.items(), key=lambda item: order(item[1])):
+    modules = _few(name for name, _ in _alike(one, ((row.path,) for row in alike)))
+    yield why, modules, _few(row.primitive.rpartition(":")[2] for row in alike), alike
+
+
+def _modules(one: Explanation) -> Iterator[tuple[str, ...]]:
+  """Yields the path of each module with its operations, those in float32, its FLOPs and their dtypes."""
+  for path in dict.fromkeys(row.path for row in one.rows):
+    rows = [row for row in one.rows if row.path == path]
+    full = sum(map(_is_full, rows))
+    dtypes = _few(row.after for row in rows if row.flops)
+    yield path, str(len(rows)), str(full or ""), _flops_text(rows), dtypes
 
 
 def _figures(one: Explanation) -> list[str]:
@@ -539,35 +522,20 @@ def _change(one: Explanation) -> str:
   products = [row for row in one.rows if row.flops and row.path]
   how = "overrides= for a part that jax.named_scope names"
   if products:
-    largest = max(products, key=lambda row: (row.after != to, row.flops))
-    same = [row for row in one.rows if layer_pattern(row.path) == layer_pattern(largest.path)]
-    [(module, _)] = _alike(one, same, ())
-    how = f'overrides={{"{module.replace("*", ".*")}": "{to}"}}'
+    pattern = layer_pattern(max(products, key=lambda row: (row.after != to, row.flops)).path)
+    alike = {row.path for row in one.rows if layer_pattern(row.path) == pattern}
+    how = f'overrides={{"{merged_path(alike, alike).replace("*", ".*")}": "{to}"}}'
   return f"Change it: {how}, or full_precision(f), half_precision(f) for a function"
 
 
-def _alike(one: Explanation, found: Iterable[Any], fields: Iterable[str]) -> Iterator[list[str]]:
-  """Yields fields of what is at each path, layers that are alike once: with their name and their number."""
+def _alike(one: Explanation, found: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
+  """Yields what is at each path, layers that are alike once: with their name and their number."""
   alike: dict[tuple[str, ...], list[str]] = {}
-  for each in found:
-    cells = [_text(field, getattr(each, field)) for field in fields]
-    alike.setdefault((layer_pattern(each.path), *cells), []).append(each.path)
+  for path, *cells in found:
+    alike.setdefault((layer_pattern(path), *cells), []).append(path)
   every = {row.path for row in one.rows}.union(*alike.values())
-  for (_, *rest), paths in alike.items():
-    yield [merged_path(set(paths), every) or "(no module)", str(len(paths)), *rest]
-
-
-def _text(field: str, value: Any) -> str:
-  """Returns a field of a table as text; empty for none."""
-  if field == "shape":
-    return str(list(value))
-  if not value:
-    return ""
-  if field == "flops":
-    return with_prefix(value, "FLOP")
-  if field.endswith("bytes"):
-    return bytes_text(value)
-  return _few(map(str, value)) if isinstance(value, tuple) else str(value)
+  for (_, *cells), paths in alike.items():
+    yield [merged_path(set(paths), every) or "(no module)", str(len(paths)), *cells]
 
 
 def _few(names: Iterable[str]) -> str:

@@ -183,7 +183,6 @@ def test_what_products_alone_read_crosses_in_fp8(gather):
     "v": ("float32", "float8_e4m3fn"),
     "w": ("float32", "float8_e4m3fn"),
   }
-  assert "float8_e4m3fn" in explanation.table("gathers")
   # What is gathered for a product is its operand, unless the recipe has a margin, which a parameter's scale has not.
   with_margin, *args = in_fp8_by(gather, gather_dtype="float8_e4m3fn", fp8=FP8 | {"margin": 1})
   assert ("given=(False, True" in jaxpr) == (gather == "block")
