@@ -20,8 +20,8 @@ from flax import nnx
 import mpjax
 from benchmarks._runner import Row, markdown
 from benchmarks._timing import Stepper, in_turns
-from mpjax.numerics._pass import passes, reference_state, reference_step
-from mpjax.numerics._watcher import Watcher
+from mpjax.numerics import Watcher, reference_state, reference_step
+from mpjax.numerics._pass import passes
 from mpjax.train import load_config, make_setup
 from mpjax.zoo.models import GPT
 

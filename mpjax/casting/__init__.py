@@ -2,14 +2,21 @@
 
 A call passes through these files: `_trace.py` traces the function, `_decide.py` decides about all of it and
 returns a frozen `CastPlan`, and `_emit.py` executes the plan. `_explain.py` turns the plan into data and
-tables. mpjax code that inspects values, such as `mpjax.numerics`, passes a `Tap` to `_emit.execute`.
+tables. Other packages take `plan_of(fun, args, kwargs, policy)`, walk the nodes of its plan, and `execute` it
+with a `Tap` that sees values. Names that are not in `__all__` are for mpjax alone.
 """
 
 from typing import TYPE_CHECKING
 
 from mpjax._gone import missing
 from mpjax.casting._autocast import autocast, full_precision
-from mpjax.casting._casting_rules import OpLists
+from mpjax.casting._cast_plan import CastPlan as CastPlan, Mode as Mode, Node as Node, Tap as Tap
+from mpjax.casting._casting_rules import (
+  OpLists,
+  Overrides as Overrides,
+  make_rules as make_rules,
+  require_recompute as require_recompute,
+)
 from mpjax.casting._explain import (
   ExplainedCarry,
   ExplainedGather,
@@ -19,8 +26,15 @@ from mpjax.casting._explain import (
   explain,
   explain_as_run,
 )
-from mpjax.casting._fp8_state import init_fp8_state
-from mpjax.casting._half_precision import as_its_module as as_its_module, half_precision
+from mpjax.casting._fp8_state import fp8_weights as fp8_weights, init_fp8_state
+from mpjax.casting._half_precision import (
+  as_its_module as as_its_module,
+  float32_where_there_is_one as float32_where_there_is_one,
+  half_precision,
+)
+from mpjax.casting._kinds import castable as castable, is_float as is_float, size as size
+from mpjax.casting._nnx_modules import give_scopes as give_scopes
+from mpjax.casting._trace import Planned as Planned, plan_of as plan_of
 
 __all__ = [
   "ExplainedCarry",

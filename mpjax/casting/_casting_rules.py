@@ -179,12 +179,6 @@ class Overrides:
     """The FP8 recipes in use: none, or the policy's."""
     return {self._recipe} if any(settings.fp8 for settings in self._settings) else set()
 
-  @property
-  def has_histories(self) -> bool:
-    """Whether products may have histories of delayed scaling; asks no device."""
-    is_delayed = self._asked is not None and self._asked.recipe == "delayed"
-    return is_delayed and any(settings.fp8 for settings in self._settings)
-
   def half_at(self, path: str) -> np.dtype | None:
     """Returns the half dtype that a module computes in; `None` for float32."""
     return _half(self.at(path))

@@ -17,14 +17,14 @@ from mpjax._render.tables import Renamed, Shown, Table, answer_lines
 from mpjax._types import Atom, JaxprEqn, PolicyLike, Var
 from mpjax.casting._autocast import AUTO
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
-from mpjax.casting._casting_rules import OpLists, make_rules
+from mpjax.casting._casting_rules import OpLists
 from mpjax.casting._half_precision import explaining
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
 from mpjax.casting._kernels import runs_in_float32, way_out
 from mpjax.casting._kinds import Kind, castable, is_float
 from mpjax.casting._reasons import NOT_FP8, Code
-from mpjax.casting._trace import Traced
+from mpjax.casting._trace import plan_of
 from mpjax.fp8._hardware import in_force, slowness
 from mpjax.jaxpr import (
   UNKNOWN,
@@ -280,9 +280,8 @@ def explain_as_run(
 ) -> Explanation:
   """Returns the explanation of a function under `mpjax.autocast(fun, policy, ...)`."""
   resolved = get_policy(policy)
-  rules = make_rules(resolved, ops, overrides, recompute)
   with explaining(True):
-    plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved)
+    _, rules, _, plan = plan_of(fun, args, kwargs, resolved, ops, overrides, recompute)
   rules.overrides.check_all_matched()
   found = [*_explained(plan, 1, itertools.count(1))]
   of_kind = lambda kind: tuple(one for one in found if isinstance(one, kind))

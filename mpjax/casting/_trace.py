@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
 from mpjax._average import is_average
-from mpjax._types import Array, PyTree
-from mpjax.casting._cast_plan import CastPlan
-from mpjax.casting._casting_rules import CastingRules, Overrides
+from mpjax._types import Array, Fp8State, JaxprEqn, PolicyLike, PyTree
+from mpjax.casting._cast_plan import CastPlan, Tap
+from mpjax.casting._casting_rules import CastingRules, OpLists, Overrides, make_rules
 from mpjax.casting._decide import Body
+from mpjax.casting._emit import execute
+from mpjax.casting._fragile import fragile_equations
 from mpjax.casting._half_precision import trace
 from mpjax.casting._kinds import Held, initial, own_types
 from mpjax.casting._linen_modules import InOwnDtypes
+from mpjax.casting._loops import loop_facts
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._program import Program
 from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr, structure_of
-from mpjax.policy import Policy
+from mpjax.policy import Policy, get_policy
 
 _OUTPUTS = tuple(np.dtype(d) for d in (jax.numpy.float16, jax.numpy.bfloat16, jax.numpy.float32))
 
@@ -118,6 +121,53 @@ class Traced:
       changes = [_as(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
     self._modules.update(jax.tree.unflatten(self._changes, changes))
     return jax.tree.unflatten(self._structure, out)
+
+
+class Planned(NamedTuple):
+  """A call of a function with autocast's decisions about it, for what looks inside: see `plan_of`.
+
+  Attributes:
+    traced: the call.
+    rules: the rules.
+    policy: the policy; `None` for the function as written.
+    plan: the decisions.
+  """
+
+  traced: Traced
+  rules: CastingRules
+  policy: Policy | None
+  plan: CastPlan
+
+  def execute(self, tap: Tap | None = None, fp8_state: Fp8State | None = None) -> PyTree:
+    """Returns the function's value; `tap` inspects results of nodes on the way."""
+    results = execute(self.plan, self.traced.operands, fp8_state=fp8_state, tap=tap)
+    return self.traced.finish(results, self.policy)
+
+  def steps_are_layers(self, loop: JaxprEqn) -> bool:
+    """Returns whether the steps of a loop are layers, each with weights of its own."""
+    return any(loop_facts(loop, self.rules).layers)
+
+  def fragile(self) -> dict[JaxprEqn, str]:
+    """Returns the operations whose result half precision may destroy; see `fragile_equations`."""
+    return fragile_equations(self.plan.jaxpr, self.rules)
+
+
+def plan_of(
+  fun: Callable[..., Any],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  policy: Policy | None,
+  ops: OpLists | None = None,
+  overrides: Mapping[str, PolicyLike] | None = None,
+  recompute: str = "islands",
+) -> Planned:
+  """Decides about a call as `autocast` with these arguments does.
+
+  Without a policy, all is float32 and nothing is computed again: the function as written.
+  """
+  rules = make_rules(policy or get_policy("fp32"), ops, overrides, recompute if policy else "nothing")
+  traced = Traced(fun, args, kwargs, rules.overrides)
+  return Planned(traced, rules, policy, traced.plan(rules, policy or get_policy("fp32")))
 
 
 def to_output(tree: PyTree, policy: Policy, arguments: PyTree) -> PyTree:

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable
 
-from mpjax.casting._casting_rules import Overrides
+from mpjax.casting import Overrides
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._tensors import Tensor
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax._average import worth
 from mpjax._types import Array, PyTree
-from mpjax.casting._half_precision import float32_where_there_is_one
+from mpjax.casting import float32_where_there_is_one
 from mpjax.dtypes import cast_like
 from mpjax.loss_scale import find_scaler, hide, is_inexact, unscale
 from mpjax.numerics._batches import rows

@@ -14,12 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpjax._types import Array, Atom, Fp8State, JaxprEqn, PyTree, Var
-from mpjax.casting._cast_plan import CastPlan, Mode, Node, Tap
-from mpjax.casting._casting_rules import CastingRules, make_rules
-from mpjax.casting._emit import execute
-from mpjax.casting._kinds import castable, is_float, size
-from mpjax.casting._loops import loop_facts
-from mpjax.casting._trace import Traced
+from mpjax.casting import (
+  CastPlan,
+  Mode,
+  Node,
+  Planned,
+  Tap,
+  castable,
+  is_float,
+  plan_of,
+  size,
+)
 from mpjax.jaxpr import (
   CallKind,
   Trait,
@@ -36,8 +41,7 @@ from mpjax.jaxpr import (
   variables_of,
   without_marks,
 )
-from mpjax.numerics._fragile import fragile_equations
-from mpjax.policy import Policy, get_policy, matmul_precision
+from mpjax.policy import Policy, matmul_precision
 
 # Steps of a longer loop, or of time, are observed together.
 _LONGEST = 128
@@ -83,7 +87,7 @@ def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[...,
   """
 
   def find(*args: Any, **kwargs: Any) -> list[Point]:
-    return list(_points(*_planned(fun, args, kwargs, policy, "islands")[1:]).values())
+    return list(_points(plan_of(fun, args, kwargs, policy)).values())
 
   return find
 
@@ -112,17 +116,12 @@ def watched(
   """
 
   def run(*args: Any, **kwargs: Any) -> Any:
-    traced, plan, rules = _planned(fun, args, kwargs, policy, recompute)
-    points = _points(plan, rules)
+    planned = plan_of(fun, args, kwargs, policy, recompute=recompute)
+    points = _points(planned)
     if len(points) != len(probes):
       raise ValueError(f"{len(probes)} probes: expected one for each of the {len(points)} points")
-    results = execute(
-      plan,
-      traced.operands,
-      fp8_state=fp8_state,
-      tap=Tap({place: number for number, place in enumerate(points)}, probes, look),
-    )
-    return traced.finish(results, policy)
+    numbers = {place: number for number, place in enumerate(points)}
+    return planned.execute(Tap(numbers, probes, look), fp8_state)
 
   if policy is None:
     return run
@@ -134,29 +133,16 @@ def watched(
   return run_under
 
 
-def _planned(
-  fun: Callable[..., Any],
-  args: tuple[Any, ...],
-  kwargs: dict[str, Any],
-  policy: Policy | None,
-  recompute: str,
-) -> tuple[Traced, CastPlan, CastingRules]:
-  as_written = get_policy("fp32")
-  rules = make_rules(policy or as_written, None, None, recompute if policy else "nothing")
-  traced = Traced(fun, args, kwargs, rules.overrides)
-  return traced, traced.plan(rules, policy or as_written), rules
-
-
-def _points(plan: CastPlan, rules: CastingRules) -> dict[tuple[Node, int], Point]:
+def _points(planned: Planned) -> dict[tuple[Node, int], Point]:
   """Returns the observed results, by decision and position, in program order."""
-  return dict(_walk(plan, (), (), rules, fragile_equations(plan.jaxpr, rules), collections.Counter()))
+  return dict(_walk(planned.plan, (), (), planned, planned.fragile(), collections.Counter()))
 
 
 def _walk(
   plan: CastPlan,
   steps: tuple[int, ...],
   repeats: tuple[int, ...],
-  rules: CastingRules,
+  planned: Planned,
   kinds: Mapping[JaxprEqn, str],
   seen: collections.Counter[tuple[str, str]],
 ) -> Iterator[tuple[tuple[Node, int], Point]]:
@@ -164,7 +150,7 @@ def _walk(
   for node in plan.nodes:
     if _is_entered(node):
       for inner in node.call.plans if node.call else ():
-        yield from _walk(inner, *_loops_inside(node, steps, repeats, rules), rules, kinds, seen)
+        yield from _walk(inner, *_loops_inside(node, steps, repeats, planned), planned, kinds, seen)
       continue
     for i, variable in enumerate(node.equation.outvars):
       if variable in chosen:
@@ -172,14 +158,15 @@ def _walk(
 
 
 def _loops_inside(
-  node: Node, steps: tuple[int, ...], repeats: tuple[int, ...], rules: CastingRules
+  node: Node, steps: tuple[int, ...], repeats: tuple[int, ...], planned: Planned
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """Returns the loops around a body whose steps are kept apart, and those inside them."""
   if call_kind(node.equation) is not CallKind.SCAN:
     return steps, repeats
   length = times_run(node.equation)
   # If its steps are not layers, each with its own weights, they are steps of time.
-  if repeats or not any(loop_facts(node.equation, rules).layers) or math.prod((*steps, length)) > _LONGEST:
+  layers = planned.steps_are_layers(node.equation)
+  if repeats or not layers or math.prod((*steps, length)) > _LONGEST:
     return steps, (*repeats, length)
   return (*steps, length), repeats
 

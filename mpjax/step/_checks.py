@@ -13,7 +13,7 @@ from mpjax._average import Average, is_average
 from mpjax._calls import is_linen_module
 from mpjax._lazy import nnx
 from mpjax._types import Array, PyTree
-from mpjax.casting._casting_rules import make_rules
+from mpjax.casting import make_rules
 from mpjax.loss_scale import is_inexact
 from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, brief

@@ -17,9 +17,7 @@ from mpjax._average import Average, constant, divided, is_average, nonzero
 from mpjax._calls import misfit
 from mpjax._lazy import nnx
 from mpjax._types import Array, ArrayLike, LossFunction, Metrics, PyTree
-from mpjax.casting import autocast
-from mpjax.casting._casting_rules import require_recompute
-from mpjax.casting._nnx_modules import give_scopes
+from mpjax.casting import autocast, give_scopes, require_recompute
 from mpjax.dtypes import at_least_float32, cast_like, one_of, widen_floating
 from mpjax.loss_scale import find_scaler, map_parts
 from mpjax.policy import Policy

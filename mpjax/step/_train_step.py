@@ -22,7 +22,6 @@ from mpjax._average import is_average, worth
 from mpjax._lazy import nnx
 from mpjax._types import Array, LossFunction, Metrics, PolicyLike, PyTree
 from mpjax.casting import ExplainedGather, Explanation, explain_as_run, init_fp8_state
-from mpjax.casting._casting_rules import Overrides
 from mpjax.fp8._delayed import grow_gradients
 from mpjax.loss_scale import (
   all_finite,
@@ -77,7 +76,7 @@ class TrainStep:
     self.tx, self._exact_tx = wrap(), wrap(give_new=True)
     self.loss = StepLoss(loss_fn, options)
     self.kept: dict[Hashable, Any] = {}  # what tools made of this step: programs, the step under a policy
-    self.needs_batch = Overrides(self.policy, None).has_histories
+    self.needs_batch = self.policy.fp8 is not None and self.policy.fp8.recipe == "delayed"
     self._jitted_gradients = jax.jit(self.loss_and_gradients)
     self._jitted_user_state = jax.jit(self._user_state)
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if options.donate else ())

@@ -25,7 +25,7 @@ from jaxtyping import Float
 
 from mpjax._render.plain_text import bytes_text
 from mpjax._types import Array, ArrayLike, PyTree
-from mpjax.casting._fp8_state import fp8_weights
+from mpjax.casting import fp8_weights
 from mpjax.dtypes import cast_floating
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import BLOCKS

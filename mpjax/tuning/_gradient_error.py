@@ -14,8 +14,7 @@ from mpjax._types import Array, PyTree
 from mpjax.dtypes import at_least_float32
 from mpjax.jaxpr import layer_pattern
 from mpjax.loss_scale import LossScaleState, find_scaler
-from mpjax.numerics._batches import rows
-from mpjax.numerics._pass import reference_state, reference_step
+from mpjax.numerics import reference_state, reference_step, rows
 from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step

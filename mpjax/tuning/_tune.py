@@ -19,8 +19,7 @@ from mpjax.casting import Explanation
 from mpjax.dtypes import as_shapes
 from mpjax.formats import fp8_time
 from mpjax.fp8._hardware import on_units
-from mpjax.numerics._arguments import on_axes_of, step_of
-from mpjax.numerics._batches import listed, rows
+from mpjax.numerics import listed, on_axes_of, rows, step_of
 from mpjax.planner import Target, get_target, plan, presets_of
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep

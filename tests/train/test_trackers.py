@@ -13,7 +13,7 @@ import pytest
 import mpjax
 
 # Counts calls of the pass that makes the figures.
-from mpjax.numerics._watcher import Watcher
+from mpjax.numerics import Watcher
 from tests.train._runs import curve, refused, train, train_until_killed, write_line
 
 BOTH = "train.trackers=[tensorboard,wandb]"

@@ -16,7 +16,8 @@ import mpjax
 
 # Which kernel is taken, and a step in float32 beside another, of what no run of this machine shows.
 # What an inspection compiles for another device is not seen from outside.
-from mpjax.numerics._pass import passes, reference_state, reference_step
+from mpjax.numerics import reference_state, reference_step
+from mpjax.numerics._pass import passes
 from mpjax.registry._task import ModelInfo
 from mpjax.zoo.models import GPT, _fused_attention, gpt_sharding
 from mpjax.zoo.models._attention import attention

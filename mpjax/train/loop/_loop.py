@@ -15,7 +15,7 @@ import numpy as np
 from grain import DatasetIterator
 
 from mpjax._types import PyTree
-from mpjax.numerics._watcher import Watcher
+from mpjax.numerics import Watcher
 from mpjax.sharding._checksums import NonFiniteLeaves
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck, signal_name
