@@ -14,6 +14,13 @@ from mpjax.policy import Policy, get_policy
 _ATTRIBUTE = "_autocast_"
 
 
+class _NotGiven(str):
+  """The policy of a call that names none: the same string, distinguished by its type."""
+
+
+AUTO = _NotGiven("auto")
+
+
 class OwnAutocast(NamedTuple):
   """What a function that `autocast` returned was made of.
 

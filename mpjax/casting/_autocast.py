@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Never, NoReturn
@@ -12,25 +13,26 @@ from typing import Any, Never, NoReturn
 import jax
 
 from mpjax._calls import is_linen_module, is_policy, refuse_keywords
-from mpjax._own_autocast import OwnAutocast
+from mpjax._own_autocast import AUTO, OwnAutocast
 from mpjax._types import Array, Fp8State, PolicyLike
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._casting_rules import CastingRules, OpLists, make_rules
 from mpjax.casting._emit import array_of, execute
+from mpjax.casting._explain import kernels_in_float32
 from mpjax.casting._half_precision import NO_REGIONS, explaining, tracing
-from mpjax.casting._kernels import kernels_in_float32, warn_of_kernels
 from mpjax.casting._linen_modules import bound_module, with_variables
 from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION, as_function, autocast_scope, is_variable, known_primitives, open_jaxpr
-from mpjax.policy import Policy, get_policy, matmul_precision, warn_of_bare_dtype, warn_without_scale
+from mpjax.policy import (
+  Policy,
+  PrecisionWarning,
+  get_policy,
+  matmul_precision,
+  warn_of_bare_dtype,
+  warn_without_scale,
+)
 
-
-class _NotGiven(str):
-  """The policy of a call that names none: the same string, distinguished by its type."""
-
-
-AUTO = _NotGiven("auto")
 _MOST_PROGRAMS = 8  # of a function
 
 _ELSEWHERE = {
@@ -144,7 +146,7 @@ def autocast(
     )
 
   warn_of_bare_dtype(policy)
-  if isinstance(policy, _NotGiven):
+  if policy is AUTO:
     warn_without_scale(policy, "autocast cannot apply a loss scale")
 
   @functools.wraps(fun)
@@ -165,7 +167,9 @@ def autocast(
         def run(*args: Any, **kwargs: Any) -> Any:
           traced = Traced(fun, args, kwargs, rules.overrides)
           program = program_of(fun, traced, rules, resolved)
-          warn_of_kernels(program.kernels)
+          for kernel in program.kernels:
+            said = f"under autocast {kernel}; if that is intended, put it into mpjax.full_precision"
+            warnings.warn(said, PrecisionWarning, **_fp8_products.AT_THE_USER)
           return traced.finish(program(traced.operands, fp8_state), resolved)
 
         return run
@@ -209,7 +213,7 @@ class Program:
 
   Attributes:
     plan: the decisions.
-    kernels: the kernels that stay in float32, by name.
+    kernels: why kernels stay in float32, for a warning of each.
   """
 
   def __init__(self, plan: CastPlan):

@@ -8,21 +8,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
+from mpjax import _compat
 from mpjax._calls import require_call
-from mpjax._own_autocast import own_autocast
+from mpjax._own_autocast import AUTO, own_autocast
 from mpjax._render.plain_text import bytes_text, percent, with_prefix
 from mpjax._render.tables import Renamed, Shown, Table, answer_lines
 from mpjax._types import Atom, JaxprEqn, PolicyLike, Var
-from mpjax.casting._autocast import AUTO
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import OpLists
 from mpjax.casting._half_precision import explaining
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
-from mpjax.casting._kernels import runs_in_float32, way_out
-from mpjax.casting._kinds import Kind, castable, is_float
+from mpjax.casting._kinds import FLOAT32, Kind, castable, is_float
 from mpjax.casting._reasons import NOT_FP8, Code
 from mpjax.casting._trace import plan_of
 from mpjax.fp8._hardware import in_force, slowness
@@ -306,6 +306,13 @@ def explain_as_run(
   )
 
 
+def kernels_in_float32(plan: CastPlan) -> list[str]:
+  """Returns the reasons of the kernels that a half-precision policy leaves in float32, each with a name."""
+  nodes = (node for node in plan.all_nodes() if node.half is not None and node.call is None)
+  rows = (row for node in nodes for row in _within(node, node.equation, node.path, 1))
+  return sorted({row.why for row in rows if row.code is Code.KERNEL_IN_FLOAT32})
+
+
 def _explained(
   plan: CastPlan, times: int, numbers: Iterator[int]
 ) -> Iterator[ExplainedOperation | ExplainedIsland | ExplainedCarry]:
@@ -407,9 +414,23 @@ def _why_within(node: Node, equation: JaxprEqn, path: str) -> tuple[Code, str]:
     return (Code.LISTED, row.reason) if denied else (Code.AUTOCAST_INSIDE, label)
   if in_region(path):
     return Code.IN_REGION, "kernel" if kernel else "product"
-  if node.half is not None and runs_in_float32(equation, path):
-    return Code.KERNEL_IN_FLOAT32, way_out(equation)
+  if kernel and node.half is not None and _is_float32_kernel(equation):
+    return Code.KERNEL_IN_FLOAT32, _name_of_kernel(equation)
   return (Code.KERNEL, "") if kernel else (node.code, node.about)
+
+
+def _is_float32_kernel(equation: JaxprEqn) -> bool:
+  """Returns whether a kernel is only for float32, and not for codes with float32 scales."""
+  dtypes = [dtype_of(a) for a in equation.invars if hasattr(a.aval, "dtype")]
+  floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
+  return floats == {FLOAT32} and not any(dtype in (jnp.int8, jnp.uint8, jnp.int4) for dtype in dtypes)
+
+
+def _name_of_kernel(equation: JaxprEqn) -> str:
+  """Returns the name of a kernel, or of its primitive."""
+  p = equation.params
+  name = p.get("name") or p.get("target_name") or ("jaxpr" in p and _compat.function_name(p["jaxpr"]))
+  return name if name and isinstance(name, str) else equation.primitive.name
 
 
 def _island(island: Island, plan: CastPlan, number: int, times: int) -> ExplainedIsland:

@@ -9,6 +9,7 @@ mark the inside, which autocast leaves alone, and the casts at the edges, whose 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from mpjax.casting._casting_rules import Overrides
 from mpjax.casting._kinds import castable
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.jaxpr import (
+  HALF_PRECISION,
   REGION_EDGE,
   bodies_of,
   in_region,
@@ -30,7 +32,6 @@ from mpjax.jaxpr import (
   marked_path,
   open_jaxpr,
   region_mark,
-  region_scope,
   without_marks,
 )
 
@@ -38,51 +39,36 @@ _MOST_TRACES = 4
 _traces = itertools.count()
 
 
+@dataclasses.dataclass(frozen=True)
 class Regions:
   """The dtype of each region of one trace.
 
-  If all regions are in modules of one policy, all traces share this object, and so JAX's caches. Otherwise
-  the module of a region is known only after the trace: regions are numbered in the order of the trace,
-  which is the same at the next trace.
-
-  Args:
-    usual: the usual half dtype of regions; `None` for float32.
-    others: by number, the dtype of regions in other modules; `None`: not numbered.
-    instead: for regions that do not take float32 where `usual` is float32, the dtype in which they run
-      instead of raising their error.
+  If all regions are in modules of one policy, these are equal for all traces, which share JAX's caches.
+  Otherwise the module of a region is known only after the trace: regions are numbered in the order of the
+  trace, which is the same at the next trace.
 
   Attributes:
-    strict: the numbers of the regions that run in `usual` alone.
+    usual: the usual half dtype of regions; `None` for float32.
+    instead: for regions that do not take float32 where `usual` is float32, the dtype in which they run
+      instead of raising their error.
+    trace: the number of this trace; `None`: its regions are not numbered.
+    others: by number, the dtype of regions in other modules.
+    entered: whether each region so far runs in `usual` alone.
   """
 
-  def __init__(
-    self,
-    usual: np.dtype | None,
-    others: Mapping[int, np.dtype | None] | None = None,
-    instead: np.dtype | None = None,
-  ):
-    self.usual = usual
-    self.others = others
-    self.instead = instead
-    self.trace = None if others is None else next(_traces)
-    self._key = (usual, instead, self.trace)
-    self.strict: set[int] = set()
-    self._numbers = itertools.count()
-
-  def __hash__(self) -> int:
-    return hash(self._key)
-
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, Regions) and self._key == other._key
+  usual: np.dtype | None
+  instead: np.dtype | None = None
+  trace: int | None = None
+  others: Mapping[int, np.dtype | None] = dataclasses.field(default_factory=dict, compare=False)
+  entered: list[bool] = dataclasses.field(default_factory=list, compare=False)
 
   def enter(self, strict: bool) -> tuple[np.dtype | None, str]:
     """Returns the dtype and the scope of the next region."""
-    if self.others is None:
-      return self.usual, region_scope()
-    number = next(self._numbers)
-    if strict:
-      self.strict.add(number)
-    return self.others.get(number, self.usual), region_scope(f"{self.trace}.{number}")
+    if self.trace is None:
+      return self.usual, HALF_PRECISION
+    number = len(self.entered)
+    self.entered.append(strict)
+    return self.others.get(number, self.usual), f"{HALF_PRECISION}#{self.trace}.{number}"
 
 
 NO_REGIONS = Regions(None)
@@ -217,27 +203,24 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
   usual = overrides.any_half
   with tracing(Regions(usual)):
     closed = make()
-  if known == [usual]:
-    return closed
-  if all(found == usual for *_, found in _regions(closed, overrides, "")):
+  if known == [usual] or all(own == usual for _, own in _regions(closed, overrides, "")):
     return closed
   others: dict[int, np.dtype | None] = {}
   for _ in range(_MOST_TRACES):  # a derivative rule may have other regions in another dtype
-    regions = Regions(usual, others)
+    regions = Regions(usual, trace=next(_traces), others=others)
     with tracing(regions):
       closed = make()
     found: dict[int, np.dtype | None] = {}
     for path, own in _regions(closed, overrides, ""):
       of_trace, _, number = region_mark(path).partition(".")
       if of_trace == str(regions.trace):  # not of an inner autocast
-        n = int(number)
-        if n in regions.strict and own != usual and overrides.is_set(path):
+        if regions.entered[int(number)] and own != usual and overrides.is_set(path):
           raise ValueError(
             f"a half_precision region in {without_marks(path)!r}, which an override computes in "
             f"{own or 'float32'}, and regions in {usual}: write mpjax.full_precision in its place, or leave "
             "the module out of the override"
           )
-        found[n] = None if found.get(n, own) is None else own  # float32 is the widest
+        found[int(number)] = None if found.get(int(number), own) is None else own  # float32 is the widest
     if all(others.get(i, usual) == own for i, own in found.items()):
       break
     others = others | found

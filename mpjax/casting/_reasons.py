@@ -38,7 +38,10 @@ class Code(enum.Enum):
 
   # Kernels.
   KERNEL = "a kernel: it stays in the dtypes of the program"
-  KERNEL_IN_FLOAT32 = "a kernel that runs in float32: {}"
+  KERNEL_IN_FLOAT32 = (
+    "the kernel {} runs in float32: wrap the function that calls it, also one of another's module, as in "
+    "module.function = mpjax.half_precision(module.function)"
+  )
 
   # Products that keep float32.
   SUM_OF_PRODUCTS = "a sum of products, on no matrix unit: it accumulates as one"

@@ -139,11 +139,6 @@ def without_marks(path: str) -> str:
   return "/".join(part for part in path.split("/") if _unnumbered(part) not in _MARKS)
 
 
-def region_scope(mark: str = "") -> str:
-  """Returns the scope of a `half_precision` region; with a mark if a trace has several to tell apart."""
-  return f"{HALF_PRECISION}#{mark}" if mark else HALF_PRECISION
-
-
 def region_mark(path: str) -> str:
   """Returns the mark of the outermost region that a marked path is in; empty without one."""
   parts = (part.partition("#") for part in path.split("/"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from mpjax._render.plain_text import percent, power_of_two_text
 from mpjax.numerics import _rules as rules
 from mpjax.numerics._report import Advice, NumericsReport
 from mpjax.numerics._rules import Look
-from mpjax.patterns import component_regex
+from mpjax.patterns import component_regex, layer_pattern
 from mpjax.policy import Policy, as_changes, get_policy
 
 
@@ -126,10 +125,9 @@ def _overrides(look: Look) -> list[Change]:
 def _patterns(modules: list[str], report: NumericsReport) -> dict[str, str]:
   """Returns override patterns, each with one of its modules; layers that are alike share a pattern."""
   everything = {t.scope for t in report.of("activation")}
-  numberless = functools.partial(re.sub, r"\d+", "*")
   patterns: dict[str, str] = {}
   for module in modules:
-    alike = {m for m in everything if numberless(m) == numberless(module)}
+    alike = {m for m in everything if layer_pattern(m) == layer_pattern(module)}
     together = len(alike) > 1 and alike <= set(modules)
     regex = re.sub(r"\d+", r"\\d+", module) if together else re.escape(module).replace(r"\-", "-")
     # Does not match submodules if values inside the module are observed, too.

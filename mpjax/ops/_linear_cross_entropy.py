@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,20 +31,6 @@ _FLOAT16_SCALE = 1024.0
 # this.
 _FLOAT16_SCALE_OF_X = 16.0
 _TILE = 16  # rows of a TPU's tile in half precision
-
-# What its arrays hold, and the values of its options.
-_KINDS: dict[str, tuple[type, str]] = {
-  "x": (np.floating, "floating numbers"),
-  "kernel": (np.floating, "floating numbers"),
-  "labels": (np.integer, "integers"),
-  "bias": (np.floating, "floating numbers"),
-  "where": (np.bool_, "booleans"),
-}
-_OPTIONS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-  "rows": (numbers.Integral, lambda n: n >= 1, "a positive integer"),
-  "label_smoothing": (numbers.Real, lambda n: 0 <= n < 1, "a number of at least 0 and below 1"),
-  "z_loss": (numbers.Real, lambda n: 0 <= n < math.inf, "a finite number that is not negative"),
-}
 
 
 def linear_cross_entropy(
@@ -127,8 +112,9 @@ def _check_arguments(arrays: dict[str, Any], options: dict[str, Any]) -> None:
     options: its numbers by name.
   """
   arrays = {name: x for name, x in arrays.items() if x is not None or name not in ("bias", "where")}
+  kinds = {"labels": (np.integer, "integers"), "where": (np.bool_, "booleans")}
   for name, array in arrays.items():
-    kind, words = _KINDS[name]
+    kind, words = kinds.get(name, (np.floating, "floating numbers"))
     if not jnp.issubdtype(getattr(array, "dtype", np.void), kind):
       raise TypeError(f"{name}={_shown(array)}: expected an array of {words}")
   x, kernel = arrays["x"], arrays["kernel"]
@@ -136,20 +122,20 @@ def _check_arguments(arrays: dict[str, Any], options: dict[str, Any]) -> None:
     raise ValueError(f"x={_shown(x)}: expected rows of [..., D], at least one")
   if kernel.ndim != 2 or kernel.shape[0] != x.shape[-1] or not kernel.size:
     raise ValueError(f"kernel={_shown(kernel)}: expected [{x.shape[-1]}, V], as x={_shown(x)}")
-  for name, like, shape in (
-    ("bias", "kernel", kernel.shape[1:]),
-    ("labels", "x", x.shape[:-1]),
-    ("where", "x", x.shape[:-1]),
-  ):
+  for name, like in ("bias", "kernel"), ("labels", "x"), ("where", "x"):
+    shape = kernel.shape[1:] if name == "bias" else x.shape[:-1]
     if name in arrays and arrays[name].shape != shape:
       as_of = f"as {like}={_shown(arrays[like])}"
       raise ValueError(f"{name}={_shown(arrays[name])}: expected {list(shape)}, {as_of}")
-  for name, value in options.items():
-    number, holds, words = _OPTIONS[name]
-    if not isinstance(value, number):
-      raise TypeError(f"{name}={value!r}: expected {words}")
-    if not holds(value):
-      raise ValueError(f"{name}={value}: expected {words}")
+  for name, kind, holds, words in (
+    ("rows", numbers.Integral, lambda n: n >= 1, "a positive integer"),
+    ("label_smoothing", numbers.Real, lambda n: 0 <= n < 1, "a number of at least 0 and below 1"),
+    ("z_loss", numbers.Real, lambda n: 0 <= n < math.inf, "a finite number that is not negative"),
+  ):
+    if not isinstance(options[name], kind):
+      raise TypeError(f"{name}={options[name]!r}: expected {words}")
+    if not holds(options[name]):
+      raise ValueError(f"{name}={options[name]}: expected {words}")
   _check_range(arrays["labels"], arrays.get("where"), kernel.shape[1])
 
 

@@ -186,7 +186,7 @@ def test_cudnns_attention_is_no_longer_refused(monkeypatch):
 
 def test_without_the_line_autocast_and_explain_say_it():
   attend = by_heads(lambda q, k, v: flash_attention.flash_attention(q, k, v, causal=True))
-  line = "flash_attention = mpjax.half_precision(flash_attention)"
+  line = "module.function = mpjax.half_precision(module.function)"
   for order in ("grad of autocast", "autocast of grad"):
     with pytest.warns(mpjax.PrecisionWarning, match=re.escape(line)):
       found = kernels(ORDERS[order](loss_with(attend), "bf16"), W, X)
