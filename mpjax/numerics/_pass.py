@@ -14,11 +14,11 @@ import numpy as np
 
 from mpjax._average import worth
 from mpjax._types import Array, PyTree
-from mpjax.casting import float32_where_there_is_one
+from mpjax.casting import float32_where_there_is_one, plan_of
 from mpjax.dtypes import cast_like
 from mpjax.loss_scale import find_scaler, hide, is_inexact, unscale
 from mpjax.numerics._batches import rows
-from mpjax.numerics._points import Point, find_points, watched
+from mpjax.numerics._points import Point, points_of, watched
 from mpjax.numerics._seen import Seen, on_no_axes, see
 from mpjax.numerics._updates import UpdateSums, update_sums
 from mpjax.optim import unstored
@@ -215,7 +215,7 @@ def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point
 
   def find(fun: Callable[..., Any], policy: Policy | None, **_: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-      found[:] = find_points(fun, policy)(*args, **kwargs)
+      found[:] = points_of(plan_of(fun, args, kwargs, policy)).values()
       return fun(*args, **kwargs)
 
     return run

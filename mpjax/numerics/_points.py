@@ -41,7 +41,7 @@ from mpjax.jaxpr import (
   variables_of,
   without_marks,
 )
-from mpjax.policy import Policy, matmul_precision
+from mpjax.policy import Policy
 
 # Steps of a longer loop, or of time, are observed together.
 _LONGEST = 128
@@ -75,23 +75,6 @@ class Point:
   fragile: str = ""
 
 
-def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[..., list[Point]]:
-  """Finds the values of a function that `watched` observes, in program order.
-
-  Args:
-    fun: the function.
-    policy: whatever autocast takes; `None` for the function as written.
-
-  Returns:
-    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`).
-  """
-
-  def find(*args: Any, **kwargs: Any) -> list[Point]:
-    return list(_points(plan_of(fun, args, kwargs, policy)).values())
-
-  return find
-
-
 def watched(
   fun: Callable[..., Any],
   policy: Policy | None,
@@ -105,7 +88,7 @@ def watched(
 
   Args:
     fun: the function.
-    policy: see `find_points`.
+    policy: whatever autocast takes; `None` for the function as written.
     probes: an array (or a tree of arrays) for each point, [*point.steps, *point.repeats, ...].
     look: (value, probe) -> value; it gets the probe of the current step of the loops around the value.
     recompute: as for `autocast`.
@@ -117,24 +100,17 @@ def watched(
 
   def run(*args: Any, **kwargs: Any) -> Any:
     planned = plan_of(fun, args, kwargs, policy, recompute=recompute)
-    points = _points(planned)
+    points = points_of(planned)
     if len(points) != len(probes):
       raise ValueError(f"{len(probes)} probes: expected one for each of the {len(points)} points")
     numbers = {place: number for number, place in enumerate(points)}
     return planned.execute(Tap(numbers, probes, look), fp8_state)
 
-  if policy is None:
-    return run
-
-  def run_under(*args: Any, **kwargs: Any) -> Any:
-    with matmul_precision(policy):
-      return run(*args, **kwargs)
-
-  return run_under
+  return run
 
 
-def _points(planned: Planned) -> dict[tuple[Node, int], Point]:
-  """Returns the observed results, by decision and position, in program order."""
+def points_of(planned: Planned) -> dict[tuple[Node, int], Point]:
+  """Returns the results that `watched` observes, by decision and position, in program order."""
   return dict(_walk(planned.plan, (), (), planned, planned.fragile(), collections.Counter()))
 
 

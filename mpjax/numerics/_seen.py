@@ -48,11 +48,7 @@ class Shares(NamedTuple):
   overflow: float
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("exponents", "nan", "top", "sketch"),
-  meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Seen:
   """A summary of a tensor; on the device also of each step of a loop, with its axes in front.
