@@ -34,7 +34,7 @@ from mpjax.casting._half_precision import (
 )
 from mpjax.casting._kinds import castable as castable, is_float as is_float, size as size
 from mpjax.casting._nnx_modules import give_scopes as give_scopes
-from mpjax.casting._trace import Planned as Planned, plan_of as plan_of
+from mpjax.casting._trace import Traced as Traced, plan_of as plan_of
 
 __all__ = [
   "ExplainedCarry",

@@ -165,12 +165,12 @@ def autocast(
 
       def transform(fun: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-          traced = Traced(fun, args, kwargs, rules.overrides)
-          program = program_of(fun, traced, rules, resolved)
+          traced = Traced(fun, args, kwargs, rules, resolved)
+          program = program_of(fun, traced)
           for kernel in program.kernels:
             said = f"under autocast {kernel}; if that is intended, put it into mpjax.full_precision"
             warnings.warn(said, PrecisionWarning, **_fp8_products.AT_THE_USER)
-          return traced.finish(program(traced.operands, fp8_state), resolved)
+          return traced.finish(program(traced.operands, fp8_state))
 
         return run
 
@@ -235,7 +235,7 @@ class Program:
 _programs: weakref.WeakKeyDictionary[Any, dict[Hashable, Program]] = weakref.WeakKeyDictionary()
 
 
-def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, policy: Policy) -> Program:
+def program_of(fun: Callable[..., Any], traced: Traced) -> Program:
   """Returns a decided program: a new one, or the one from the last equal trace of the function.
 
   A function is traced again for each `jit` around it, and then JAX reuses the inner `jit`s of the unchanged
@@ -243,24 +243,17 @@ def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, pol
   of the program, the rules, and the known values of its constants. The function itself is not part of it, but
   determines how long a program is kept.
 
-  Args:
-    fun: the user's function.
-    traced: a call of it.
-    rules: the rules.
-    policy: the policy of the rules.
-
   Raises:
     ValueError: for a pattern of an override or a recipe that matches nothing.
   """
-  own, programs = traced.key(rules, policy), {}
+  own, programs = traced.key(), {}
   with contextlib.suppress(TypeError):  # for an owner without a hash or weak references
     programs = _programs.setdefault(_owner(fun), {}) if own is not None else {}
-  key = (own, _key(rules))
+  key = (own, _key(traced.rules))
   program = programs.pop(key, None)
   if program is None:
-    plan = traced.plan(rules, policy)
-    rules.overrides.check_all_matched()
-    program = Program(plan)
+    program = Program(traced.plan)
+    traced.rules.overrides.check_all_matched()
   programs[key] = program
   if len(programs) > _MOST_PROGRAMS:
     del programs[next(iter(programs))]

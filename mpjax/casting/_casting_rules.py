@@ -322,8 +322,8 @@ def require_recompute(recompute: str) -> str:
 
 def make_rules(
   policy: Policy,
-  ops: OpLists | None,
-  overrides: Mapping[str, PolicyLike] | None,
+  ops: OpLists | None = None,
+  overrides: Mapping[str, PolicyLike] | None = None,
   recompute: str = "islands",
 ) -> CastingRules:
   """Returns the rules for autocast's arguments.

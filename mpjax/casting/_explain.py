@@ -281,7 +281,8 @@ def explain_as_run(
   """Returns the explanation of a function under `mpjax.autocast(fun, policy, ...)`."""
   resolved = get_policy(policy)
   with explaining(True):
-    _, rules, _, plan = plan_of(fun, args, kwargs, resolved, ops, overrides, recompute)
+    call = plan_of(fun, args, kwargs, resolved, ops=ops, overrides=overrides, recompute=recompute)
+    rules, plan = call.rules, call.plan
   rules.overrides.check_all_matched()
   found = [*_explained(plan, 1, itertools.count(1))]
   of_kind = lambda kind: tuple(one for one in found if isinstance(one, kind))

@@ -8,7 +8,7 @@ from typing import Any
 from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import OpLists, make_rules
 from mpjax.casting._sources import input_root
-from mpjax.casting._trace import Traced
+from mpjax.casting._trace import Traced, plan_of
 from mpjax.fp8 import Recipe
 from mpjax.fp8._delayed import empty_state
 from mpjax.policy import get_policy, matmul_precision
@@ -56,7 +56,7 @@ def init_fp8_state(
     if rules.overrides.nothing_to_do:
       return empty_state({})
     with matmul_precision(resolved):
-      plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved)
+      plan = Traced(fun, args, kwargs, rules, resolved).plan
     rules.overrides.check_all_matched()
     length = (resolved.fp8 or Recipe()).amax_history_len
     return empty_state(dict.fromkeys(sorted(plan.fp8_sites()), length))
@@ -77,12 +77,10 @@ def fp8_weights(fun: Callable[..., Any], policy: PolicyLike) -> Callable[..., se
   """
 
   def weights(*args: Any, **kwargs: Any) -> set[str]:
-    resolved = get_policy(policy)
-    rules = make_rules(resolved, None, None)
-    traced = Traced(fun, args, kwargs, rules.overrides)
-    plan = traced.plan(rules, resolved)
-    rules.overrides.check_all_matched()
-    found = {root for node in plan.all_nodes() if node.fp8 for root in node.fp8.roots}
+    traced = plan_of(fun, args, kwargs, get_policy(policy))
+    nodes = traced.plan.all_nodes()
+    traced.rules.overrides.check_all_matched()
+    found = {root for node in nodes if node.fp8 for root in node.fp8.roots}
     return {name for i, name in enumerate(traced.names) if input_root(i) in found}
 
   return weights

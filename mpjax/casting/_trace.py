@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
 from mpjax._average import is_average
-from mpjax._types import Array, Fp8State, JaxprEqn, PolicyLike, PyTree
+from mpjax._types import Array, Fp8State, JaxprEqn, PyTree
 from mpjax.casting._cast_plan import CastPlan, Tap
-from mpjax.casting._casting_rules import CastingRules, OpLists, Overrides, make_rules
+from mpjax.casting._casting_rules import CastingRules, make_rules
 from mpjax.casting._decide import Body
 from mpjax.casting._emit import execute
 from mpjax.casting._fragile import fragile_equations
@@ -35,7 +36,8 @@ class Traced:
     fun: the function.
     args: the positional arguments of the call.
     kwargs: the keyword arguments of the call.
-    overrides: the compute dtypes by module; `None` for float32 everywhere.
+    rules: the rules.
+    policy: the policy of the rules; `None`: outputs keep their dtypes.
 
   Attributes:
     closed: its jaxpr.
@@ -48,8 +50,10 @@ class Traced:
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    overrides: Overrides | None = None,
+    rules: CastingRules,
+    policy: Policy | None,
   ):
+    self.rules, self.policy = rules, policy
     fun, args = with_module_argument(fun, args)
     self._modules = Modules(args, kwargs)
     leaves = self._modules.leaves
@@ -73,38 +77,52 @@ class Traced:
     self._own = own_types(arguments)
     self.names = [self._modules.names[i] for i in dynamic]
     self._arguments = [self._modules.arguments[i] for i in dynamic]
-    self.closed = trace(lambda: jax.make_jaxpr(flat)(*arguments), overrides)
+    self.closed = trace(lambda: jax.make_jaxpr(flat)(*arguments), rules.overrides)
     self.operands = [*constants_of(self.closed), *arguments]
 
-  def plan(self, rules: CastingRules, policy: Policy) -> CastPlan:
-    """Returns the decisions about the program under these rules."""
-    full = self._returns_float32(policy)
-    program = Program.of(self.closed, rules, self._arguments, full)
-    return Body(program, self.closed, self._held(rules)).plan(full_outputs=full)
+  @functools.cached_property
+  def plan(self) -> CastPlan:
+    """The decisions about the program."""
+    full = self._returns_float32
+    program = Program.of(self.closed, self.rules, self._arguments, full)
+    return Body(program, self.closed, self._held()).plan(full_outputs=full)
 
-  def key(self, rules: CastingRules, policy: Policy) -> Hashable | None:
+  def key(self) -> Hashable | None:
     """Returns a key that is equal for two programs only if autocast decides the same about both.
 
     `None` for a program that cannot be compared.
     """
     structure = structure_of(self.closed)
     arrays = tuple(isinstance(x, jax.Array) for x in constants_of(self.closed))
-    known = structure, tuple(self._held(rules)), self._returns_float32(policy), arrays, tuple(self._arguments)
+    known = structure, tuple(self._held()), self._returns_float32, arrays, tuple(self._arguments)
     return None if structure is None else known
 
-  def _held(self, rules: CastingRules) -> list[Held]:
+  def _held(self) -> list[Held]:
     """Returns how constants and arguments are held."""
-    body, half = open_jaxpr(self.closed), rules.overrides.any_half
+    body, half = open_jaxpr(self.closed), self.rules.overrides.any_half
     constants = zip(body.constvars, constants_of(self.closed), strict=True)
     return [
       *(initial(v.aval, _known(c), half) for v, c in constants),
       *(initial(v.aval) for v in body.invars),
     ]
 
-  def _returns_float32(self, policy: Policy) -> bool:
-    return policy.output_dtype.itemsize >= 4 or any(self._kept)
+  @property
+  def _returns_float32(self) -> bool:
+    return self.policy is None or self.policy.output_dtype.itemsize >= 4 or any(self._kept)
 
-  def finish(self, results: Sequence[Array], policy: Policy | None) -> PyTree:
+  def execute(self, tap: Tap | None = None, fp8_state: Fp8State | None = None) -> PyTree:
+    """Returns the function's value as it was decided; `tap` inspects results of nodes on the way."""
+    return self.finish(execute(self.plan, self.operands, fp8_state=fp8_state, tap=tap))
+
+  def steps_are_layers(self, loop: JaxprEqn) -> bool:
+    """Returns whether the steps of a loop are layers, each with weights of its own."""
+    return any(loop_facts(loop, self.rules).layers)
+
+  def fragile(self) -> dict[JaxprEqn, str]:
+    """Returns the operations whose result half precision may destroy; see `fragile_equations`."""
+    return fragile_equations(self.closed, self.rules)
+
+  def finish(self, results: Sequence[Array]) -> PyTree:
     """Returns the function's value from the results of its program, and stores changed state in its modules.
 
     Without a policy, outputs keep their dtypes. The sums of an `Average` always do, and outputs with the
@@ -115,59 +133,22 @@ class Traced:
     out = list(self._out)
     with jax.named_scope(OUTPUT):
       for i, x, dtype in zip(self._arrays, results, own, strict=False):
-        is_cast = policy is not None and dtype in _OUTPUTS and not self._kept[i]
-        is_cast = is_cast and (x.shape, dtype) not in self._own
-        out[i] = _as(x, policy.output_dtype if policy is not None and is_cast else dtype)
+        keeps = self._kept[i] or dtype not in _OUTPUTS or (x.shape, dtype) in self._own
+        out[i] = _as(x, dtype if keeps or self.policy is None else self.policy.output_dtype)
       changes = [_as(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
     self._modules.update(jax.tree.unflatten(self._changes, changes))
     return jax.tree.unflatten(self._structure, out)
 
 
-class Planned(NamedTuple):
-  """A call of a function with autocast's decisions about it, for what looks inside: see `plan_of`.
-
-  Attributes:
-    traced: the call.
-    rules: the rules.
-    policy: the policy; `None` for the function as written.
-    plan: the decisions.
-  """
-
-  traced: Traced
-  rules: CastingRules
-  policy: Policy | None
-  plan: CastPlan
-
-  def execute(self, tap: Tap | None = None, fp8_state: Fp8State | None = None) -> PyTree:
-    """Returns the function's value; `tap` inspects results of nodes on the way."""
-    results = execute(self.plan, self.traced.operands, fp8_state=fp8_state, tap=tap)
-    return self.traced.finish(results, self.policy)
-
-  def steps_are_layers(self, loop: JaxprEqn) -> bool:
-    """Returns whether the steps of a loop are layers, each with weights of its own."""
-    return any(loop_facts(loop, self.rules).layers)
-
-  def fragile(self) -> dict[JaxprEqn, str]:
-    """Returns the operations whose result half precision may destroy; see `fragile_equations`."""
-    return fragile_equations(self.plan.jaxpr, self.rules)
-
-
 def plan_of(
-  fun: Callable[..., Any],
-  args: tuple[Any, ...],
-  kwargs: dict[str, Any],
-  policy: Policy | None,
-  ops: OpLists | None = None,
-  overrides: Mapping[str, PolicyLike] | None = None,
-  recompute: str = "islands",
-) -> Planned:
-  """Decides about a call as `autocast` with these arguments does.
+  fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None, **rules: Any
+) -> Traced:
+  """Decides about a call as `autocast` does, with its `ops`, `overrides` and `recompute` as `rules`.
 
-  Without a policy, all is float32 and nothing is computed again: the function as written.
+  Without a policy all is float32 and nothing is computed again: the function as written.
   """
-  rules = make_rules(policy or get_policy("fp32"), ops, overrides, recompute if policy else "nothing")
-  traced = Traced(fun, args, kwargs, rules.overrides)
-  return Planned(traced, rules, policy, traced.plan(rules, policy or get_policy("fp32")))
+  made = make_rules(policy, **rules) if policy else make_rules(get_policy("fp32"), recompute="nothing")
+  return Traced(fun, args, kwargs, made, policy)
 
 
 def to_output(tree: PyTree, policy: Policy, arguments: PyTree) -> PyTree:

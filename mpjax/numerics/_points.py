@@ -18,8 +18,8 @@ from mpjax.casting import (
   CastPlan,
   Mode,
   Node,
-  Planned,
   Tap,
+  Traced,
   castable,
   is_float,
   plan_of,
@@ -99,26 +99,26 @@ def watched(
   """
 
   def run(*args: Any, **kwargs: Any) -> Any:
-    planned = plan_of(fun, args, kwargs, policy, recompute=recompute)
-    points = points_of(planned)
+    traced = plan_of(fun, args, kwargs, policy, recompute=recompute)
+    points = points_of(traced)
     if len(points) != len(probes):
       raise ValueError(f"{len(probes)} probes: expected one for each of the {len(points)} points")
     numbers = {place: number for number, place in enumerate(points)}
-    return planned.execute(Tap(numbers, probes, look), fp8_state)
+    return traced.execute(Tap(numbers, probes, look), fp8_state)
 
   return run
 
 
-def points_of(planned: Planned) -> dict[tuple[Node, int], Point]:
+def points_of(traced: Traced) -> dict[tuple[Node, int], Point]:
   """Returns the results that `watched` observes, by decision and position, in program order."""
-  return dict(_walk(planned.plan, (), (), planned, planned.fragile(), collections.Counter()))
+  return dict(_walk(traced.plan, (), (), traced, traced.fragile(), collections.Counter()))
 
 
 def _walk(
   plan: CastPlan,
   steps: tuple[int, ...],
   repeats: tuple[int, ...],
-  planned: Planned,
+  traced: Traced,
   kinds: Mapping[JaxprEqn, str],
   seen: collections.Counter[tuple[str, str]],
 ) -> Iterator[tuple[tuple[Node, int], Point]]:
@@ -126,7 +126,7 @@ def _walk(
   for node in plan.nodes:
     if _is_entered(node):
       for inner in node.call.plans if node.call else ():
-        yield from _walk(inner, *_loops_inside(node, steps, repeats, planned), planned, kinds, seen)
+        yield from _walk(inner, *_loops_inside(node, steps, repeats, traced), traced, kinds, seen)
       continue
     for i, variable in enumerate(node.equation.outvars):
       if variable in chosen:
@@ -134,14 +134,14 @@ def _walk(
 
 
 def _loops_inside(
-  node: Node, steps: tuple[int, ...], repeats: tuple[int, ...], planned: Planned
+  node: Node, steps: tuple[int, ...], repeats: tuple[int, ...], traced: Traced
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """Returns the loops around a body whose steps are kept apart, and those inside them."""
   if call_kind(node.equation) is not CallKind.SCAN:
     return steps, repeats
   length = times_run(node.equation)
   # If its steps are not layers, each with its own weights, they are steps of time.
-  layers = planned.steps_are_layers(node.equation)
+  layers = traced.steps_are_layers(node.equation)
   if repeats or not layers or math.prod((*steps, length)) > _LONGEST:
     return steps, (*repeats, length)
   return (*steps, length), repeats

@@ -39,7 +39,7 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
       if not is_met and value not in (None, {}):
         raise ValueError(f"policy key {key}={value!r} has no effect here: it needs {what}")
   if policy.autocast:
-    make_rules(policy, None, None)
+    make_rules(policy)
   if policy.optimizer_dtype == jnp.float16:
     few = "float32, bfloat16, int8 or float8_e4m3fn"
     raise ValueError(f"policy key optimizer_dtype='float16': second moments leave its range; expected {few}")
