@@ -21,7 +21,7 @@ from mpjax.casting._casting_rules import CastingRules, OpLists, make_rules
 from mpjax.casting._emit import array_of, execute
 from mpjax.casting._explain import kernels_in_float32
 from mpjax.casting._half_precision import NO_REGIONS, explaining, tracing
-from mpjax.casting._linen_modules import bound_module, with_variables
+from mpjax.casting._linen_modules import bound_call, with_variables
 from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION, as_function, autocast_scope, is_variable, known_primitives, open_jaxpr
 from mpjax.policy import (
@@ -155,9 +155,9 @@ def autocast(
     with matmul_precision(resolved), _marked(resolved, recompute):
       rules = make_rules(resolved, ops, overrides, recompute)
       _fp8_products.warn_of(rules.overrides.recipes, resolved.compute_dtype.name)
-      module = bound_module(fun, args, kwargs)
+      bound = bound_call(fun, args, kwargs)
       # The parameters that a linen module makes at first are the same as without autocast.
-      is_initializing = module is not None and module.is_initializing()
+      is_initializing = bound is not None and bound.module.is_initializing()
       as_written = rules.overrides.nothing_to_do and fp8_state is None and not resolved.in_passes
       if as_written or is_initializing:
         with jax.named_scope(FULL_PRECISION), tracing(NO_REGIONS):
@@ -174,8 +174,8 @@ def autocast(
 
         return run
 
-      if module is not None:
-        return with_variables(transform, module, fun, args, kwargs)
+      if bound is not None:
+        return with_variables(transform, bound)
       return transform(fun)(*args, **kwargs)
 
   OwnAutocast(weakref.ref(wrapped), fun, policy, ops, overrides, recompute).put_on(wrapped)

@@ -13,7 +13,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,36 +28,42 @@ class InOwnDtypes:
   tree: PyTree
 
 
-def bound_module(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-  """Returns the first linen module of a call that is bound to a scope; `None` without one.
+class BoundCall(NamedTuple):
+  """A call with a linen module that is bound to a scope, as a function whose first argument is the module."""
 
-  Args:
-    fun: the function: a module, a method of one, or a function that takes modules.
-    args: the positional arguments of the call.
-    kwargs: the keyword arguments of the call.
-  """
+  module: Any
+  method: Callable[..., Any]
+  args: tuple[Any, ...]
+  kwargs: dict[str, Any]
+
+
+def bound_call(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall | None:
+  """Returns a call of a bound linen module, a method of one, or a function that takes one; else `None`."""
   if "flax.linen" not in sys.modules:
     return None
-  if isinstance(fun, functools.partial):
-    return bound_module(fun.func, (*fun.args, *args), {**fun.keywords, **kwargs})
-  return next(filter(_is_bound, [fun, _owner(fun), *jax.tree.leaves((args, kwargs))]), None)
+  linen = sys.modules["flax.linen"].Module
+  while isinstance(fun, functools.partial):
+    fun, args, kwargs = fun.func, (*fun.args, *args), {**fun.keywords, **kwargs}
+  is_method = isinstance(fun, types.MethodType)
+  is_linens_own = is_method and getattr(linen, fun.__name__, None) is fun.__func__
+  owner = fun.__self__ if is_method and not is_linens_own else None
+  is_bound = lambda x: isinstance(x, linen) and getattr(x, "scope", None) is not None
+  module = next(filter(is_bound, [fun, owner, *jax.tree.leaves((args, kwargs))]), None)
+  if module is None:
+    return None
+  if fun is module:
+    return BoundCall(module, type(module).__call__, args, kwargs)
+  if owner is module:
+    return BoundCall(module, fun.__func__, args, kwargs)
+  if args and args[0] is module:
+    return BoundCall(module, fun, args[1:], kwargs)
+  return BoundCall(module, lambda _, *args, **kwargs: fun(*args, **kwargs), args, kwargs)
 
 
-def with_variables(
-  transform: Callable[[Callable[..., Any]], Callable[..., Any]],
-  module: Any,
-  fun: Callable[..., Any],
-  args: tuple[Any, ...],
-  kwargs: dict[str, Any],
-) -> Any:
-  """Returns the result of a function with a bound module under a transform, and keeps its new variables.
+def with_variables(transform: Callable[[Callable[..., Any]], Callable[..., Any]], call: BoundCall) -> Any:
+  """Returns the result of a call of a bound module under a transform, and keeps its new variables.
 
-  Args:
-    transform: takes a function of arrays that returns a value, and variables as `InOwnDtypes`.
-    module: the module from `bound_module`.
-    fun: the function.
-    args: the positional arguments of the call.
-    kwargs: the keyword arguments of the call.
+  The transform takes a function of arrays that returns a value, and variables as `InOwnDtypes`.
   """
   from flax.core import lift
   from flax.linen import transforms
@@ -74,32 +80,4 @@ def with_variables(
 
     return lift.pack(inner, (True,), (True,), (True,), name="autocast", enable_kwargs=True)
 
-  method, args, kwargs = _as_method(module, fun, args, kwargs)
-  return transforms.lift_transform(lifted, method)(module, *args, **kwargs)
-
-
-def _owner(fun: object) -> Any:
-  """Returns the object whose method, of its own class, a function is; `None` for linen's own methods."""
-  if not isinstance(fun, types.MethodType):
-    return None
-  is_linens_own = getattr(sys.modules["flax.linen"].Module, fun.__name__, None) is fun.__func__
-  return None if is_linens_own else fun.__self__
-
-
-def _is_bound(x: object) -> bool:
-  return isinstance(x, sys.modules["flax.linen"].Module) and getattr(x, "scope", None) is not None
-
-
-def _as_method(
-  module: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-  """Returns a function whose first argument is the module, and its other arguments."""
-  if isinstance(fun, functools.partial):
-    return _as_method(module, fun.func, (*fun.args, *args), {**fun.keywords, **kwargs})
-  if fun is module:
-    return type(module).__call__, args, kwargs
-  if isinstance(fun, types.MethodType) and _owner(fun) is module:
-    return fun.__func__, args, kwargs
-  if args and args[0] is module:
-    return fun, args[1:], kwargs
-  return (lambda _, *args, **kwargs: fun(*args, **kwargs)), args, kwargs
+  return transforms.lift_transform(lifted, call.method)(call.module, *call.args, **call.kwargs)

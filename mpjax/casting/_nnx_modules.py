@@ -51,30 +51,24 @@ class Modules:
   """
 
   def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    tree = (args, kwargs)
-    everything, self._structure = jax.tree.flatten(tree, is_leaf=_is_node)
-    self._positions = [i for i, leaf in enumerate(everything) if _is_node(leaf)]
-    self._objects = tuple(everything[i] for i in self._positions)
-    self._others = [leaf for leaf in everything if not _is_node(leaf)]
-    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)[0]
-    self.names = [path_text(path[1:]) for path, leaf in paths if not _is_node(leaf)]
+    paths, self._structure = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_node)
+    self._positions = [i for i, (_, leaf) in enumerate(paths) if _is_node(leaf)]
+    self._objects = tuple(paths[i][1] for i in self._positions)
+    others = [(path, leaf) for path, leaf in paths if not _is_node(leaf)]
+    self._graphdef, self._template = nnx.split(self._objects)
+    state, self._state_structure = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(self._template))
+    self._others, self._paths = len(others), [path for path, _ in state]
+    self.leaves = [leaf for _, leaf in (*others, *state)]
+    self.names = [*(path_text(path[1:]) for path, _ in others), *map(path_text, self._paths)]
     numbers = {key: i for i, key in enumerate(dict.fromkeys(path[:2] for path, _ in paths))}
-    self.arguments = [numbers[path[:2]] for path, leaf in paths if not _is_node(leaf)]
-    self._graphdef, state = nnx.split(self._objects)
-    pure = nnx.to_pure_dict(state)
-    self._state, self._state_structure = jax.tree.flatten(pure)
-    self.names += [path_text(path) for path, _ in jax.tree_util.tree_flatten_with_path(pure)[0]]
-    self._template = state
-    self.leaves = [*self._others, *self._state]
-    self.arguments += [len(numbers)] * len(self._state)
+    self.arguments = [*(numbers[path[:2]] for path, _ in others), *[len(numbers)] * len(state)]
 
   @property
   def parameters(self) -> list[bool]:
     """Whether each leaf is an argument, or a parameter of an object: not a statistic or a count."""
     of_path = dict(nnx.to_flat_state(self._template))
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(self._template))[0]]
-    variables = [of_path.get(tuple(key.key for key in path)) for path in paths]
-    return [*(True for _ in self._others), *(isinstance(variable, nnx.Param) for variable in variables)]
+    variables = [of_path.get(tuple(key.key for key in path)) for path in self._paths]
+    return [*[True] * self._others, *(isinstance(variable, nnx.Param) for variable in variables)]
 
   def call(
     self, fun: Callable[..., Any], leaves: list[Any], scopes: bool = True
@@ -86,7 +80,7 @@ class Modules:
       leaves: replacement for `self.leaves`.
       scopes: whether the objects get names by their paths; in a trace they do.
     """
-    n = len(self._others)
+    n = self._others
     if not self._objects:
       args, kwargs = jax.tree.unflatten(self._structure, leaves)
       return fun(*args, **kwargs), {}
