@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from flax import nnx
+  from flax import nnx as nnx
 else:
 
   class _Nnx:
@@ -17,5 +17,3 @@ else:
       return getattr(importlib.import_module("flax.nnx"), name)
 
   nnx = _Nnx()
-
-__all__ = ["nnx"]

@@ -8,8 +8,14 @@ from typing import Any, TypeAlias
 import jax
 import jmp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jaxtyping import PyTree
+from jax.extend.core import (
+  ClosedJaxpr as ClosedJaxpr,
+  Jaxpr as Jaxpr,
+  JaxprEqn as JaxprEqn,
+  Literal as Literal,
+  Var as Var,
+)
+from jaxtyping import PyTree as PyTree
 
 Atom: TypeAlias = Var | Literal
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
@@ -22,22 +28,3 @@ LossFunction: TypeAlias = Callable[..., Any]
 # The argument of `mpjax.get_policy`.
 PolicyLike: TypeAlias = str | Mapping[str, Any] | jmp.Policy | np.dtype | type[np.generic]
 Metrics: TypeAlias = dict[str, jax.Array]
-
-__all__ = [
-  "AnyJaxpr",
-  "Array",
-  "ArrayLike",
-  "Atom",
-  "ClosedJaxpr",
-  "DTypeLike",
-  "Fp8State",
-  "Jaxpr",
-  "JaxprEqn",
-  "Literal",
-  "LossFunction",
-  "Mesh",
-  "Metrics",
-  "PolicyLike",
-  "PyTree",
-  "Var",
-]
