@@ -28,12 +28,13 @@ _TARGET = {"target=DEVICE": "target=h200 or target=v5e:2x4 for a device"}
 # How a value is written, what reads it, and its name.
 _VALUES: dict[str, tuple[str, Any, str]] = {
   "N": (r"\d+", int, "a whole number"),
+  "COUNT": (r"[1-9]\d*", int, "a whole number from 1 on"),
   "SHARE": (r"0?\.\d+", float, "a share between 0 and 1, such as 0.999"),
 }
 _TRAINED = {
   "checkpoint=RUN": "checkpoint=RUN or RUN/checkpoints/STEP for trained parameters",
   "steps=N": "steps=N: first train N steps (10 without a checkpoint)",
-  "batches=N": "batches=N: look at N batches (2)",
+  "batches=COUNT": "batches=N: look at N batches (2)",
 }
 
 

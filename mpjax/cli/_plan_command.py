@@ -94,8 +94,10 @@ def _memory(text: str | None, target: Target) -> int:
       )
     return target.usable
   try:
+    if text.count(".") > 1:  # pydantic reads 1.2.3GB as a byte
+      raise ValueError(text)
     return int(_SIZE.validate_python(text))
-  except pydantic.ValidationError as error:
+  except ValueError as error:
     raise ConfigError(f"--memory {text!r}: expected a size such as 80GB, 16GiB or 24000000000") from error
 
 

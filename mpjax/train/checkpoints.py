@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import inspect
 import json
 import math
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -302,6 +304,30 @@ def _writer() -> ocp.AsyncCheckpointer:
   )
   options = ocp.AsyncOptions(timeout_secs=_FOR_EVER)
   return ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=processes)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+  """Hides what Python says of reads and writes that orbax gave up when another failed: a traceback for each.
+
+  Waits for an orbax that waits for all that it began. Nothing that a user's code raises is hidden.
+  """
+  report = sys.unraisablehook
+
+  def hook(dropped: sys.UnraisableHookArgs) -> None:
+    of = dropped.object
+    # A call by tensorstore, after asyncio's loop is closed, has no Python object.
+    given_up = of is None and str(dropped.exc_value) == "Event loop is closed"
+    if inspect.iscoroutine(of):
+      given_up = os.path.join("orbax", "checkpoint", "") in of.cr_code.co_filename
+    if not given_up:
+      report(dropped)
+
+  sys.unraisablehook = hook
+  try:
+    yield
+  finally:
+    sys.unraisablehook = report
 
 
 def _read_record(folder: pathlib.Path) -> dict[str, Any]:

@@ -152,7 +152,7 @@ ERRORS = {
   "no such step": (["checkpoint={run}/checkpoints/3"], "there are 4, 8"),
   "another model": (["checkpoint={run}", "model.dim=64"], "another model"),
   "a run directory and a checkpoint": (["checkpoint={run}"], "expected one of them"),
-  "batches": (["batches=0", "steps=0"], "no batch: expected a batch"),
+  "batches": (["batches=0"], "batches=0: expected a whole number from 1 on"),
   "steps": (["steps=x"], "steps=x: expected a whole number"),
   "keep": (["keep=1.5"], "keep=1.5: expected a share between 0 and 1"),
   "an unknown key": (["numerics.evry=5"], "did you mean 'every'"),

@@ -214,7 +214,7 @@ BAD = {
       [*analytic("--fit", f"--memory={text}")],
       f"--memory {text!r}: expected a size such as 80GB",
     )
-    for text in ("80XB", "", ".GB", "0", "-1GB", "nan", "8 0GB")
+    for text in ("80XB", "", ".GB", "0", "-1GB", "1.2.3GB", "nan", "8 0GB")
   },
 }
 

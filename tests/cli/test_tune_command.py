@@ -36,7 +36,7 @@ WRONG = {
     ["--json", "no/where.json"],
     "--json no/where.json: cannot be written (No such file or directory)",
   ),
-  "no batches": (["batches=-1"], "batches=-1: expected a whole number"),
+  "no batches": (["batches=0"], "batches=0: expected a whole number from 1 on"),
   "a policy of its own": (["policy={base: bf16}"], "tune chooses the policy"),
   "rows that the devices cannot divide": (
     ["target=h200:8", "mesh.data=8", "data.batch_size=12"],

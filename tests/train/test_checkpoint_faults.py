@@ -7,6 +7,8 @@ import json
 import pathlib
 import resource
 import shutil
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from mpjax.cli import main
 from mpjax.sharding._checksums import examine
 from mpjax.step import TrainState
 from mpjax.train import CheckpointError, checkpoints as saving
-from mpjax.train.checkpoints import Checkpoints
+from mpjax.train.checkpoints import Checkpoints, quiet
 from tests.train._runs import raises_one_line, refused, write_line
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -299,3 +301,20 @@ def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path, noticed, mo
   assert not (run / "summary.json").exists()
   assert main(["train", *arguments]) == 0
   assert json.loads((run / "summary.json").read_text())["steps"] == 8
+
+
+def test_reads_that_orbax_gave_up_are_not_said_and_all_else_is(monkeypatch):
+  said = []
+  monkeypatch.setattr(sys, "unraisablehook", said.append)
+  dropped = lambda text, of=None: types.SimpleNamespace(exc_value=RuntimeError(text), object=of)
+  closed, own, other = (
+    dropped("Event loop is closed"),
+    dropped("Event loop is closed", said.append),
+    dropped("no"),
+  )
+  with quiet():
+    for each in (closed, own, other):
+      sys.unraisablehook(each)
+  assert said == [own, other]
+  sys.unraisablehook(closed)
+  assert said == [own, other, closed]

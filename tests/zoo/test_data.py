@@ -39,6 +39,7 @@ def test_text_is_split_by_file_whatever_paths_lead_to_it(corpus):
     f"{corpus}/**/*.txt",
     parts,
     [f"{corpus}/part0/*.txt", str(corpus / "part1"), f"{corpus}/part2/"],
+    [str(corpus), f"{corpus}/part0/../part1"],
   ]:
     train, held_out = split_letters(path)
     assert train | held_out == set(range(65, 85)), path
@@ -46,6 +47,9 @@ def test_text_is_split_by_file_whatever_paths_lead_to_it(corpus):
   os.rename(corpus / "part0" / "0.txt", os.fsencode(corpus / "part0") + b"/\xff.txt")  # no UTF-8
   train, held_out = split_letters(str(corpus))
   assert train | held_out == set(range(65, 85))
+  for i in range(20):  # a link to a file is the file
+    (corpus / f"link{i}.txt").symlink_to(corpus / f"part{i % 3}" / f"{i}.txt")
+  split_letters(str(corpus))
   assert load("text", path=str(corpus)).info.vocab_size == 256
 
 
@@ -157,6 +161,7 @@ BOTH = {"images": IMAGES, "labels": LABELS}
 UNFIT = [
   ({"images": IMAGES}, ["'labels'", "images"]),
   ({"pictures": IMAGES, "labels": LABELS}, ["'images'", "pictures"]),
+  (BOTH | {"images": np.where(IMAGES, IMAGES, np.nan)}, ["images", "NaN or infinite"]),
   (BOTH | {"images": IMAGES[0]}, ["[6, 6]", "[N, H, W]"]),
   (BOTH | {"labels": LABELS[:7]}, ["40", "7"]),
   (BOTH | {"labels": LABELS.astype(float)}, ["labels", "float64", "integers"]),

@@ -12,6 +12,7 @@ from typing import Any
 import rich.console
 
 from mpjax.train._errors import Interrupt
+from mpjax.train.checkpoints import quiet
 from mpjax.train.config._config import Config
 from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
 from mpjax.train.config._plugins import load_plugins, plugin_digests
@@ -146,7 +147,8 @@ def train_together(
   )
   with contextlib.closing(directory):
     if summary is None:
-      return TrainingRun(setup, directory, processes, output, trackers).train()
+      with quiet():
+        return TrainingRun(setup, directory, processes, output, trackers).train()
     LOGGER.info("this run has finished already; choose another out= for a new one")
     if config.train.export is not None and not (path / "model.safetensors").exists():
       LOGGER.info(f"its weights are not exported: mpjax export {path} does that")

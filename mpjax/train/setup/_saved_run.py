@@ -23,7 +23,7 @@ from mpjax.step import TrainState, can_adopt, merged, state_of, with_masters
 from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import WIDE, load_safetensors, save_safetensors
 from mpjax.train._files import unfinished, write_atomically
-from mpjax.train.checkpoints import Checkpoints, Restored
+from mpjax.train.checkpoints import Checkpoints, Restored, quiet
 from mpjax.train.config._config import Config, export_dtype
 from mpjax.train.config._config_file import load_config, read_tree, run_mismatch
 from mpjax.train.data import load_data
@@ -196,7 +196,7 @@ class SavedRun:
       ConfigError: if there is no such checkpoint.
     """
     folder = self.directory / "checkpoints"
-    with contextlib.closing(Checkpoints(folder, read_only=True)) as checkpoints:
+    with quiet(), contextlib.closing(Checkpoints(folder, read_only=True)) as checkpoints:
       steps = checkpoints.steps()
       step = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(which)
       if which.isdecimal() and int(which) in steps:

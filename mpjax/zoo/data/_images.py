@@ -179,3 +179,8 @@ def _check(split: Labelled, bound: int, below: str) -> None:
     )
   if len(split.images) != len(labels):
     raise DataError(f"{title}: {len(split.images)} images but {len(labels)} {name}")
+  if images.dtype.kind == "f" and not (finite := np.isfinite(images)).all():
+    first = list(map(int, np.argwhere(~finite)[0]))
+    raise DataError(
+      f"{title}: images has {(~finite).sum()} values that are NaN or infinite, first at {first}"
+    )

@@ -40,22 +40,26 @@ def load_text(
   """Loads a file, a folder (every file in it that is text), a glob, or a list of these, as bytes.
 
   In a folder or a glob, a file is text if its first kilobyte has no zero byte; empty and hidden files are
-  left out. Several files are split by file, a single file by position.
+  left out. A file that several paths lead to is read once, so that it cannot be in both splits. Several
+  files are split by file, a single file by position.
   """
   paths = [path] if isinstance(path, str) else list(path or [])
   if not paths or not all(paths):  # an empty string would be the working directory
     raise DataError("data.path: missing; expected a text file, a folder, a glob or a list of these")
   documents: dict[str, bytes] = {}
+  seen: set[pathlib.Path] = set()
   for position, each in enumerate(paths):
-    found = {name: file.read_bytes() for name, file in find_files(each)}
     is_named = pathlib.Path(each).is_file()
-    texts = {name: text for name, text in found.items() if text and (is_named or b"\0" not in text[:1024])}
+    texts = {name: file for name, file in find_files(each) if _has_text(file, is_named)}
     if not texts:
       raise DataError(
         f"data.path={each!r}: no such file, or no text files there (not empty, hidden or binary ones)"
       )
-    # Named by position in the list: split and fingerprint do not depend on the location.
-    documents |= {name if len(paths) == 1 else f"{position}:{name}": text for name, text in texts.items()}
+    for name, file in texts.items():
+      if (real := file.resolve()) not in seen:
+        seen.add(real)
+        # Named by position in the list: split and fingerprint do not depend on the location.
+        documents[name if len(paths) == 1 else f"{position}:{name}"] = file.read_bytes()
   return documents_to_rows([documents], ", ".join(paths), seq_len, valid_fraction)
 
 
@@ -189,3 +193,9 @@ def _split_by_name(documents: Mapping[str, bytes], fraction: float) -> list[list
   order = sorted(documents, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
   held_out = set(order[: min(max(1, round(len(order) * fraction)), len(order) - 1)])
   return [[text for name, text in documents.items() if (name in held_out) == part] for part in (False, True)]
+
+
+def _has_text(file: pathlib.Path, is_named: bool) -> bool:
+  with file.open("rb") as stream:
+    head = stream.read(1024)
+  return bool(head) and (is_named or b"\0" not in head)
