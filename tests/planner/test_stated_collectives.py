@@ -42,7 +42,7 @@ CASES = {
   "all-reduce": (lambda x: lax.psum(x, ("data", "fsdp")), P(), ("all-reduce", 8 * ROW, 1, 8)),
   "mean": (lambda x: lax.pmean(x, "data"), P("fsdp"), ("all-reduce", 8 * ROW, 1, 4)),
   "largest": (lambda x: lax.pmax(x, "fsdp"), P("data"), ("all-reduce", 8 * ROW, 1, 2)),
-  "scatter": (lambda x: lax.psum_scatter(x, "fsdp", tiled=True), EACH, ("reduce-scatter", 4 * ROW, 1, 2)),
+  "scatter": (lambda x: lax.psum_scatter(x, "data", tiled=True), EACH, ("reduce-scatter", 2 * ROW, 1, 4)),
   "gather": (lambda x: lax.all_gather(x, "data", tiled=True), P("fsdp"), ("all-gather", 32 * ROW, 1, 4)),
   "permute": (
     lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)]),
@@ -56,7 +56,7 @@ CASES = {
   "branch": (branched, EACH, ("all-reduce", 8 * ROW, 1, 4)),
 }
 # Bytes that a device must send: what may cross is none, and of what is gathered or scattered all but its own.
-SENT = {"all-reduce": 8 * ROW, "gather": 32 * ROW * 3 / 4, "scatter": 4 * ROW, "one device": 0, "branch": 0}
+SENT = {"all-reduce": 8 * ROW, "gather": 32 * ROW * 3 / 4, "scatter": 3 * 2 * ROW, "one device": 0, "branch": 0}
 
 
 def test_bytes_are_those_of_the_results_on_a_device_and_the_time_floor_has_what_it_must_send():
