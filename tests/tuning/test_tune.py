@@ -187,6 +187,8 @@ def test_memory_is_saved_by_state_in_few_bytes():
   assert result.chosen.cost.peak < 0.9 * min(t.cost.peak for t in presets)
   assert result.policy.optimizer_dtype is not None
   assert 0 < result.chosen.error.update <= TOLERANCE
+  worst = max((t.error for t in result.table if t.error), key=lambda error: error.update)
+  assert worst.total == worst.update > worst.gradient
 
 
 class Flax(nnx.Module):
