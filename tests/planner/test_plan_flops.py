@@ -57,6 +57,12 @@ FLOPS = {
     S((2, 9, 9, 4), F32),
     2 * 2 * 8 * 4 * met_by_hand(9, 3, 2, 1) ** 2,
   ),
+  "gradient of a batch with stride": (
+    jax.grad(lambda params, batch: convolution(2, ((1, 1), (1, 1)))(params, batch).sum(), 1),
+    S((3, 3, 4, 8), F32),
+    S((2, 9, 9, 4), F32),
+    2 * 2 * 8 * 4 * met_by_hand(9, 3, 2, 1) ** 2,
+  ),
   "convolution in groups": (
     convolution(1, "VALID", groups=2),
     S((3, 3, 2, 8), F32),
