@@ -85,8 +85,7 @@ def eligible(unit: str, dtype: DTypeLike, m: int, n: int, k: int) -> bool:
   """
   if not runs_on(unit, dtype):
     return False
-  sizes = (m, n, k)
-  return not MATRIX_UNITS[unit] or (1 not in sizes and sizes == padded(unit, dtype, m, n, k))
+  return not MATRIX_UNITS[unit] or (m, n, k) == padded(unit, dtype, m, n, k)
 
 
 # NVIDIA: rows of 16 bytes. Since version 11 cuBLAS also uses the units for other sizes, at a lower rate
