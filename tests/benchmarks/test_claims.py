@@ -81,7 +81,7 @@ CLAIMS = [
     LAYERWISE,
   ),
   ("loss_scaling", "loss of {:.4f}; the best single scale ends at {:.4f}", LAYERWISE),
-  (README, "the tests find {} of {} small faults", [sum(KILLED), len(KILLED)]),
+  (README, "The tests find {} of {} small faults", [sum(KILLED), len(KILLED)]),
   ("fp8", "on an H200 FP8 gained {:.2f} (", [FP8]),
   ("benchmarks", "| {:.2f} of bfloat16's |", [FP8]),
   ("fp8", "`auto` takes {:.2f}, {:.2f} and {:.2f} of bfloat16's time", cycles("current")),

@@ -56,7 +56,13 @@ CASES = {
   "branch": (branched, EACH, ("all-reduce", 8 * ROW, 1, 4)),
 }
 # Bytes that a device must send: what may cross is none, and of what is gathered or scattered all but its own.
-SENT = {"all-reduce": 8 * ROW, "gather": 32 * ROW * 3 / 4, "scatter": 3 * 2 * ROW, "one device": 0, "branch": 0}
+SENT = {
+  "all-reduce": 8 * ROW,
+  "gather": 32 * ROW * 3 / 4,
+  "scatter": 3 * 2 * ROW,
+  "one device": 0,
+  "branch": 0,
+}
 
 
 def test_bytes_are_those_of_the_results_on_a_device_and_the_time_floor_has_what_it_must_send():
