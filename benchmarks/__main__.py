@@ -39,7 +39,6 @@ SUITES = {
   "gpu": "a step on this GPU beside PyTorch's",
   "chaos": "training runs under faults, beside undisturbed twins",
   "parity": "whether two checkouts make the same programs and plans",
-  "mutations": "small faults in mpjax, and which test finds each",
 }
 
 

@@ -34,7 +34,7 @@ def read(name: str) -> dict[str, Any]:
 
 def table(name: str) -> str:
   """What stands under a name."""
-  if name in SUITES and name not in OTHERS:
+  if name in SUITES:
     made = importlib.import_module(f"benchmarks.{name}").table(read(name))
   else:
     made = OTHERS[name](read(name))
