@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,17 @@ import numpy as np
 from mpjax._types import PyTree
 from mpjax.policy import get_policy
 
+# Warnings with these names show the user's line. Before Python 3.12, which counts frames, they show their
+# own.
+AT_THE_USER: dict[str, Any] = (
+  {
+    "skip_file_prefixes": tuple(
+      str(pathlib.Path(str(m.__file__)).parent) for m in (jax, sys.modules["mpjax"])
+    )
+  }
+  if sys.version_info >= (3, 12)
+  else {"stacklevel": 1}
+)
 _ONE_VALUE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

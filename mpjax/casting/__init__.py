@@ -12,6 +12,8 @@ from mpjax._gone import missing
 from mpjax.casting._autocast import autocast, full_precision
 from mpjax.casting._cast_plan import CastPlan as CastPlan, Mode as Mode, Node as Node, Tap as Tap
 from mpjax.casting._casting_rules import (
+  ByRules as ByRules,
+  CastingRules as CastingRules,
   OpLists,
   Overrides as Overrides,
   make_rules as make_rules,
@@ -34,6 +36,7 @@ from mpjax.casting._half_precision import (
 )
 from mpjax.casting._kinds import castable as castable, is_float as is_float, size as size
 from mpjax.casting._nnx_modules import give_scopes as give_scopes
+from mpjax.casting._sources import is_layer as is_layer, is_outer as is_outer
 from mpjax.casting._trace import Traced as Traced, plan_of as plan_of
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any, Never, NoReturn
 
 import jax
 
-from mpjax._calls import is_linen_module, is_policy, refuse_keywords
+from mpjax._calls import AT_THE_USER, is_linen_module, is_policy, refuse_keywords
 from mpjax._own_autocast import AUTO, OwnAutocast
 from mpjax._types import Array, Fp8State, PolicyLike
 from mpjax.casting import _fp8_products
@@ -169,7 +169,7 @@ def autocast(
           program = program_of(fun, traced)
           for kernel in program.kernels:
             said = f"under autocast {kernel}; if that is intended, put it into mpjax.full_precision"
-            warnings.warn(said, PrecisionWarning, **_fp8_products.AT_THE_USER)
+            warnings.warn(said, PrecisionWarning, **AT_THE_USER)
           return traced.finish(program(traced.operands, fp8_state))
 
         return run

@@ -294,11 +294,7 @@ class CastingRules:
 
 
 class ByRules(Forward[F]):
-  """A forward analysis that enters the calls that autocast enters, for every policy.
-
-  Args:
-    rules: the rules.
-  """
+  """A forward analysis that enters the calls that autocast enters, for every policy."""
 
   def __init__(self, rules: CastingRules):
     self._rules = rules
@@ -308,11 +304,7 @@ class ByRules(Forward[F]):
 
 
 def require_recompute(recompute: str) -> str:
-  """Returns `recompute`.
-
-  Raises:
-    ValueError: if `autocast` does not take it.
-  """
+  """Returns `recompute`; raises `ValueError` if `autocast` does not take it."""
   if recompute not in RECOMPUTE:
     raise ValueError(
       f"recompute={recompute!r}: expected {' or '.join(RECOMPUTE)}{instead(recompute, 'recompute')}"

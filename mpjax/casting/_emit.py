@@ -87,11 +87,9 @@ class Emitter:
   alike: dict[Hashable, Function] = dataclasses.field(default_factory=dict)
 
   def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
-    """Returns the outputs of a program, each held as `plan.outs` says.
+    """Returns the outputs of a program, each held as `plan.outs` says, from its constants and arguments.
 
-    Args:
-      plan: the plan.
-      inputs: constants and arguments; float32 ones in the dtype in which the plan holds them.
+    Float32 inputs are in the dtype in which the plan holds them.
     """
     values = _Environment(plan.held, _used_often(plan))
     for variable, value in zip(plan.inputs, inputs, strict=True):
@@ -121,7 +119,7 @@ class Emitter:
 
   def once(self, call: Call, side: SideInputs, own: Function) -> Function:
     """Returns the function of an equal body that was emitted before; `own` if there is none."""
-    if self.tap is not None or side.arrays:
+    if self.tap is not None or jax.tree.leaves(side):
       return own
     constants = constants_of(call_layout(call.equation).bodies[0].jaxpr)  # `own` keeps them alive
     return self._alike((_plan_key(call.plans[0]), *map(id, constants)), own)
@@ -194,10 +192,10 @@ class Emitter:
     self, island: Island, values: _Environment, dtype: np.dtype, operands: Sequence[Array]
   ) -> list[Array]:
     """Returns the results of an island whose half-precision inputs are kept in FP8."""
-    n, arrays = len(operands), self.side.arrays
+    n, (arrays, structure) = len(operands), jax.tree.flatten(self.side)
 
     def inside(*xs: Array) -> list[Array]:
-      emit = dataclasses.replace(self, side=self.side.with_arrays(xs[n:]))
+      emit = dataclasses.replace(self, side=jax.tree.unflatten(structure, xs[n:]))
       return emit._inside(island, values.held, 0, *xs[:n])
 
     narrow = [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import pathlib
-import sys
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mpjax._calls import AT_THE_USER
 from mpjax._types import Array, Fp8State, JaxprEqn, PyTree
 from mpjax.casting._kinds import is_float, size
 from mpjax.casting._reasons import Code
@@ -36,18 +35,6 @@ from mpjax.products import (
   spec_of,
   spread,
   why_not_fp8,
-)
-
-# Warnings with these names show the user's line. Before Python 3.12, which counts frames, they show their
-# own.
-AT_THE_USER: dict[str, Any] = (
-  {
-    "skip_file_prefixes": tuple(
-      str(pathlib.Path(str(m.__file__)).parent) for m in (jax, sys.modules["mpjax"])
-    )
-  }
-  if sys.version_info >= (3, 12)
-  else {"stacklevel": 1}
 )
 
 
@@ -215,15 +202,6 @@ class SideInputs(NamedTuple):
       {number: x for number, x in self.scales.items() if number in products},
       {number: self.tap_probes[number] for number in taps},
     )
-
-  @property
-  def arrays(self) -> list[Array]:
-    """All arrays, in one order."""
-    return jax.tree.leaves(self)
-
-  def with_arrays(self, arrays: Sequence[Array]) -> SideInputs:
-    """Returns the same inputs with other arrays, in the order of `arrays`."""
-    return jax.tree.unflatten(jax.tree.structure(self), arrays)
 
 
 def support(recipe: Recipe) -> tuple[str, bool | None]:

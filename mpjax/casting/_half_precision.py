@@ -74,8 +74,6 @@ class Regions:
 NO_REGIONS = Regions(None)
 # The dtypes of regions, while autocast traces.
 tracing = jax.make_user_context(default_value=NO_REGIONS)
-
-
 # Whether `explain` traces: an autocast inside then marks what it has decided.
 explaining = jax.make_user_context(default_value=False)
 

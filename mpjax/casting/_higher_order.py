@@ -46,14 +46,14 @@ LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_
 
 
 def _emit_jit(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
-  side, n = emit.within(call.plans), len(operands)
+  side = emit.within(call.plans)
 
-  def inside(*xs: Array) -> list[Array]:
-    return emit.body(call, side=side.with_arrays(xs[n:]))(*xs[:n])
+  def inside(operands: Sequence[Array], side: SideInputs) -> list[Array]:
+    return emit.body(call, side=side)(*operands)
 
-  closed = jax.make_jaxpr(emit.once(call, side, inside))(*operands, *side.arrays)
+  closed = jax.make_jaxpr(emit.once(call, side, inside))(operands, side)
   with as_traced(call.equation):
-    return _compat.bind_jit(call.equation, list(operands), side.arrays, closed)
+    return _compat.bind_jit(call.equation, list(operands), jax.tree.leaves(side), closed)
 
 
 def _emit_inline(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
@@ -121,15 +121,16 @@ def _emit_cond(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Arr
 
 
 def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
-  side, n = emit.within(call.plans), len(operands)
+  n, (arrays, structure) = len(operands), jax.tree.flatten(emit.within(call.plans))
 
   def inside(*xs: Array) -> tuple[Array, ...]:
-    return tuple(emit.body(call, side=side.with_arrays([x[0] for x in xs[n:]]))(*xs[:n]))
+    side = jax.tree.unflatten(structure, [x[0] for x in xs[n:]])
+    return tuple(emit.body(call, side=side)(*xs[:n]))
 
   with as_traced(call.equation):
-    mapped, devices = _compat.shard_map_like(call.equation, inside, len(side.arrays))
+    mapped, devices = _compat.shard_map_like(call.equation, inside, len(arrays))
     # Scales for each device: their cotangents are merged by the largest.
-    return list(mapped(*operands, *(spread(x, devices) for x in side.arrays)))
+    return list(mapped(*operands, *(spread(x, devices) for x in arrays)))
 
 
 def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:

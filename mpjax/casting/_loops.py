@@ -183,7 +183,8 @@ class _Origins(ByRules[_Origin]):
   def transfer(self, equation: JaxprEqn, operands: list[_Origin], calls: Calls) -> list[_Origin]:
     found = functools.reduce(self.join, operands, self.nothing)
     half, solves = _is_half_product(equation, self._rules), has(equation, Trait.ALGEBRA)
-    if not (half or solves) and _bends(equation):
+    activates = has(equation, Trait.EXPONENTIAL) or equation.primitive in _ACTIVATIONS
+    if activates and not (half or solves):
       self.has_layers |= found.multiplied and any(size(a) > 1 for a in equation.invars)
     behind = bool(found.states or found.multiplied or found.solved)
     result = found._replace(
@@ -223,11 +224,6 @@ class _Origins(ByRules[_Origin]):
       return frozenset()
     half = _is_half_product(equation, self._rules)
     return found.paths.union((state, equation) for state, _ in found.paths if half)
-
-
-def _bends(equation: JaxprEqn) -> bool:
-  """Returns whether an equation is an activation function, or part of one."""
-  return has(equation, Trait.EXPONENTIAL) or equation.primitive in _ACTIVATIONS
 
 
 def _is_half_product(equation: JaxprEqn, rules: CastingRules) -> bool:

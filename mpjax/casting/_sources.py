@@ -69,12 +69,7 @@ _LINEAR = Trait.ADDS | Trait.CHOICE | Trait.SCALES | Trait.PASSES_ON | Trait.MOV
 
 
 class Lineages(ByRules[Lineage]):
-  """The sources of values.
-
-  Args:
-    rules: the rules.
-    parameters: the sources that are parameters, which are left out; `None` if they are not known.
-  """
+  """The sources of values, without those that are known to be `parameters`."""
 
   def __init__(self, rules: CastingRules, parameters: int | None = None):
     super().__init__(rules)

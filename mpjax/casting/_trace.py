@@ -16,7 +16,6 @@ from mpjax.casting._cast_plan import CastPlan, Tap
 from mpjax.casting._casting_rules import CastingRules, make_rules
 from mpjax.casting._decide import Body
 from mpjax.casting._emit import execute
-from mpjax.casting._fragile import fragile_equations
 from mpjax.casting._half_precision import trace
 from mpjax.casting._kinds import Held, initial, own_types
 from mpjax.casting._linen_modules import InOwnDtypes
@@ -32,12 +31,7 @@ _OUTPUTS = tuple(np.dtype(d) for d in (jax.numpy.float16, jax.numpy.bfloat16, ja
 class Traced:
   """A call of a function, traced in its own dtypes; `half_precision` regions in theirs.
 
-  Args:
-    fun: the function.
-    args: the positional arguments of the call.
-    kwargs: the keyword arguments of the call.
-    rules: the rules.
-    policy: the policy of the rules; `None`: outputs keep their dtypes.
+  Without a policy, outputs keep their dtypes.
 
   Attributes:
     closed: its jaxpr.
@@ -117,10 +111,6 @@ class Traced:
   def steps_are_layers(self, loop: JaxprEqn) -> bool:
     """Returns whether the steps of a loop are layers, each with weights of its own."""
     return any(loop_facts(loop, self.rules).layers)
-
-  def fragile(self) -> dict[JaxprEqn, str]:
-    """Returns the operations whose result half precision may destroy; see `fragile_equations`."""
-    return fragile_equations(self.closed, self.rules)
 
   def finish(self, results: Sequence[Array]) -> PyTree:
     """Returns the function's value from the results of its program, and stores changed state in its modules.

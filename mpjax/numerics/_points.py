@@ -41,6 +41,7 @@ from mpjax.jaxpr import (
   variables_of,
   without_marks,
 )
+from mpjax.numerics._fragile import fragile_equations
 from mpjax.policy import Policy
 
 # Steps of a longer loop, or of time, are observed together.
@@ -111,7 +112,8 @@ def watched(
 
 def points_of(traced: Traced) -> dict[tuple[Node, int], Point]:
   """Returns the results that `watched` observes, by decision and position, in program order."""
-  return dict(_walk(traced.plan, (), (), traced, traced.fragile(), collections.Counter()))
+  kinds = fragile_equations(traced.closed, traced.rules)
+  return dict(_walk(traced.plan, (), (), traced, kinds, collections.Counter()))
 
 
 def _walk(

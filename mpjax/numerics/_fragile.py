@@ -9,9 +9,7 @@ import operator
 import jax
 
 from mpjax._types import AnyJaxpr, JaxprEqn
-from mpjax.casting._casting_rules import ByRules, CastingRules
-from mpjax.casting._kinds import is_float, size
-from mpjax.casting._sources import is_layer, is_outer
+from mpjax.casting import ByRules, CastingRules, is_float, is_layer, is_outer, size
 from mpjax.jaxpr import Calls, Trait, has, is_variable, open_jaxpr
 
 _ANGLES = frozenset({jax.lax.sin_p, jax.lax.cos_p, jax.lax.tan_p})
