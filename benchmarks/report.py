@@ -8,7 +8,6 @@ that name, or one that was made once.
 
 from __future__ import annotations
 
-import collections
 import functools
 import importlib
 import json
@@ -52,29 +51,11 @@ def measured_once(report: dict[str, Any]) -> str:
   return markdown([model["title"], "ms", "tokens/s", "peak GB"], lines)
 
 
-def faults_found(report: dict[str, Any]) -> str:
-  """How many small faults in each folder of mpjax two suites found, of those that each was asked about."""
-  counts: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0])
-  for suite, rows in enumerate((report["before"]["faults"], report["after"]["faults"])):
-    for row in rows:
-      _, folder, *below = row["file"].split("/")
-      for name in (folder if below else "other files", "all"):
-        counts[name][2 * suite] += row["outcome"] != "survived"
-        counts[name][2 * suite + 1] += 1
-  lines = [
-    [name, f"{before} of {asked}", f"{after} of {asked_after}"]
-    for name, (before, asked, after, asked_after) in sorted(counts.items(), key=lambda item: item[0] == "all")
-  ]
-  suites = [f"tests at {report[suite]['checkout']}" for suite in ("before", "after")]
-  return markdown(["faults in", *suites], lines)
-
-
 # Reports that no suite of their name makes.
 OTHERS = {
   "ablation_v5e": ablation.table,
   "gpu_h200_124m": measured_once,
   "gpu_h200_1b": measured_once,
-  "mutations": faults_found,
 }
 
 
