@@ -29,7 +29,6 @@ INSTEAD: dict[str, str] = {
     "step.user_state(state) returns them in float32",
   ),
   "recompute.dots": "islands keep as little; jax.checkpoint around a block, or train.recompute: blocks, less",
-  **dict.fromkeys(("attention.cudnn", "attention.splash"), "auto takes the kernel where it runs"),
   "config.${}": "write a plain value; a shell puts in one of the environment, as in out=$HOME/runs/x",
   "mesh.gather_prefetch": "leave it out, the compiler orders the gathers",
   "loss_scaling.consecutive_hysteresis": "leave it out: growth restores the patience of hysteresis",
@@ -118,6 +117,12 @@ _IN_OLDER_RUNS: dict[str, Any] = {
   "policy.fp8.include": [],
   "policy.fp8.exclude": [],
   "policy.fp8.amax_compute": "max",
+  # Kernels are chosen, not named.
+  "model.attention": lambda model: (
+    model["attention"]
+    if model.get("kind") in ("gpt", "vit") and model["attention"] in ("auto", "cudnn", "splash")
+    else None
+  ),
   "policy.fp8.pow2_scales": lambda fp8: fp8.get("recipe") != "per_channel",
 }
 

@@ -51,7 +51,7 @@ def test_names_imported_at_first_use_are_those_that_a_type_checker_sees(package)
   )
   names = {alias.name: node.module for node in seen for alias in node.names}
   packages = {name for name, module in names.items() if module == "mpjax"}
-  assert {name: f"{package.__name__}.{module}" for name, module in package._MODULE_OF.items()} == {
+  assert {name: f"mpjax.{module}" for name, module in package._MODULE_OF.items()} == {
     name: module for name, module in names.items() if name not in packages
   }
   assert sorted(package._MODULE_OF) == sorted(package.__all__)

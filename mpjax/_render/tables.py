@@ -53,16 +53,21 @@ class Table:
     return "\n".join([fold(self.heading, width), *rows, *(fold(line, width) for line in self.lines)])
 
   def _widths(self, width: int) -> list[int]:
-    """Returns the widths of columns: their full widths, those of text shrunk where necessary for `width`."""
+    """Returns the widths of columns: their full widths, shrunk to fit `width`, headings first."""
     columns = list(zip(*self.rows, strict=True))
     widths = [max(map(len, cells)) for cells in columns]
     words = lambda cells: (len(word.rstrip()) for cell in cells for word in re.split(r"(?<=[ ,/])", cell))
-    least = {i: max(_LEAST_WIDTH, *words(columns[i])) for i in self.left if i < len(columns)}
+    least = [
+      max(_LEAST_WIDTH, *words(cells))
+      if i in self.left
+      else max(map(len, (*cells[0].split(), "", *cells[1:])))
+      for i, cells in enumerate(columns)
+    ]
     while sum(widths) + _GAP * (len(widths) - 1) > width:
-      broad = [i for i in least if widths[i] > least[i]]
+      broad = [i for i, room in enumerate(least) if widths[i] > room]
       if not broad:
         break
-      widths[max(broad, key=widths.__getitem__)] -= 1
+      widths[max(broad, key=lambda i: (i not in self.left, widths[i]))] -= 1
     return widths
 
 

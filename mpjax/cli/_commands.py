@@ -24,6 +24,7 @@ _PLUGIN = {
   "your own; may be repeated"
 }
 _TABLES = {"--table NAME": "print one of the tables that the answer names", "--all": "print every table"}
+_ONE_OF = {"--all": "--table", "--cheapest": "--fit"}  # flags that exclude another
 _TARGET = {"target=DEVICE": "target=h200 or target=v5e:2x4 for a device"}
 # How a value is written, what reads it, and its name.
 _VALUES: dict[str, tuple[str, Any, str]] = {
@@ -188,7 +189,7 @@ def parse(name: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
   if unknown and not unknown[0].startswith("-"):
     parser.error(f"unrecognized arguments: {' '.join(unknown)}")
   if unknown:
-    parser.exit(2, f"error: {prog} has no option {_advice(name, prog, unknown[0])}\n")
+    parser.exit(2, f"error: {prog} has no option {_advice(name, prog, unknown[0], arguments)}\n")
   if not command.first:
     return options
   pairs = with_default(options).overrides
@@ -219,18 +220,24 @@ def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
     own = [text for written, text in command.takes.items() if not written.startswith("--")]
     text = "; ".join([command.overrides, *own])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=text)
+  groups: dict[str, Any] = {}
   for written, text in command.takes.items():
     flag, _, value = written.partition(" ")
     if not flag.startswith("--"):
       continue
+    if (one := _ONE_OF.get(flag, flag)) not in groups:
+      groups[one] = parser.add_mutually_exclusive_group()
+    group = groups[one]
     if not value:
-      parser.add_argument(flag, help=text, action="store_true")
+      group.add_argument(flag, help=text, action="store_true")
     elif value.endswith("..."):
-      parser.add_argument(flag, help=text, metavar=value[:-3], action="append", default=[])
+      group.add_argument(flag, help=text, metavar=value[:-3], action="append", default=[])
     elif value.startswith("["):
-      parser.add_argument(flag, help=text, metavar=value[1:-1], nargs="?", const="")
+      group.add_argument(flag, help=text, metavar=value[1:-1], nargs="?", const="")
+    elif "|" in value:
+      group.add_argument(flag, help=text, choices=value.split("|"))
     else:
-      parser.add_argument(flag, help=text, metavar=value, type=int if value == "N" else str)
+      group.add_argument(flag, help=text, metavar=value, type=int if value == "N" else str)
 
 
 def with_default(options: argparse.Namespace) -> argparse.Namespace:
@@ -241,10 +248,13 @@ def with_default(options: argparse.Namespace) -> argparse.Namespace:
   return options
 
 
-def _advice(name: str, prog: str, flag: str) -> str:
+def _advice(name: str, prog: str, flag: str, arguments: Sequence[str]) -> str:
   """Returns an unknown flag, and what to write in its place. May import JAX, to know the keys of a config."""
-  flag, _, value = flag.partition("=")
-  command, value = COMMANDS[name], value or "..."
+  command = COMMANDS[name]
+  flag, equals, value = flag.partition("=")
+  if not equals:
+    after = arguments[arguments.index(flag) + 1 :]
+    value = after[0] if after and not after[0].startswith("-") else "..."
   if went := instead(flag, name):
     return f"{flag}{went}"
   keys = keys_meant(flag.lstrip("-"), command.keys)

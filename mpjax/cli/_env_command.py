@@ -13,7 +13,7 @@ import jax
 import mpjax
 
 _FLAGS = re.compile(r"(JAX|XLA|MPJAX)_\w+|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|NVIDIA_TF32_OVERRIDE")
-_PACKAGES = re.compile(r"flax|optax|jmp|numpy|ml.dtypes|grain|orbax.*|pydantic|rich|safetensors|libtpu|jax.*")
+_PACKAGE = re.compile(r"[\w.-]+")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -22,12 +22,24 @@ def run(options: argparse.Namespace) -> None:
     jax_says = str(jax.print_environment_info(return_string=True)).strip()
   except RuntimeError as error:  # no device
     jax_says = f"jax: {jax.__version__}\ndevices: none: {error}"
-  there = {found.name: found.version for found in importlib.metadata.distributions()}
-  versions = {"mpjax": mpjax.__version__} | {n: there[n] for n in sorted(there) if _PACKAGES.fullmatch(n)}
+  try:
+    required = importlib.metadata.requires("mpjax") or []
+  except importlib.metadata.PackageNotFoundError:  # a checkout on the path without metadata
+    required = []
+  names = {found[0] for found in map(_PACKAGE.match, required) if found} - {"mpjax"}
+  versions = {"mpjax": mpjax.__version__} | {name: _version(name) for name in sorted(names)}
+  settings = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")}
   flags = {name: value for name, value in sorted(os.environ.items()) if _FLAGS.fullmatch(name)}
   if options.json:
-    print(json.dumps({"jax": jax_says, "versions": versions, "flags": flags}, indent=1))
+    print(json.dumps({"jax": jax_says, "versions": versions, "config": settings, "flags": flags}, indent=1))
     return
   print(jax_says)
-  for name, value in (versions | flags).items():
+  for name, value in (versions | settings | flags).items():
     print(f"{name}: {value}")
+
+
+def _version(name: str) -> str:
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:
+    return "not installed"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-import pydantic
 
+from mpjax._render.picture_style import require_picture
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.tables import Report
 from mpjax._types import PolicyLike
@@ -22,7 +23,8 @@ from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config import DEFAULT_RECOMPUTE
 from mpjax.train.setup._saved_run import facts_of
 
-_SIZE = pydantic.TypeAdapter(Annotated[pydantic.ByteSize, pydantic.Field(gt=0)])
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _RECOMPUTE = (DEFAULT_RECOMPUTE, "blocks")
 
 
@@ -40,6 +42,9 @@ def run(options: argparse.Namespace) -> None:
   screen = Screen()
   if options.memory and not (options.fit or options.cheapest):
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest, too")
+  if options.picture:
+    with config_errors("--picture: "):  # before anything is computed
+      require_picture(options.picture)
   for each in configs:
     warn_of_policy(each.policy, target.kind)
   planner = Planner(configs[0], target, facts_of(configs[0], options.config))
@@ -82,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
   )
   screen.show(Report(said, list(sections_of(plans))), options, alarm=NO_FIT)
   screen.write_json(options.json, report)
-  with config_errors("--picture: "):
+  with config_errors():
     screen.write("picture", "--picture", options.picture, lambda path: save_picture(plans, path))
 
 
@@ -93,12 +98,10 @@ def _memory(text: str | None, target: Target) -> int:
         f"target {target.name} does not say how much memory it has: give --memory, as in --memory 16GB"
       )
     return target.usable
-  try:
-    if text.count(".") > 1:  # pydantic reads 1.2.3GB as a byte
-      raise ValueError(text)
-    return int(_SIZE.validate_python(text))
-  except ValueError as error:
-    raise ConfigError(f"--memory {text!r}: expected a size such as 80GB, 16GiB or 24000000000") from error
+  found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*((?:[kmgt]i?)?)b?\s*", text.lower())
+  if found is None or float(found[1]) <= 0:
+    raise ConfigError(f"--memory {text!r}: expected a size such as 80GB, 16GiB or 24000000000")
+  return int(float(found[1]) * _UNITS[found[2]])
 
 
 def _compare(

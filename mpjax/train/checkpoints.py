@@ -279,7 +279,11 @@ class Checkpoints:
     for step in {*steps} - {*steps[-self._keep :], *taken[-1:], self.best()}:
       del self._ranks[step]
       if jax.process_index() == 0:
-        shutil.rmtree(self._path(step), ignore_errors=True)
+        try:
+          shutil.rmtree(self._path(step))
+        except OSError as error:
+          what = f"the old checkpoint of step {step} in {self._directory}"
+          raise CheckpointError(f"{what} cannot be deleted: {_reason(error)}") from error
 
   def _delete_unfinished(self) -> None:
     for path in self._directory.glob("*.orbax-checkpoint-tmp*"):

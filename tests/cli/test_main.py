@@ -63,15 +63,15 @@ print([name for name in ("jax", "numpy", "flax", "pydantic", "rich") if name in 
 
 
 WRONG_FLAGS = {
-  "train --steps 10": "write train.steps=...",
+  "train --steps 10": "write train.steps=10",
   "train gpt_stdlib --lr=0.1": "write optimizer.learning_rate=0.1",
-  "train --policy bf16": "write policy=...",
-  "train --out runs/x": "write out=...",
-  "train --batch-size 8": "write data.batch_size=...",
-  "train --data.kind text": "write data.kind=...",
-  "plan --target h200 --fit": "write target=...",
-  "numerics --steps 3": "write steps=...",
-  "export runs/x --dtype bf16": "write dtype=...",
+  "train --policy bf16": "write policy=bf16",
+  "train --out runs/x": "write out=runs/x",
+  "train --batch-size 8": "write data.batch_size=8",
+  "train --data.kind text": "write data.kind=text",
+  "plan --target h200 --fit": "write target=h200",
+  "numerics --steps 3": "write steps=3",
+  "export runs/x --dtype bf16": "write dtype=bf16",
   "plan --fitt": "did you mean --fit?",
   "numerics --pictures x": "save_html writes a page that draws them, --html says where",
   "tune --prove": "train both: mpjax train tuned.yaml, and mpjax train CONFIG policy=fp32",
@@ -87,6 +87,14 @@ def test_a_wrong_flag_is_answered_with_what_to_write(capsys):
     assert status.value.code == 2
     flag = next(word for word in words if word.startswith("--")).partition("=")[0]
     assert capsys.readouterr().err == f"error: mpjax {command} has no option {flag}: {advice}\n"
+
+
+@pytest.mark.parametrize("line", ["plan --fit --cheapest", "plan --all --table time", "tune --for speed"])
+def test_flags_that_exclude_each_other_and_wrong_choices_are_errors(line, capsys):
+  with pytest.raises(SystemExit) as status:
+    main(line.split())
+  assert status.value.code == 2
+  assert "not allowed with" in (error := capsys.readouterr().err) or "invalid choice" in error
 
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch, capsys):

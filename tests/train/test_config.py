@@ -169,6 +169,8 @@ def test_keys_that_went_are_passed_over_where_a_run_has_the_value_that_holds_any
   older = MINIMAL | {"mesh": {"gather_prefetch": 1}, "policy": {"base": "fp16", "loss_scaling": scaling}}
   newer = MINIMAL | {"policy": {"base": "fp16", "loss_scaling": {"kind": "dynamic"}}}
   assert load_config(older).to_yaml() == load_config(newer).to_yaml()
+  older, newer = (MINIMAL | {"model": {"kind": "gpt", "attention": name}} for name in ("cudnn", "auto"))
+  assert load_config(older).to_yaml() == load_config(newer).to_yaml()
   for recipe, pow2 in (("current", True), ("delayed", True), ("per_channel", False)):
     fp8 = {"recipe": recipe, "include": [], "exclude": [], "pow2_scales": pow2, "amax_compute": "max"}
     older = MINIMAL | {"policy": {"base": "fp8", "fp8": fp8}}

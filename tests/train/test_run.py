@@ -242,7 +242,6 @@ def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(tiny_gpt, tmp_pat
     (["model.heads=3"], ["dim=32", "heads=3"]),
     (["optimizer.name=adamv"], ["adamv", "did you mean"]),
     (["optimizer.options={b1: often}"], ["optimizer.options", "often"]),
-    (["model.attention=cudnn"], ["model.attention='cudnn'", "auto takes the kernel where it runs"]),
     (["policy={base: bf16, overrides: {heat: fp32}}"], ["'heat' matches no module", "GPT/blocks/0"]),
     # Flags of a run of several processes.
     (["--coordinator", "10.0.0.1:1234"], ["--coordinator 10.0.0.1:1234: expected", "together"]),

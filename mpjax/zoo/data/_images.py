@@ -54,7 +54,9 @@ def load_npz(
     with pathlib.Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
       arrays = {name: np.asarray(file[name]) for name in file.files}
   except Exception as error:  # from the file, the archive, its compression or NumPy's headers
-    reason = " ".join(str(error).partition(".")[0].split())  # NumPy then advises to run code in the file
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if "pickle" in reason:  # NumPy's advice would run code in the file
+      reason = "it is not an archive of arrays, or has Python objects, which are not read"
     raise DataError(f"data.path={path!r}: not a readable .npz file ({reason})") from error
   has_split = not arrays.keys().isdisjoint(("eval_images", "eval_labels"))
   splits = []
@@ -63,7 +65,9 @@ def load_npz(
       if name not in arrays:
         raise DataError(f"{path}: no array {name!r}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
     images = np.atleast_1d(arrays[f"{prefix}images"])
-    images = images.astype(np.float32) if images.dtype.kind == "f" else images
+    if images.dtype.kind == "f":
+      with np.errstate(over="ignore"):  # what float32 cannot hold is reported as infinite
+        images = images.astype(np.float32)
     splits.append(Labelled(images, arrays[f"{prefix}labels"], path, f"{prefix}labels"))
   return images_to_rows(splits, path, num_classes, valid_fraction)
 
