@@ -41,6 +41,7 @@ def stored_program(program: Program, kind: str = "gpu", donated: Sequence[Buffer
     if not is_view(operation)
     and ((writes := [v for v in operation.writes if storage.is_stored(v)]) or operation.origin.effects)
   ]
+  operations += _copies(program, storage, donated)
   given = {*arguments, *_in_place(results, arguments, donated)}
   return Program(_updates_early(operations), results, given)
 
@@ -63,6 +64,21 @@ def _operation(operation: Operation, writes: list[Buffer], storage: _Storage, ki
     extra=extra,
     bodies=[stored_program(body, kind, body.arguments) for body in operation.bodies],
   )
+
+
+def _copies(program: Program, storage: _Storage, donated: Sequence[Buffer]) -> list[Operation]:
+  """Returns copies that a compiler adds: results that are views of arguments, and what is updated."""
+  copied = [(value, value.maker) for value in dict.fromkeys(program.results) if value.maker is not None]
+  copied = [(value, maker) for value, maker in copied if storage.root(value).argument is not None]
+  for operation in program.operations:
+    if has(operation.origin, Trait.IN_PLACE) and operation.operands and not operation.bodies:
+      whole = storage.root(operation.operands[0])
+      if whole.argument is not None and whole not in donated:
+        copied.append((whole, operation))
+  return [
+    Operation(maker.origin, path=maker.path, reads={value: 2.0 * value.nbytes}, part="copies")
+    for value, maker in copied
+  ]
 
 
 def _updates_early(operations: list[Operation]) -> list[Operation]:

@@ -12,6 +12,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+import jax
+
 from mpjax.formats import narrow_bits
 from mpjax.jaxpr import Trait, has, layer_pattern
 from mpjax.planner._program import Buffer, Operation, Program
@@ -181,14 +183,18 @@ def _merged(program: Program) -> Iterator[_Kernel]:
   for operation in program.operations:
     reads, writes = dict(operation.reads), {b: float(b.nbytes) for b in operation.writes}
     depth = max((level.get(b, 0) for b in reads), default=0)
-    heavy = is_heavy(operation)
+    is_copy = operation.part == "copies" and not writes
+    heavy = is_copy or is_heavy(operation)
     ends = heavy or (has(operation.origin, Trait.STORES_RESULT) and not _of_rows(operation))
     level.update(dict.fromkeys(writes, depth + ends))
     alone = Operation(operation.origin, path=operation.path, part="element-wise")
     if heavy:
       if is_fp8(operation.origin):
         yield _Kernel(alone, {Buffer((), None): _quantised_bytes(operation)}, {})
-      yield _Kernel(operation, reads, writes)
+      kernel = _Kernel(operation, reads, writes)
+      if not operation.bodies:
+        _in_part(kernel)
+      yield kernel
       continue
     elements = max((math.prod(v.shape) for v in (*operation.operands, *operation.writes)), default=0)
     most = max((*reads.values(), *writes.values()), default=0)
@@ -201,6 +207,17 @@ def _merged(program: Program) -> Iterator[_Kernel]:
       yield found
     found.reads |= {b: nbytes for b, nbytes in reads.items() if b not in found.writes}
     found.writes |= writes
+
+
+def _in_part(kernel: _Kernel) -> None:
+  """Corrects the bytes of an operation that reads or writes a part of a value."""
+  made = kernel.operation.origin
+  if made.primitive is jax.lax.gather_p:
+    kernel.reads = {b: min(nbytes, sum(kernel.writes.values())) for b, nbytes in kernel.reads.items()}
+  elif has(made, Trait.IN_PLACE) and len(kernel.operation.operands) > 1:  # a copy has none
+    whole = next(iter(kernel.reads), None)
+    kernel.reads = {b: nbytes for b, nbytes in kernel.reads.items() if b is not whole}
+    kernel.writes = dict.fromkeys(kernel.writes, sum(kernel.reads.values()))
 
 
 def _of_rows(operation: Operation) -> bool:

@@ -103,6 +103,17 @@ def test_a_transfer_to_the_host_takes_the_time_of_its_link():
   assert time.parts["host"] == pytest.approx(64 * MB / get_target("h200").speeds["host"])
 
 
+def test_updates_and_lookups_move_a_part_and_a_kept_argument_is_copied():
+  x, few = S((64 * MB // 4 // 1024, 1024)), S((8, 1024))
+  copy = 2 * 64 * MB / get_target("h200").bandwidth
+  update = lambda x, few: jax.lax.dynamic_update_slice(x, few, (3, 0))
+  for fun, args in ((lambda x: x.T, (x,)), (update, (x, few))):
+    assert 1 < seconds(fun, *args) / copy < 1.35
+    assert time_of(fun, *args).parts["copies"] > 0.9 * copy
+  assert seconds(update, x, few, donate_argnums=0) < copy / 4
+  assert seconds(lambda x, i: x[i], x, S((8,), jnp.int32)) < copy / 4
+
+
 def test_a_loop_of_unknown_length_counts_once_and_has_a_note():
   step = lambda x, n: jax.lax.fori_loop(0, n, lambda _, c: jnp.tanh(c @ c), x)
   x = S((1024, 1024))
