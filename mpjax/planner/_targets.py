@@ -28,6 +28,8 @@ _HOPPER, _WORKSPACE, _WORKSPACE_BEFORE = 9, 32 << 20, 4 << 20
 # The packages of each extra, by the names that Python imports.
 _PACKAGES = {"plan-tpu": ("libtpu", "flatbuffers"), "plan-cuda": ("jax_cuda13_plugin", "flatbuffers")}
 _ALTERNATIVES = {"jax_cuda13_plugin": "jax_cuda12_plugin"}
+# The assembler of CUDA 13 does not support a GPU below this compute capability.
+_LEAST_OF_CUDA_13 = (7, 5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +266,12 @@ def missing(target: Target) -> str:
   """Returns one line that says what to install to compile for a target; empty if nothing is missing."""
   if target.is_here:
     return ""
+  if target.kind == "gpu" and target.compute_capability < _LEAST_OF_CUDA_13 and _absent("jax_cuda12_plugin"):
+    major, minor = target.compute_capability
+    return (
+      f"analytic only: JAX for CUDA 13 compiles from compute capability 7.5 on, and {target.name} has "
+      f"{major}.{minor}: install jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 instead to compile for it"
+    )
   for package in _PACKAGES[target.extra]:
     if _absent(package) and _absent(_ALTERNATIVES.get(package, package)):
       return f"analytic only: {pip_install(target.extra)} to compile for {target.name} without the device"

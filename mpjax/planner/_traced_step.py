@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -220,9 +221,21 @@ def _mesh_size(args: tuple[PyTree, ...], target: Target) -> int:
   if size > target.devices:
     raise ValueError(
       f"a mesh of {size} devices is larger than target {target.name}, which has {target.devices}: use a "
-      "smaller mesh, or a larger target such as h200:8 or v5e:2x4"
+      f"smaller mesh, or a larger target such as {_larger(target, size)}"
     )
   return size
+
+
+def _larger(target: Target, size: int) -> str:
+  """Returns the name of a target of the same kind with `size` devices or more."""
+  base = "h200" if target.is_here else target.name.partition(":")[0]
+  if target.kind != "tpu" or target.is_here:
+    return f"{base}:{size}"
+  sides = [int(side) for side in target.topology.partition(":")[2].split("x")]
+  side = 1
+  while side * side * target.devices < size * math.prod(sides):  # a chip may be several devices
+    side *= 2
+  return f"{base}:{'x'.join(map(str, [side, side, *[1] * (len(sides) - 2)]))}"
 
 
 def _trace(jitted: jax.stages.Wrapped, args: tuple[PyTree, ...]) -> jax.stages.Traced:
