@@ -129,13 +129,13 @@ def _by_the_compiler(
     ValueError: if `compile` is True and the compiler is not installed.
     CompileError: if `compile` is True and the compiler fails.
   """
-  loops = loops_of(step, "the step")
+  uncounted = *loops_of(step, "the step"), *_gathered(traced, step)
   if compile is False:
-    return None, loops
+    return None, uncounted
   if lacks := missing(device):
     if compile is True:
       raise ValueError(f"compile=True: {lacks}")
-    return None, (*loops, Note(lacks, "install"))
+    return None, (*uncounted, Note(lacks, "install"))
   donated = [i for i, given in enumerate(traced.donated) if given]
   try:
     made = compile_step(traced.jitted, traced.args, donated, device)
@@ -143,9 +143,24 @@ def _by_the_compiler(
     if compile is True:
       raise
     text = f"the compiler failed{', out of memory' if error.out_of_memory else ''}: {error}"
-    return None, (*loops, Note(text, "out of memory" if error.out_of_memory else "failed"))
+    return None, (*uncounted, Note(text, "out of memory" if error.out_of_memory else "failed"))
   reading = read_program(made, traced.arguments, device, traced_kernels(step))
   return reading, reading.notes
+
+
+def _gathered(traced: TracedStep, step: Program) -> Iterator[Note]:
+  """Yields a note on weights divided as the batch is, if the step leaves their gathering to the compiler."""
+
+  def axes(part: str) -> set[str]:
+    there = [a.sharding for a in traced.arguments if a.part == part and a.sharding is not None]
+    names = {(s.mesh, name) for s in there for each in s.spec for name in np.atleast_1d(each or ())}
+    return {str(name) for mesh, name in names if mesh.shape[name] > 1}
+
+  if (shared := axes("master weights") & axes("batch")) and not collectives_of(step):
+    text = (
+      f"weights are divided over {' and '.join(sorted(shared))}: whole copies that a compiler gathers are "
+    )
+    yield Note(f"{text}left out; compile=True counts them", "gathered")
 
 
 def _inference(traced: TracedStep, step: Program) -> int:

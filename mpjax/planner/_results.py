@@ -37,8 +37,8 @@ class Note(str):
   """A sentence for the reader of a plan.
 
   Attributes:
-    kind: what it is about: `devices`, `weights`, `units`, `fp8`, `constants`, `loops`, `install`, `failed`,
-      `out of memory`, `program` or `time`.
+    kind: what it is about: `devices`, `weights`, `units`, `fp8`, `constants`, `loops`, `gathered`, `install`,
+      `failed`, `out of memory`, `program` or `time`.
   """
 
   kind: str

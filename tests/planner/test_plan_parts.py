@@ -167,6 +167,16 @@ def test_weights_of_one_shape_have_together_the_bytes_of_their_shards():
     assert plan.floor.moved_bytes == pytest.approx(2 * plan.memory.parts[WEIGHTS], abs=3 * 8)
 
 
+def test_a_note_names_the_axes_over_which_a_compiler_gathers_weights():
+  mesh, rows = mesh_of(data=2, fsdp=4), ("data", "fsdp")
+  for axis, batch, noted in (("fsdp", rows, True), (None, rows, False), ("fsdp", "data", False)):
+    args = on(mesh, PARAMS, axis), on(mesh, BATCH, batch)
+    plan = analytic(jax.jit(jax.grad(mlp)), args, target="h200:8")
+    notes = [note for note in plan.notes if note.kind == "gathered"]
+    assert len(notes) == noted, (axis, batch)
+    assert all("divided over fsdp: whole copies" in note and note in str(plan) for note in notes)
+
+
 def test_collectives_of_data_parallel_training_are_its_gradients():
   step, state = a_train_step("fp32")
   mesh = mesh_of(data=8)  # of this machine's devices, as the compiler makes it
