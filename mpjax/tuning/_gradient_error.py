@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._render.tables import Renamed
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import at_least_float32
 from mpjax.jaxpr import layer_pattern
@@ -24,11 +25,11 @@ _UPDATES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Noise:
+class Noise(Renamed):
   """The noise of the gradient: the distance of one batch's gradient from the mean over all data.
 
   The estimate is from the difference of the gradients of neighbouring batches, or of the halves of a single
-  one. It is relative to the gradient's norm, whether the loss is a mean or a sum over rows.
+  one or of equal ones. It is relative to the gradient's norm, whether the loss is a mean or a sum over rows.
 
   Attributes:
     total: noise of the whole gradient.
@@ -38,7 +39,7 @@ class Noise:
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientError:
+class GradientError(Renamed):
   """The error of a policy, relative to float32.
 
   Attributes:
@@ -136,19 +137,20 @@ class Gradients:
     return _minus(*map(step.masters, (state, first)))
 
   def _noise(self) -> Noise:
+    apart = together = 0.0
     if len(self._batches) >= 2:
       # For neighbours a and b of one batch each, |a - b|^2 is twice the noise of one, squared.
       pairs = list(zip(self._grads, self._grads[1:], strict=False))
       apart = _square(_minus(*pair) for pair in pairs) / 2
       together = _total(self._squares) * len(pairs) / len(self._grads)
-    elif rows(self._batches[0]) >= 2:
+    if not apart and rows(self._batches[0]) >= 2:  # one batch, or equal ones
       pair = self._halves(self._batches[0])
       apart = _square([_minus(*pair)])
       together = 2 * _square(pair) - apart  # of the halves' sum
-    else:
+    if not apart:
       raise ValueError(
-        "one batch of one row says nothing of the gradient's noise: give a batch of two rows or more, several"
-        " batches, or a tolerance such as 0.01"
+        "one row, or equal ones, say nothing of the gradient's noise: give a batch of two rows or more, "
+        "several batches, or a tolerance such as 0.01"
       )
     # At most 1e6, for opposite gradients.
     return Noise(_ratio(apart, max(together, 1e-12 * apart)))

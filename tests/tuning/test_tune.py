@@ -150,6 +150,8 @@ def test_the_noise_is_that_of_batches():
   result = mpjax.tune(mean, weights, single, candidates=["fp32"], tolerance="0.3 noise")
   assert result.noise.total == pytest.approx(0.7, rel=0.1)  # of a mean of 1 and a noise of 1
   assert result.tolerance == pytest.approx(0.3 * result.noise.total)
+  once, twice = (mpjax.tune(mean, weights, batches[:1] * n, candidates=["fp32"]).noise for n in (1, 2))
+  assert once == twice
 
 
 def test_the_cheapest_that_passes_is_chosen_and_the_plain_preset_if_nothing_is_cheaper():
@@ -289,8 +291,9 @@ def test_what_cannot_be_judged_is_an_error_that_says_what_to_do():
   with pytest.raises(ValueError, match=r"in float32 the loss is nan .* mpjax\.find_nonfinite"):
     mpjax.tune(nan, PARAMS, BATCHES)
   row = {name: x[:1] for name, x in BATCHES[0].items()}
-  with pytest.raises(ValueError, match="one batch of one row says nothing of the gradient's noise"):
-    mpjax.tune(LOSS, PARAMS, row)
+  for batches in (row, [row, row]):
+    with pytest.raises(ValueError, match="one row, or equal ones, say nothing of the gradient's noise"):
+      mpjax.tune(LOSS, PARAMS, batches)
   with pytest.raises(ValueError, match="gradient in float32 is zero"):
     mpjax.tune(lambda params, batch: 0.0 * LOSS(params, batch), PARAMS, BATCHES)
   for batches in ([], {name: x[:0] for name, x in row.items()}):
