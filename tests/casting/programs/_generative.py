@@ -50,7 +50,9 @@ def diffusion(half, params, inputs):
   "images: sampling by diffusion with guidance, a sample that a scan carries",
   DENOISER,
   lambda rng: {"x": rng.standard_normal((16, 8)), "label": rng.integers(1, 4, 16)},
-  factor=5,  # an element that a rounding takes over the edge of the clip has another gradient
+  # An element that a rounding takes over the edge of the clip has another gradient. In fp16 it is 2.9 times the
+  # ideal error if XLA for the CPU compiles for AVX2, and 3.3 times for AVX-512.
+  factor=4,
 )
 def guided_sampling(half, params, inputs):
   kept = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))
