@@ -170,12 +170,11 @@ class TrainingRun:
     batch = self.setup.place(rows)
     looks = self._looks_every and step % self._looks_every == 0
     seen = self._watcher.look(self.state, batch) if looks else None
-    rate = self.setup.learning_rate(self.state)
+    every = self.config.train.log_every, self.config.train.eval_every, self.config.train.steps
+    is_told = is_first or any(step % n == 0 for n in every)
+    rate = {"learning_rate": self.setup.learning_rate(self.state)} if is_told else {}
     self.state, metrics = self.setup.step(self.state, batch)
-    metrics = {
-      **metrics,
-      "learning_rate": metrics.get("learning_rate", rate),
-    }  # an optimiser may report its own
+    metrics = rate | metrics  # an optimiser may report its own
     self.step = step
     if is_first:  # so that no later step's time includes compilation
       jax.block_until_ready(metrics)
