@@ -21,7 +21,6 @@ from mpjax.casting._casting_rules import (
 )
 from mpjax.casting._explain import (
   ExplainedCarry,
-  ExplainedGather,
   ExplainedIsland,
   ExplainedOperation,
   Explanation,
@@ -41,7 +40,6 @@ from mpjax.casting._trace import Traced as Traced, plan_of as plan_of
 
 __all__ = [
   "ExplainedCarry",
-  "ExplainedGather",
   "ExplainedIsland",
   "ExplainedOperation",
   "Explanation",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +34,6 @@ from mpjax.jaxpr import (
   call_kind,
   call_layout,
   dtype_of,
-  facts,
   flops,
   has,
   in_region,
@@ -52,6 +51,7 @@ from mpjax.jaxpr import (
 from mpjax.policy import Policy, get_policy
 from mpjax.products import is_fp8
 
+T = TypeVar("T")
 _MOST_NAMES = 4  # modules or primitives in a sentence
 
 
@@ -142,23 +142,6 @@ class ExplainedCarry:
   why: str
 
 
-@dataclasses.dataclass(frozen=True)
-class ExplainedGather:
-  """A parameter that is divided over `fsdp`, and the dtype that it is gathered in.
-
-  Attributes:
-    path: the parameter's path.
-    shape: the parameter's shape.
-    kept: the dtype it is kept in.
-    dtype: the dtype it is gathered in.
-  """
-
-  path: str
-  shape: tuple[int, ...]
-  kept: str
-  dtype: str
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Shown):
   """The decisions of autocast for a program: `str()` is the answer, `table(NAME)` a part, `rows` the data.
@@ -169,9 +152,8 @@ class Explanation(Shown):
     rows: one for each operation, in the order of the program.
     islands: one for each float32 island, in the order of the program.
     carries: one for each float32 carry of each loop, in the order of the program.
-    unknown: names of the primitives that mpjax does not know and therefore leaves as they are: put them on
-      a list with `OpLists.default().replace(infer=...)`.
-    gathers: one for each parameter that a step on a mesh gathers; only `TrainStep.explain` fills it.
+    gathers: path, shape, `kept` and gathered `dtype` of each parameter that a step on a mesh divides over
+      `fsdp`; only `TrainStep.explain` fills it.
     fp8: the recipe and the formats in force on this machine, or why there are none; empty without a recipe.
     note: a sentence about autocasts that the function has itself; empty if it has none.
   """
@@ -181,41 +163,48 @@ class Explanation(Shown):
   rows: tuple[ExplainedOperation, ...]
   islands: tuple[ExplainedIsland, ...] = ()
   carries: tuple[ExplainedCarry, ...] = ()
-  unknown: tuple[str, ...] = ()
-  gathers: tuple[ExplainedGather, ...] = ()
+  gathers: tuple[Any, ...] = ()
   fp8: str = ""
   note: str = ""
 
   def matrix_flops(self) -> dict[str, int]:
     """Floating-point operations of matrix products, convolutions and kernels, by dtype."""
-    total: dict[str, int] = {}
-    for row in self.rows:
-      if row.flops:
-        total[row.after] = total.get(row.after, 0) + row.flops
-    return total
+    products = _grouped((row for row in self.rows if row.flops), lambda row: row.after)
+    return {dtype: _flops(rows) for dtype, rows in products.items()}
+
+  @property
+  def unknown(self) -> tuple[str, ...]:
+    """Names of the primitives that mpjax does not know and leaves as they are, unless `OpLists` has them."""
+    return tuple(sorted({row.primitive for row in self.rows if row.about == UNKNOWN.reason}))
 
   def _answer(self) -> list[str]:
-    total, reasons = sum(self.matrix_flops().values()), []
-    for why, modules, primitives, rows in _by_reason(self):
-      size, many = _flops(rows), f"{len(rows)} operation{'s' * (len(rows) > 1)}"
-      share = f"{percent(size / total)} of the FLOPs" if size else many
-      reasons.append(f"  {share}, {primitives} in {modules}: {why}")
-    lead = [f"In float32, {'or not in FP8, ' if self.fp8 else ''}and why:"] if reasons else []
-    return answer_lines([*_figures(self), *lead], reasons, [_change(self)], rest="  {} more")
+    of_dtype = self.matrix_flops()
+    total = sum(of_dtype.values())
+    products = f"{with_prefix(total, 'FLOP')} of matrix products" if total else "no matrix products"
+    for dtype in sorted(of_dtype, key=lambda dtype: -of_dtype[dtype]):
+      products += f", {percent(of_dtype[dtype] / total)} in {dtype}"
+    precision = f" ({self.policy.matmul_precision})" if self.policy.matmul_precision else ""
+    full, casts = sum(map(_is_full, self.rows)), sum(row.casts for row in self.rows)
+    written, kept = sum(row.cast_bytes for row in self.rows), sum(one.kept_bytes for one in self.islands)
+    costs = f"casts: {casts}, {bytes_text(written)}" if casts else "nothing is cast"
+    costs += f"; recompute: {self.recompute}"
+    if self.islands:
+      costs += f" (float32 islands: {len(self.islands)}, kept for the backward pass: {bytes_text(kept)})"
+    said = {"fp8: ": self.fp8, "": self.note, "primitives that mpjax does not know: ": _few(self.unknown)}
+    first = [
+      f"policy {self.policy.label}: {products}{precision}; {full} of {len(self.rows)} operations in float32",
+      *(f"{lead}{text}" for lead, text in said.items() if text),
+      costs,
+    ]
+    reasons = _reasons(self)
+    return answer_lines([*first, *reasons[:1]], reasons[1:], [_change(self)], rest="  {} more")
 
   def _sections(self) -> Iterator[Table]:
-    reasons = [[*texts, str(len(rows)), _flops_text(rows)] for *texts, rows in _by_reason(self)]
-    title = f"In float32, {'or not in FP8, ' if self.fp8 else ''}and why"
-    yield from _table("reasons", title, ["why", "modules", "primitives", "operations", "flops"], reasons)
-    sizes = lambda one: map(bytes_text, (one.kept_bytes, one.recomputed_bytes, one.fenced_bytes))
-    islands = [(one.path, _few(one.operations), *sizes(one)) for one in self.islands]
-    heads = ["path", "number", "operations", "kept bytes", "recomputed bytes", "fenced bytes"]
-    yield from _table("islands", "Float32 islands", heads, _alike(self, islands))
-    carries = [(one.path, one.primitive, str(list(one.shape)), one.dtype, one.why) for one in self.carries]
-    heads = ["path", "number", "primitive", "shape", "dtype", "why"]
-    yield from _table("carries", "Loop carries", heads, _alike(self, carries))
-    heads = ["path", "number", "operations", "in float32", "flops", "products"]
-    yield from _table("modules", "Modules", heads, _alike(self, _modules(self)))
+    if reasons := _reasons(self):
+      yield Table("reasons", reasons[0], lines=reasons[1:])
+    if self.rows:
+      heads = ("path", "number", "operations", "in float32", "flops", "products")
+      yield Table("modules", "Modules", [heads, *_modules(self)], left=(0, len(heads) - 1))
 
 
 def explain(
@@ -286,10 +275,8 @@ def explain_as_run(
   rules.overrides.check_all_matched()
   found = [*_explained(plan, 1, itertools.count(1))]
   of_kind = lambda kind: tuple(one for one in found if isinstance(one, kind))
-  nodes = list(plan.all_nodes())
-  unknown = {n.name for n in nodes if n.listed == "opaque" and facts(n.equation) is UNKNOWN}
   notes = [f"FP8 {slow}." for slow in map(slowness, rules.overrides.recipes) if slow]
-  if labels := sorted({label for node in nodes if (label := autocast_label(node.path))}):
+  if labels := sorted({label for node in plan.all_nodes() if (label := autocast_label(node.path))}):
     reach = "; the overrides of this call do not reach inside" if ops is not None or overrides else ""
     notes.append(
       f"The function has an autocast inside, policy {' and '.join(labels)}: it decides there, and policy "
@@ -301,7 +288,6 @@ def explain_as_run(
     of_kind(ExplainedOperation),
     of_kind(ExplainedIsland),
     of_kind(ExplainedCarry),
-    unknown=tuple(sorted(unknown)),
     fp8=", ".join(map(in_force, rules.overrides.recipes)),
     note=" ".join(notes),
   )
@@ -327,27 +313,26 @@ def _explained(
   cast: set[tuple[Var, np.dtype]] = set()
   for node in plan.nodes:
     if node.call is not None:
-      layout = call_layout(node.equation)
-      for i, (k, carry) in enumerate(zip(layout.carry, node.call.carry, strict=False)):
+      for i, (k, carry) in enumerate(zip(call_layout(node.equation).carry, node.call.carry, strict=False)):
         path, atom = inside(without_marks(node.path), f"carry_{i}"), node.equation.invars[k]
         if castable(atom.aval):
           yield ExplainedCarry(path, node.name, shape_of(atom), carry.held.dtype.name, carry.why)
       for inner in node.call.plans:
         yield from _explained(inner, times * times_run(node.equation), numbers)
-      continue
-    as_one = has(node.equation, Trait.KERNEL) or autocast_label(node.path)
-    if not as_one:
-      yield _decided(node, plan, times, island_of.get(node), cast)
-    yield from _within(node, node.equation, node.path, times)
+    else:
+      kernel, product = has(node.equation, Trait.KERNEL), has(node.equation, Trait.PRODUCT)
+      if not (kernel or (product and autocast_label(node.path))):
+        reads = zip(node.equation.invars, node.reads, strict=True) if node not in island_of else ()
+        casts = {(a, d) for a, d in reads if d is not None and is_variable(a) and d != plan.held[a].dtype}
+        yield _decided(node, times, casts - cast, island_of.get(node))
+        cast |= casts
+      yield from _within(node, node.equation, node.path, times)
 
 
 def _decided(
-  node: Node, plan: CastPlan, times: int, island: int | None, cast: set[tuple[Var, np.dtype]]
+  node: Node, times: int, casts: set[tuple[Var, np.dtype]], island: int | None
 ) -> ExplainedOperation:
-  """Returns an operation that autocast decides about; `cast` are the values that were cast before."""
-  wanted = zip(node.equation.invars, node.reads, strict=True) if island is None else ()
-  casts = {(a, d) for a, d in wanted if d is not None and is_variable(a) and d != plan.held[a].dtype} - cast
-  cast |= casts
+  """Returns an operation that autocast decides about; `casts` are before it alone."""
   held = [(v, h) for v, h in zip(node.equation.outvars, node.outs, strict=True) if hasattr(v.aval, "shape")]
   before = after = _dtype(v for v, _ in held)
   if node.fp8 is not None:
@@ -374,57 +359,44 @@ def _decided(
 
 
 def _within(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[ExplainedOperation]:
-  """Yields the kernels and products in an equation that runs as one, and what an inner autocast decided."""
-  label = autocast_label(path)
-  kernel = has(equation, Trait.KERNEL)
+  """Yields the kernels and products in an equation that runs as one, and products of an inner autocast."""
+  kernel, product, label = has(equation, Trait.KERNEL), has(equation, Trait.PRODUCT), autocast_label(path)
   bodies = () if kernel else bodies_of(equation)  # a kernel's is of one block
   for each in (e for body in bodies for e in open_jaxpr(body).eqns):
     yield from _within(node, each, inside(path, marked_path(each)), times * times_run(equation))
-  product = has(equation, Trait.PRODUCT)
-  leaf = label and not bodies and equation.outvars
-  if not (kernel or (product and equation is not node.equation) or leaf):
+  if not (kernel or (product and (label or equation is not node.equation))):
     return
-  operands = tuple(dict.fromkeys(str(dtype_of(a)) for a in equation.invars if is_float(a.aval)))
+  found = [dtype_of(a) for a in equation.invars if is_float(a.aval)]
+  after = str(min(found, key=lambda dtype: dtype.itemsize)) if found else _dtype(equation.outvars)
   if is_fp8(equation):
-    operands = (str(equation.params["spec"].lhs_dtype),)
-  floats = [v for v in (*equation.invars, *equation.outvars) if is_float(v.aval)]
-  after = _dtype(equation.outvars)
-  if operands and (kernel or product):
-    after = min(operands, key=lambda dtype: np.dtype(dtype).itemsize)
-  code, about = _why_within(node, equation, path)
+    after = str(equation.params["spec"].lhs_dtype)
+  code, about = (Code.KERNEL, "") if kernel else (node.code, node.about)
+  if label:
+    code, about = Code.AUTOCAST_INSIDE, label
+  elif in_region(path):
+    code, about = Code.IN_REGION, "kernel" if kernel else "product"
+  elif kernel and node.half is not None and _is_float32_kernel(equation):
+    code, about = Code.KERNEL_IN_FLOAT32, _name_of_kernel(equation)
   yield ExplainedOperation(
     path=without_marks(path),
     primitive=_name(equation),
-    list=facts(equation).list if label else "opaque",
-    before="float32" if label and floats else _dtype([*floats, *equation.outvars]),
+    list="opaque",
+    before=after,
     after=after,
     code=code,
     about=about,
     flops=flops(equation) * times,
     bytes=times * sum(_bytes(v, dtype_of(v)) for v in equation.outvars),
     times=times,
-    operands=operands if kernel else (),
+    operands=tuple(dict.fromkeys(map(str, found))) if kernel else (),
   )
-
-
-def _why_within(node: Node, equation: JaxprEqn, path: str) -> tuple[Code, str]:
-  """Returns the reason of an equation inside another, and what it tells."""
-  kernel, row = has(equation, Trait.KERNEL), facts(equation)
-  if label := autocast_label(path):
-    denied = row.list == "deny" and _dtype(equation.outvars) == "float32"
-    return (Code.LISTED, row.reason) if denied else (Code.AUTOCAST_INSIDE, label)
-  if in_region(path):
-    return Code.IN_REGION, "kernel" if kernel else "product"
-  if kernel and node.half is not None and _is_float32_kernel(equation):
-    return Code.KERNEL_IN_FLOAT32, _name_of_kernel(equation)
-  return (Code.KERNEL, "") if kernel else (node.code, node.about)
 
 
 def _is_float32_kernel(equation: JaxprEqn) -> bool:
   """Returns whether a kernel is only for float32, and not for codes with float32 scales."""
-  dtypes = [dtype_of(a) for a in equation.invars if hasattr(a.aval, "dtype")]
+  dtypes = {dtype_of(a) for a in equation.invars if hasattr(a.aval, "dtype")}
   floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
-  return floats == {FLOAT32} and not any(dtype in (jnp.int8, jnp.uint8, jnp.int4) for dtype in dtypes)
+  return floats == {FLOAT32} and dtypes.isdisjoint({np.dtype("int8"), np.dtype("uint8"), jnp.int4.dtype})
 
 
 def _name_of_kernel(equation: JaxprEqn) -> str:
@@ -478,63 +450,43 @@ def _flops(rows: Iterable[ExplainedOperation]) -> int:
   return sum(row.flops for row in rows)
 
 
-def _flops_text(rows: Iterable[ExplainedOperation]) -> str:
-  return with_prefix(size, "FLOP") if (size := _flops(rows)) else ""
+def _reasons(one: Explanation) -> list[str]:
+  """Returns a heading, and a line for each reason for float32 under a policy of less, or for no FP8.
 
-
-def _by_reason(one: Explanation) -> Iterator[tuple[str, str, str, list[ExplainedOperation]]]:
-  """Yields why operations are float32 under a policy of less, and why products are not FP8.
-
-  Each reason has the names of modules and primitives, and the operations. Kernels in float32 come first, then
-  others by size, and last what follows its operands.
+  Kernels in float32 come first, then others by size, and last what follows its operands.
   """
   if one.policy.compute_dtype == np.float32 and not one.policy.overrides:
-    return
+    return []
   kept = (Code.REGION, Code.IN_REGION)  # the dtypes of a region are the program's own
-  found: dict[str, list[ExplainedOperation]] = {}
-  for row in one.rows:
-    if row.code in NOT_FP8 or (_is_full(row) and row.code not in kept):
-      found.setdefault(row.why, []).append(row)
+  rows = [row for row in one.rows if row.code in NOT_FP8 or (_is_full(row) and row.code not in kept)]
 
   def order(alike: list[ExplainedOperation]) -> tuple[bool, bool, int, int]:
     is_warning, follows = alike[0].code is Code.KERNEL_IN_FLOAT32, all(row.list == "infer" for row in alike)
     return not is_warning, follows, -_flops(alike), -sum(row.bytes for row in alike)
 
-  for why, alike in sorted(found.items(), key=lambda item: order(item[1])):
-    modules = _few(name for name, _ in _alike(one, ((row.path,) for row in alike)))
-    yield why, modules, _few(row.primitive.rpartition(":")[2] for row in alike), alike
+  paths, total = {row.path for row in one.rows}, sum(one.matrix_flops().values())
+  lines = [f"In float32, {'or not in FP8, ' if one.fp8 else ''}and why:"] if rows else []
+  for alike in sorted(_grouped(rows, lambda row: row.why).values(), key=order):
+    size, many = _flops(alike), f"{len(alike)} operation{'s' * (len(alike) > 1)}"
+    share = f"{percent(size / total)} of the FLOPs" if size else many
+    primitives = _few(row.primitive.rpartition(":")[2] for row in alike)
+    layers = _grouped(dict.fromkeys(row.path for row in alike), layer_pattern).values()
+    modules = _few(_merged(layer, paths) for layer in layers)
+    lines.append(f"  {share}, {primitives} in {modules}: {alike[0].why}")
+  return lines
 
 
 def _modules(one: Explanation) -> Iterator[tuple[str, ...]]:
-  """Yields the path of each module with its operations, those in float32, its FLOPs and their dtypes."""
-  for path in dict.fromkeys(row.path for row in one.rows):
-    rows = [row for row in one.rows if row.path == path]
-    full = sum(map(_is_full, rows))
+  """Yields modules with their operations, those in float32, their FLOPs and dtypes; layers alike as one."""
+  found: dict[tuple[str, ...], list[str]] = {}
+  by_path = _grouped(one.rows, lambda row: row.path)
+  for path, rows in by_path.items():
     dtypes = _few(row.after for row in rows if row.flops)
-    yield path, str(len(rows)), str(full or ""), _flops_text(rows), dtypes
-
-
-def _figures(one: Explanation) -> list[str]:
-  """Returns the shares of the matrix FLOPs by dtype, what the casts and the backward pass cost, and notes."""
-  of_dtype = one.matrix_flops()
-  total = sum(of_dtype.values())
-  products = f"{with_prefix(total, 'FLOP')} of matrix products" if total else "no matrix products"
-  for dtype in sorted(of_dtype, key=lambda dtype: -of_dtype[dtype]):
-    products += f", {percent(of_dtype[dtype] / total)} in {dtype}"
-  precision = f" ({one.policy.matmul_precision})" if one.policy.matmul_precision else ""
-  full, casts = sum(map(_is_full, one.rows)), sum(row.casts for row in one.rows)
-  written = bytes_text(sum(row.cast_bytes for row in one.rows))
-  costs = f"casts: {casts}, {written}" if casts else "nothing is cast"
-  costs += f"; recompute: {one.recompute}"
-  if one.islands:
-    kept = bytes_text(sum(island.kept_bytes for island in one.islands))
-    costs += f" (float32 islands: {len(one.islands)}, kept for the backward pass: {kept})"
-  said = {"fp8: ": one.fp8, "": one.note, "primitives that mpjax does not know: ": _few(one.unknown)}
-  return [
-    f"policy {one.policy.label}: {products}{precision}; {full} of {len(one.rows)} operations in float32",
-    *(f"{lead}{text}" for lead, text in said.items() if text),
-    costs,
-  ]
+    size = with_prefix(_flops(rows), "FLOP") if dtypes else ""
+    full = str(sum(map(_is_full, rows)) or "")
+    found.setdefault((layer_pattern(path), str(len(rows)), full, size, dtypes), []).append(path)
+  for (_, *cells), paths in found.items():
+    yield _merged(paths, by_path), str(len(paths)), *cells
 
 
 def _change(one: Explanation) -> str:
@@ -543,20 +495,23 @@ def _change(one: Explanation) -> str:
   products = [row for row in one.rows if row.flops and row.path]
   how = "overrides= for a part that jax.named_scope names"
   if products:
-    pattern = layer_pattern(max(products, key=lambda row: (row.after != to, row.flops)).path)
-    alike = {row.path for row in one.rows if layer_pattern(row.path) == pattern}
+    largest = layer_pattern(max(products, key=lambda row: (row.after != to, row.flops)).path)
+    alike = {row.path for row in one.rows if layer_pattern(row.path) == largest}
     how = f'overrides={{"{merged_path(alike, alike).replace("*", ".*")}": "{to}"}}'
   return f"Change it: {how}, or full_precision(f), half_precision(f) for a function"
 
 
-def _alike(one: Explanation, found: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
-  """Yields what is at each path, layers that are alike once: with their name and their number."""
-  alike: dict[tuple[str, ...], list[str]] = {}
-  for path, *cells in found:
-    alike.setdefault((layer_pattern(path), *cells), []).append(path)
-  every = {row.path for row in one.rows}.union(*alike.values())
-  for (_, *cells), paths in alike.items():
-    yield [merged_path(set(paths), every) or "(no module)", str(len(paths)), *cells]
+def _grouped(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
+  """Returns the items of each key, in their order."""
+  groups: dict[str, list[T]] = {}
+  for item in items:
+    groups.setdefault(key(item), []).append(item)
+  return groups
+
+
+def _merged(paths: Collection[str], among: Collection[str]) -> str:
+  """Returns one name for modules that are alike but for numbers."""
+  return merged_path(paths, among) or "(no module)"
 
 
 def _few(names: Iterable[str]) -> str:
@@ -564,11 +519,3 @@ def _few(names: Iterable[str]) -> str:
   found = list(dict.fromkeys(names))
   more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
   return ", ".join(found[:_MOST_NAMES]) + more
-
-
-def _table(name: str, title: str, heads: list[str], rows: Iterable[list[str]]) -> Iterator[Table]:
-  """Yields a table without empty columns, numbers on the right, if it has a row."""
-  columns = [column for column in zip(heads, *rows, strict=True) if any(column[1:])]
-  left = [i for i, (_, *cells) in enumerate(columns) if not "".join(cells)[:1].isdigit()]
-  if columns:
-    yield Table(name, title, [*zip(*columns, strict=True)], left=left)

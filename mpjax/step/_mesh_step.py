@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -80,21 +80,28 @@ def value_and_grad_on_mesh(
   return Pass(total(out.loss), total(out.metrics, jnp.sum), grads, model_state, fp8_state)
 
 
-def gathers(
-  loss: StepLoss, layout: Layout, state: TrainState, batch: PyTree
-) -> list[tuple[str, tuple[int, ...], str, str]]:
-  """Returns path, shape, dtype and gathered dtype of each parameter that is divided over `fsdp`."""
+class Gather(NamedTuple):
+  """A parameter that is divided over `fsdp`: its path and shape, the dtype it is kept in and gathered in."""
+
+  path: str
+  shape: tuple[int, ...]
+  kept: str
+  dtype: str
+
+
+def gathers(loss: StepLoss, layout: Layout, state: TrainState, batch: PyTree) -> tuple[Gather, ...]:
+  """Returns the parameters that are divided over `fsdp`."""
   parts: list[Part | None] = []
 
   def run(state: TrainState, batch: PyTree) -> None:
     parts[:] = _Devices(loss, layout, state, batch).parts(loss.compute_params(state))
 
   jax.eval_shape(run, state, batch)
-  return [
-    (name, tuple(leaf.shape), np.dtype(leaf.dtype).name, part.gather_dtype.name)
+  return tuple(
+    Gather(name, tuple(leaf.shape), np.dtype(leaf.dtype).name, part.gather_dtype.name)
     for (name, leaf), part in zip(named_leaves(state.arrays), parts, strict=True)
     if part is not None
-  ]
+  )
 
 
 @dataclasses.dataclass(frozen=True)

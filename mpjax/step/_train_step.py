@@ -21,7 +21,7 @@ from jaxtyping import Float32
 from mpjax._average import is_average, worth
 from mpjax._lazy import nnx
 from mpjax._types import Array, LossFunction, Metrics, PolicyLike, PyTree
-from mpjax.casting import ExplainedGather, Explanation, explain_as_run, init_fp8_state
+from mpjax.casting import Explanation, explain_as_run, init_fp8_state
 from mpjax.fp8._delayed import grow_gradients
 from mpjax.loss_scale import (
   all_finite,
@@ -403,8 +403,7 @@ class TrainStep:
     explanation = explain_as_run(self.fun, args, keywords, self.policy, recompute=recompute)
     if self.layout is None or self.layout.shards == 1:
       return explanation
-    found = gathers(self.loss, self.layout, state, batch)
-    return dataclasses.replace(explanation, gathers=tuple(ExplainedGather(*row) for row in found))
+    return dataclasses.replace(explanation, gathers=gathers(self.loss, self.layout, state, batch))
 
   def _explain_(self, *args: Any, policy: PolicyLike | None) -> Explanation:
     """Implements `mpjax.explain(step, state, batch)`."""

@@ -31,7 +31,7 @@ def test_the_answer_fits_a_screen_and_says_how_to_see_the_rest(printed):
     first = rf"policy \w+: \S+ MFLOP of matrix products, 100% in {dtype}; "
     assert re.match(first, answer[0])
     assert answer[-2].startswith("Change it: overrides={")
-    assert answer[-1] == "more: --table reasons, or islands, modules, all"
+    assert answer[-1] == "more: --table reasons, or modules, all"
   assert answers["float16"] == printed("policy=fp16")
 
 
