@@ -27,16 +27,16 @@ def of(traits: T, *keys: Key, **facts: Any) -> Row:
 
 
 def decide(listed: str, reason: str, *rows: Key | Row, **facts: Any) -> None:
-  """Adds primitives with the same decision of autocast, reason and other facts to the table.
+  """Adds primitives with the same decision of autocast, its reason and other facts, but for those of a row.
 
   The backward pass recomputes what is on the lists `deny` and `infer`, if the facts do not say otherwise.
   """
-  facts.setdefault("recompute", listed in ("deny", "infer"))
+  facts = {"recompute": listed in ("deny", "infer"), **facts}
   for row in rows:
     keys, own = row if isinstance(row, tuple) else of(T.NONE, row)
     for key in keys:
       for primitive in key.split() if isinstance(key, str) else [key]:
-        register(primitive, PrimitiveFacts(listed, reason, **facts, **own))
+        register(primitive, PrimitiveFacts(listed, reason, **(facts | own)))
 
 
 decide(
@@ -79,15 +79,11 @@ decide(
 )
 decide(
   "deny",
-  "a special function: its series and rational fits are made for float32",
+  "a special function: its series, fits and iterations are made for float32",
   of(T.NONE, lax.bessel_i0e_p, lax.bessel_i1e_p, lax.polygamma_p, lax.zeta_p),
   of(T.ELEMENTWISE | T.COSTLY, lax.digamma_p, lax.erf_inv_p, lax.lgamma_p),
-)
-decide(
-  "deny",
-  "a special function: iterates until it converges to float32",
-  of(T.NONE, lax.igamma_p, lax.igamma_grad_a_p, lax.igammac_p, lax.regularized_incomplete_beta_p),
-  recompute=False,
+  of(T.NONE, lax.igamma_p, lax.igamma_grad_a_p, lax.igammac_p, recompute=False),
+  of(T.NONE, lax.regularized_incomplete_beta_p, recompute=False),
 )
 decide(
   "deny",
@@ -96,29 +92,20 @@ decide(
   of(T.STORES_RESULT, lax.reduce_prod_p, lax.reduce_p),
   of(T.READS_STORED | T.STORES_RESULT, lax.reduce_window_p),
   of(T.EXPANDS | T.ACCUMULATES | T.READS_STORED | T.STORES_RESULT, lax.reduce_window_sum_p),
+  of(T.EXPANDS | T.ACCUMULATES | T.READS_STORED, lax.cumsum_p, recompute=False),
+  of(T.EXPANDS | T.READS_STORED, lax.cumprod_p, recompute=False),
+  of(T.READS_STORED, lax.cumlogsumexp_p, recompute=False),
+  of(T.EXPANDS | T.ACCUMULATES | T.READS_STORED | T.IN_PLACE, lax.scatter_add_p, recompute=False),
+  of(T.READS_STORED | T.IN_PLACE, lax.scatter_sub_p, recompute=False),
+  of(T.EXPANDS | T.READS_STORED | T.IN_PLACE, lax.scatter_mul_p, recompute=False),
+  of(T.READS_STORED, lax.select_and_gather_add_p, lax.select_and_scatter_p, recompute=False),
+  of(T.READS_STORED, lax.select_and_scatter_add_p, recompute=False),
   in_float16="large sums overflow float16",
 )
 decide(
   "deny",
   "its gradient counts ties by a sum, and its result is small",
   of(T.STORES_RESULT, lax.reduce_max_p, lax.reduce_min_p),
-)
-decide(
-  "deny",
-  "accumulates: the error grows along the axis",
-  of(T.EXPANDS | T.ACCUMULATES | T.READS_STORED, lax.cumsum_p),
-  of(T.EXPANDS | T.READS_STORED, lax.cumprod_p),
-  of(T.READS_STORED, lax.cumlogsumexp_p),
-  recompute=False,
-)
-decide(
-  "deny",
-  "accumulates the updates that meet in one element",
-  of(T.EXPANDS | T.ACCUMULATES | T.READS_STORED | T.IN_PLACE, lax.scatter_add_p),
-  of(T.READS_STORED | T.IN_PLACE, lax.scatter_sub_p),
-  of(T.EXPANDS | T.READS_STORED | T.IN_PLACE, lax.scatter_mul_p),
-  of(T.READS_STORED, lax.select_and_gather_add_p, lax.select_and_scatter_p, lax.select_and_scatter_add_p),
-  recompute=False,
 )
 decide(
   "deny",
@@ -176,7 +163,6 @@ decide(
 decide(
   "infer",
   "element-wise: as exact as its operands",
-  lax.is_finite_p,
   of(T.ELEMENTWISE, lax.abs_p, lax.ceil_p, lax.floor_p, lax.round_p, lax.sign_p),
   of(T.ADDS | T.CHOICE | T.NO_RESIDUAL | T.BROADCASTS | T.ELEMENTWISE, lax.add_p, lax.sub_p),
   of(T.ADDS | T.CHOICE | T.NO_RESIDUAL | T.BROADCASTS | T.ELEMENTWISE, primitives.add_jaxvals_p),
@@ -185,12 +171,6 @@ decide(
   of(T.BROADCASTS | T.SCALES | T.ELEMENTWISE, lax.mul_p),
   of(T.ADDS | T.NO_RESIDUAL | T.ELEMENTWISE, lax.neg_p),
   of(T.CHOICE | T.NO_RESIDUAL | T.ELEMENTWISE, lax.select_n_p),
-)
-decide(
-  "infer",
-  "compares: its result is boolean",
-  of(T.NONE, lax.eq_p, lax.eq_to_p, lax.ge_p, lax.gt_p, lax.le_p, lax.le_to_p, lax.lt_p, lax.lt_to_p),
-  of(T.NONE, lax.ne_p),
 )
 decide(
   "infer",
@@ -207,18 +187,7 @@ decide(
   of(T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL, lax.rev_p),  # of a kernel, in the backward pass
   of(T.PASSES_ON | T.NO_RESIDUAL, lax.slice_p),
   of(T.MOVES, newer("stack_p")),
-)
-decide(
-  "infer",
-  "overwrites elements and computes none",
-  of(T.MOVES | T.READS_STORED | T.IN_PLACE, lax.scatter_p),
-  recompute=False,
-)
-decide(
-  "infer",
-  "selects values and rounds none",
-  of(T.MOVES | T.READS_STORED, lax.cummax_p, lax.cummin_p),
-  recompute=False,
+  of(T.MOVES | T.READS_STORED | T.IN_PLACE, lax.scatter_p, recompute=False),
 )
 decide(
   "deny",
@@ -232,7 +201,10 @@ decide(
   "infer",
   "selects values and rounds none",
   of(T.STORES_RESULT, lax.argmax_p, lax.argmin_p),
+  of(T.MOVES | T.READS_STORED, lax.cummax_p, lax.cummin_p, recompute=False),
   of(T.MOVES | T.READS_STORED | T.STORES_RESULT, lax.reduce_window_max_p, lax.reduce_window_min_p),
+  of(T.NONE, "unreduced_pmax unreduced_pmin", collective="all-reduce", recompute=False),
+  of(T.READS_STORED, lax.pmax_p, lax.pmin_p, collective="all-reduce", recompute=False),
 )
 decide(
   "infer",
@@ -250,6 +222,8 @@ decide(
   of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL, lax.stop_gradient_p),
   of(T.ALIAS | T.EACH, lax.optimization_barrier_p),
   of(T.EACH, "tie"),
+  of(T.MARKS_AXES, "preduced reduced_vary_cast vary_unreduced_cast"),
+  of(T.MARKS_AXES | T.ALIAS | T.EACH, "pvary"),
 )
 decide(
   "infer",
@@ -266,20 +240,9 @@ decide(
 )
 decide(
   "infer",
-  "selects values over devices and rounds none",
-  of(T.NONE, "unreduced_pmax unreduced_pmin", collective="all-reduce"),
-  of(T.READS_STORED, lax.pmax_p, lax.pmin_p, collective="all-reduce"),
-  recompute=False,
-)
-decide(
-  "infer",
-  "marks how a value varies over devices and leaves it as it is",
-  of(T.MARKS_AXES, "preduced reduced_vary_cast vary_unreduced_cast"),
-  of(T.MARKS_AXES | T.ALIAS | T.EACH, "pvary"),
-)
-decide(
-  "infer",
-  "integers and booleans only: no floating operand",
+  "its result is boolean or an integer",
+  of(T.NONE, lax.eq_p, lax.eq_to_p, lax.ge_p, lax.gt_p, lax.le_p, lax.le_to_p, lax.lt_p, lax.lt_to_p),
+  of(T.NONE, lax.ne_p, lax.is_finite_p),
   of(T.NONE, lax.and_p, lax.axis_index_p, lax.clz_p, linalg.lu_pivots_to_permutation_p, newer("mulhi_p")),
   of(T.NONE, lax.not_p, lax.or_p, lax.population_count_p, lax.shift_left_p, lax.shift_right_arithmetic_p),
   of(T.NONE, lax.shift_right_logical_p, lax.xor_p),
