@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Never, NoReturn
 
 import jax
 
 from mpjax._calls import AT_THE_USER, is_linen_module, is_policy, refuse_keywords
 from mpjax._own_autocast import AUTO, OwnAutocast
-from mpjax._types import Array, Fp8State, PolicyLike
+from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting import _fp8_products
-from mpjax.casting._cast_plan import CastPlan
-from mpjax.casting._casting_rules import CastingRules, OpLists, make_rules
-from mpjax.casting._emit import array_of, execute
+from mpjax.casting._casting_rules import OpLists, make_rules
 from mpjax.casting._explain import kernels_in_float32
 from mpjax.casting._half_precision import NO_REGIONS, explaining, tracing
 from mpjax.casting._linen_modules import bound_call, with_variables
 from mpjax.casting._trace import Traced, to_output
-from mpjax.jaxpr import FULL_PRECISION, as_function, autocast_scope, is_variable, known_primitives, open_jaxpr
+from mpjax.jaxpr import FULL_PRECISION, autocast_scope
 from mpjax.policy import (
   Policy,
   PrecisionWarning,
@@ -32,8 +29,6 @@ from mpjax.policy import (
   warn_of_bare_dtype,
   warn_without_scale,
 )
-
-_MOST_PROGRAMS = 8  # of a function
 
 _ELSEWHERE = {
   "dtype": "name a policy, as in mpjax.autocast(f, policy='bf16')",
@@ -166,11 +161,11 @@ def autocast(
       def transform(fun: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
           traced = Traced(fun, args, kwargs, rules, resolved)
-          program = program_of(fun, traced)
-          for kernel in program.kernels:
+          for kernel in kernels_in_float32(traced.plan):
             said = f"under autocast {kernel}; if that is intended, put it into mpjax.full_precision"
             warnings.warn(said, PrecisionWarning, **AT_THE_USER)
-          return traced.finish(program(traced.operands, fp8_state))
+          rules.overrides.check_all_matched()
+          return traced.execute(fp8_state=fp8_state)
 
         return run
 
@@ -206,70 +201,3 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
       return fun(*args, **kwargs)
 
   return region
-
-
-class Program:
-  """A program of a user's function, with autocast's decisions.
-
-  Attributes:
-    plan: the decisions.
-    kernels: why kernels stay in float32, for a warning of each.
-  """
-
-  def __init__(self, plan: CastPlan):
-    self.plan = plan
-    self.kernels = kernels_in_float32(plan)
-    # JAX keeps its jaxprs, by the types of the operands and JAX's own settings, as long as this function.
-    self._emit = lambda *operands: execute(plan, operands)
-
-  def __call__(self, operands: Sequence[Array], fp8_state: Fp8State | None) -> list[Array]:
-    """Returns the program's results; for the arguments see `execute`."""
-    if fp8_state is not None or self.plan.fp8_sites():  # it reads arrays that are not operands
-      return execute(self.plan, operands, fp8_state=fp8_state)
-    emitted = jax.make_jaxpr(self._emit)(*operands)
-    results = zip(open_jaxpr(emitted).outvars, as_function(emitted)(*operands), strict=True)
-    return [x if is_variable(atom) else array_of(atom) for atom, x in results]
-
-
-# By the object that lives as long as the function may be called.
-_programs: weakref.WeakKeyDictionary[Any, dict[Hashable, Program]] = weakref.WeakKeyDictionary()
-
-
-def program_of(fun: Callable[..., Any], traced: Traced) -> Program:
-  """Returns a decided program: a new one, or the one from the last equal trace of the function.
-
-  A function is traced again for each `jit` around it, and then JAX reuses the inner `jit`s of the unchanged
-  function. Autocast reuses its decisions and emitted programs. The key is what they depend on: the structure
-  of the program, the rules, and the known values of its constants. The function itself is not part of it, but
-  determines how long a program is kept.
-
-  Raises:
-    ValueError: for a pattern of an override or a recipe that matches nothing.
-  """
-  own, programs = traced.key(), {}
-  with contextlib.suppress(TypeError):  # for an owner without a hash or weak references
-    programs = _programs.setdefault(_owner(fun), {}) if own is not None else {}
-  key = (own, _key(traced.rules))
-  program = programs.pop(key, None)
-  if program is None:
-    program = Program(traced.plan)
-    traced.rules.overrides.check_all_matched()
-  programs[key] = program
-  if len(programs) > _MOST_PROGRAMS:
-    del programs[next(iter(programs))]
-  return program
-
-
-def _owner(fun: Any) -> object:
-  """Returns an object that lives as long as a function may be called: a method is made for each call."""
-  while isinstance(fun, functools.partial):
-    fun = fun.func
-  return fun.__self__ if isinstance(fun, types.MethodType) else fun
-
-
-def _key(rules: CastingRules) -> Hashable:
-  """Returns a key that is equal for rules only if they decide alike in the present context."""
-  settings = (rules.ops, rules.overrides.key, rules.accum_dtype, rules.wide_gradients, rules.recompute)
-  support = tuple((recipe, _fp8_products.support(recipe)) for recipe in rules.overrides.recipes)
-  precision = str(getattr(jax.config, "jax_default_matmul_precision", None))  # see `states_precision`
-  return settings, support, precision, known_primitives()

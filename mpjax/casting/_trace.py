@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from mpjax.casting._linen_modules import InOwnDtypes
 from mpjax.casting._loops import loop_facts
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._program import Program
-from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr, structure_of
+from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr
 from mpjax.policy import Policy, get_policy
 
 _OUTPUTS = tuple(np.dtype(d) for d in (jax.numpy.float16, jax.numpy.bfloat16, jax.numpy.float32))
@@ -80,16 +80,6 @@ class Traced:
     full = self._returns_float32
     program = Program.of(self.closed, self.rules, self._arguments, full)
     return Body(program, self.closed, self._held()).plan(full_outputs=full)
-
-  def key(self) -> Hashable | None:
-    """Returns a key that is equal for two programs only if autocast decides the same about both.
-
-    `None` for a program that cannot be compared.
-    """
-    structure = structure_of(self.closed)
-    arrays = tuple(isinstance(x, jax.Array) for x in constants_of(self.closed))
-    known = structure, tuple(self._held()), self._returns_float32, arrays, tuple(self._arguments)
-    return None if structure is None else known
 
   def _held(self) -> list[Held]:
     """Returns how constants and arguments are held."""

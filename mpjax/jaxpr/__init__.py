@@ -41,7 +41,6 @@ from mpjax.jaxpr._primitives import (
   call_kind,
   facts,
   has,
-  known_primitives,
   register,
   register_as,
   rows,
@@ -78,5 +77,4 @@ from mpjax.jaxpr._scopes import (
   transform_place,
   without_marks,
 )
-from mpjax.jaxpr._structure import structure_of
 from mpjax.patterns import layer_pattern, merged_path
