@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -16,11 +16,11 @@ from mpjax._types import Array, Jaxpr, JaxprEqn, PyTree, Var
 from mpjax.casting._fp8_products import Fp8Product
 from mpjax.casting._kinds import Held
 from mpjax.casting._reasons import Code
-from mpjax.jaxpr import backward_depth, in_region
+from mpjax.jaxpr import CallKind, backward_depth, in_region
 from mpjax.products import has_own_gradients
 
-if TYPE_CHECKING:
-  from mpjax.casting._decide import Body
+# Entered if their operands are half precision, even without a product inside.
+LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
 
 
 class Mode(enum.Enum):
@@ -120,24 +120,25 @@ class Call:
   """A higher-order equation whose bodies are decided.
 
   Attributes:
-    around: the body that it is in, which decides about its bodies, and about the program of a custom
-      derivative or batching rule, which does not exist before JAX differentiates or batches.
     equation: the equation.
     path: its module path.
     half: the compute dtype of its bodies; `None` for float32.
     solver: why that is float32, if it is the body of a solver.
     ins: how its operands are held.
+    decide: (number, jaxpr, how its inputs are held) -> the plan of a body. A custom derivative or batching
+      rule has the number -1: it does not exist before JAX differentiates or batches. `tangents` and
+      `gradients` of a rule: see `Body`.
     plans: the plans of its bodies, in the order of its layout.
     outs: how its results are held.
     carry: the carries of a loop.
   """
 
-  around: Body
   equation: JaxprEqn
   path: str
   half: np.dtype | None
   solver: Code | None
   ins: tuple[Held, ...]
+  decide: Callable[..., CastPlan]
   plans: tuple[CastPlan, ...] = ()
   outs: tuple[Held, ...] = ()
   carry: tuple[LoopCarry, ...] = ()

@@ -17,10 +17,9 @@ from mpjax._own_autocast import AUTO, own_autocast
 from mpjax._render.plain_text import bytes_text, percent, with_prefix
 from mpjax._render.tables import Renamed, Shown, Table, answer_lines
 from mpjax._types import Atom, JaxprEqn, PolicyLike, Var
-from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
+from mpjax.casting._cast_plan import LOOPS, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import OpLists
 from mpjax.casting._half_precision import explaining
-from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
 from mpjax.casting._kinds import FLOAT32, Kind, castable, is_float
 from mpjax.casting._reasons import NOT_FP8, Code

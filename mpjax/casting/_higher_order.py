@@ -41,9 +41,6 @@ from mpjax.products import as_product, spread
 if TYPE_CHECKING:
   from mpjax.casting._emit import Emitter
 
-# Entered if their operands are half precision, even without a product inside.
-LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
-
 
 def _emit_jit(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   side = emit.within(call.plans)
@@ -282,7 +279,7 @@ def _emit_rule(
   with tracing(Regions(call.half, instead=tracing.value.instead)):
     closed = jax.make_jaxpr(flat)(*like)
   of_parameters = gradients() if gradients else None
-  plan = call.around.decide(call, closed, -1, held, tangents=tangents, gradients=of_parameters)
+  plan = call.decide(-1, closed, held, tangents=tangents, gradients=of_parameters)
   return emit(plan, [*constants_of(closed), *operands]), plan.outs
 
 

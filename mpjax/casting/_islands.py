@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax.core import AbstractValue
@@ -18,10 +18,10 @@ from jax.extend.core import Primitive, primitives
 
 from mpjax._types import JaxprEqn, Var
 from mpjax.casting import _fp8_products
-from mpjax.casting._cast_plan import Island, Mode, Node
+from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_float, size
-from mpjax.casting._program import Reads
+from mpjax.casting._program import BodyFacts, Reads
 from mpjax.casting._reasons import EXACT, Code
 from mpjax.jaxpr import (
   CallKind,
@@ -35,9 +35,6 @@ from mpjax.jaxpr import (
   open_jaxpr,
   variables_of,
 )
-
-if TYPE_CHECKING:
-  from mpjax.casting._decide import Body
 
 _KEEPS_NONE = Trait.NO_RESIDUAL | Trait.CHOICE
 _DEAR = Trait.COSTLY | Trait.READS_STORED | Trait.STORES_RESULT
@@ -140,19 +137,16 @@ class Segments:
   """A program that is cut into islands, and what is in none of them.
 
   Args:
-    body: the program, decided about.
-    nodes: the decisions, in the order of the program.
-    outs: how each output is held.
+    plan: the program, decided about.
+    known: what is known of it.
+    rules: the rules.
+    in_loop: whether it is a step of a `scan`, whose backward pass is another loop.
   """
 
-  def __init__(self, body: Body, nodes: Sequence[Node], outs: Sequence[Held]):
-    self.nodes = nodes
-    self.jaxpr = body.jaxpr
-    self.held = body.held
-    self.outs = outs
-    self.rules = rules = body.rules
-    self.body = body
-    self.arguments = {v for v in body.inputs if body.layers is not None and body.layers[v].argument}
+  def __init__(self, plan: CastPlan, known: BodyFacts, rules: CastingRules, in_loop: bool):
+    self.jaxpr, self.nodes, self.held, self.outs = plan.jaxpr, plan.nodes, plan.held, plan.outs
+    self.known, self.rules, self.in_loop, nodes = known, rules, in_loop, plan.nodes
+    self.arguments = {v for v in plan.inputs if known.layers is not None and known.layers[v].argument}
     recomputed = (node for node in nodes if rules.may_recompute(node.equation))
     self.inside = {node for node in recomputed if _in_float32(node) and rules.computes_again(node.path)}
     self.makers = {v: node for node in nodes for v in node.equation.outvars}
@@ -286,13 +280,13 @@ class Segments:
       readers = {node for v in made for node, _ in self.readers.get(v, ())}
       made = [v for v in made if v in self.jaxpr.outvars]
       made += [v for node in readers for v in node.equation.outvars]
-    return any(self.body.end(v) & Reads.PRODUCT for v in made)
+    return any(self.known.end(v) & Reads.PRODUCT for v in made)
 
   def _followed(self, variables: Iterable[Var]) -> bool:
     """Returns whether a matrix product comes after some variables in the whole program, or may."""
-    if self.body.layers is None:
+    if self.known.layers is None:
       return True
-    return any(self.body.end(v) & (Reads.PRODUCT | Reads.ARRAY) for v in variables)
+    return any(self.known.end(v) & (Reads.PRODUCT | Reads.ARRAY) for v in variables)
 
   def _inputs(self, nodes: Sequence[Node]) -> tuple[tuple[Var, np.dtype], ...]:
     """Returns the inputs of some nodes together, with their dtypes."""
@@ -319,9 +313,9 @@ class Segments:
     # If the backward pass follows at once, a compiler that keeps the inside keeps it only briefly; from one
     # loop to another it keeps only what it is told to.
     followed = self._followed(v for v, _ in island.outputs)
-    fenced = not self.body.in_loop and followed
+    fenced = not self.in_loop and followed
     saved = _saved_dtype(island, self.rules) if self._before_the_last_product(island) else None
-    loss_of = None if self.body.in_loop or followed else self._compared(island)
+    loss_of = None if self.in_loop or followed else self._compared(island)
     return dataclasses.replace(island, fenced=fenced, saved=saved, loss_of=loss_of)
 
   def _read_as(self, v: Var, outside: Sequence[np.dtype | None]) -> list[np.dtype]:

@@ -16,11 +16,10 @@ from typing import TypeVar
 import jax
 
 from mpjax._compat import newer
-from mpjax._types import AnyJaxpr, JaxprEqn
+from mpjax._types import AnyJaxpr, Atom, JaxprEqn
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._fp8_products import ProductRole, Sites, product_roles
 from mpjax.casting._kinds import castable, is_float, size
-from mpjax.casting._loops import loop_facts, why_in_solver
 from mpjax.casting._reasons import Code
 from mpjax.casting._sources import (
   Lineage,
@@ -32,9 +31,11 @@ from mpjax.casting._sources import (
   is_layer,
   is_outer,
   is_product,
+  loop_facts,
   products,
   sources,
   states_precision,
+  why_in_solver,
 )
 from mpjax.jaxpr import (
   Backward,
@@ -292,6 +293,31 @@ def _passes(equation: JaxprEqn) -> bool:
   if primitive is jax.lax.reduce_sum_p:  # over dimensions of size 1
     return size(equation.invars[0]) == size(equation.outvars[0])
   return primitive is not jax.lax.gather_p and (has(primitive, _PASSES) or primitive in _MOVES)
+
+
+class BodyFacts:
+  """What is known of one body of a program.
+
+  Attributes:
+    lineages: where its values come from; `None` if that is unknown.
+    layers: the same, if no derivative or batching rule is around it: then the layers around its values are
+      known, too.
+  """
+
+  def __init__(self, program: Program, closed: AnyJaxpr, calls: Calls):
+    self.lineages = program.lineages.get(calls)
+    self.layers = self.lineages if is_whole(calls) else None
+    unknown = [Reads.NONE] * len(open_jaxpr(closed).outvars)
+    self._reads = program.reads.get(calls) or program.readers.solve(closed, unknown, calls)
+    self._ends = self.layers is not None and not below_backward(calls)
+
+  def reads(self, atom: Atom) -> Reads:
+    """Returns the readers of a variable."""
+    return self._reads[atom] & READERS
+
+  def end(self, atom: Atom) -> Reads:
+    """Returns what follows a value, as far as it is known."""
+    return self._reads[atom] & ENDS if self._ends else Reads.NONE
 
 
 class Program:

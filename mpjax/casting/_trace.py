@@ -19,9 +19,9 @@ from mpjax.casting._emit import execute
 from mpjax.casting._half_precision import trace
 from mpjax.casting._kinds import Held, initial, own_types
 from mpjax.casting._linen_modules import InOwnDtypes
-from mpjax.casting._loops import loop_facts
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._program import Program
+from mpjax.casting._sources import loop_facts
 from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr
 from mpjax.policy import Policy, get_policy
 
