@@ -8,25 +8,25 @@ device, and knows which weight it is a form of.
 from __future__ import annotations
 
 import collections
-import dataclasses
+import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import AbstractValue
 
 from mpjax import _compat
-from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, Var
+from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
 from mpjax.formats import narrow_bits
 from mpjax.jaxpr import (
   BACKWARD,
   OTHER,
   CallKind,
   Trait,
-  bodies_of,
   call_kind,
   call_layout,
   default_branch,
@@ -34,7 +34,6 @@ from mpjax.jaxpr import (
   flops,
   has,
   inside,
-  is_recomputed,
   is_variable,
   module_path,
   open_jaxpr,
@@ -44,8 +43,8 @@ from mpjax.jaxpr import (
   variables_of,
 )
 from mpjax.planner._arguments import Argument, argument_bytes, itemsize, tiled_bytes
-from mpjax.planner._products import kernel_flops, product_of
-from mpjax.planner._program import Buffer, Exchange, Operation, Program, total_bytes
+from mpjax.planner._products import product_of
+from mpjax.planner._program import Buffer, Operation, Program, fused_kernel
 from mpjax.planner._results import Collective
 from mpjax.planner._targets import Target, get_target
 
@@ -107,13 +106,12 @@ def from_jaxpr(
   given = [
     Buffer((), None, weight=i if a.part == "master weights" else None) for i, a in enumerate(arguments)
   ]
-  reader = _Reader(Sizes(arguments, target.kind), arguments, target, devices)
-  program = reader.program(open_jaxpr(closed), _Context(OTHER, "", "", 0), given)
+  program = _Reader(arguments, target, devices).program(open_jaxpr(closed), _Context(), given)
   if target.kind == "gpu":
     # Kernels read the host's memory themselves, and XLA's memory scheduler copies each result when it is
     # there, so that few are on the device at once. The latency-hiding scheduler may hold more.
     for copy, _ in program.each():
-      for value in (*copy.operands, *copy.writes) if copy.crosses else ():
+      for value in (*copy.operands, *copy.writes) if copy.part == "host" else ():
         _viewed(value).nbytes = 0
   return program
 
@@ -125,21 +123,18 @@ def _viewed(value: Buffer) -> Buffer:
   return value
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Context:
-  phase: str
-  path: str
-  source: str
-  region: int
+class _Context(NamedTuple):
+  phase: str = OTHER
+  path: str = ""
+  source: str = ""
   # Inside a `shard_map`: the number of devices on each axis of its mesh, and the axes left to the compiler.
-  axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  axes: Mapping[str, int] = MappingProxyType({})
   left: frozenset[str] = frozenset()
 
 
 class _Reader:
-  def __init__(self, sizes: Sizes, arguments: Sequence[Argument], target: Target, devices: int) -> None:
-    self._regions = 0
-    self._sizes = sizes
+  def __init__(self, arguments: Sequence[Argument], target: Target, devices: int) -> None:
+    self._sizes = Sizes(arguments, target.kind)
     self._arguments = arguments
     self._target = target
     self._devices = devices
@@ -148,9 +143,8 @@ class _Reader:
     """Returns the program of a jaxpr, whose arguments are the values `given`, or slices of them."""
     environment = {variable: self._value(variable.aval) for variable in (*jaxpr.invars, *jaxpr.constvars)}
     arguments = [environment[variable] for variable in jaxpr.invars]
-    for i, argument in enumerate(arguments):
+    for i, (argument, outer) in enumerate(itertools.zip_longest(arguments, given)):
       argument.argument = i
-    for argument, outer in zip(arguments, given, strict=False):
       argument.weight = outer.weight if outer is not None else None
     operations: list[Operation] = []
     self._run(jaxpr, environment, context, operations)
@@ -162,41 +156,32 @@ class _Reader:
   ) -> None:
     for equation in jaxpr.eqns:
       here = _at(equation, context)
-      if is_recomputed(equation):
-        self._regions += 1
-        here = dataclasses.replace(here, region=self._regions)
-      if call_kind(equation) is CallKind.SHARD_MAP:
-        axes = {**here.axes, **equation.params["mesh"].shape}
-        left = (here.left if here.axes else axes.keys()) - {*_compat.manual_axes(equation)}
-        here = dataclasses.replace(here, axes=axes, left=frozenset(left))
       body = _call(equation)
       if body is None:
         out.append(self._operation(equation, environment, here))
         continue
-      inner: dict[Var, Buffer] = {}
       opened = open_jaxpr(body)
-      for variable in opened.constvars:
-        inner[variable] = self._value(variable.aval)
       # The first operand of a choice by platform is the choice.
       operands = equation.invars[len(equation.invars) - len(opened.invars) :]
-      for variable, atom in zip(opened.invars, operands, strict=True):
-        inner[variable] = environment[atom] if is_variable(atom) else self._value(variable.aval)
+      inner = {variable: self._value(variable.aval) for variable in opened.constvars}
+      inner |= self._passed(opened.invars, operands, environment)
       self._run(opened, inner, here, out)
-      for variable, atom in zip(equation.outvars, opened.outvars, strict=True):
-        environment[variable] = inner[atom] if is_variable(atom) else self._value(variable.aval)
+      environment |= self._passed(equation.outvars, opened.outvars, inner)
+
+  def _passed(
+    self, variables: Sequence[Var], atoms: Sequence[Atom], known: Mapping[Var, Buffer]
+  ) -> dict[Var, Buffer]:
+    """Returns variables with the buffers of the atoms that they stand for."""
+    pairs = zip(variables, atoms, strict=True)
+    return {v: known[atom] if is_variable(atom) else self._value(v.aval) for v, atom in pairs}
 
   def _operation(self, equation: JaxprEqn, environment: dict[Var, Buffer], here: _Context) -> Operation:
     kind = call_kind(equation)
     operands = [environment[v] for v in variables_of(equation.invars)]
     if "originals" in equation.params and not has(equation, Trait.PRODUCT):
       operands[1:] = operands[:1]  # the other one is there for a gradient alone
-    results = []
-    for variable in equation.outvars:
-      environment[variable] = self._value(variable.aval, bool(here.axes))
-      results.append(environment[variable])
-    if operands and (has(equation, Trait.ALIAS | Trait.CAST) or equation.primitive in _SLICES):
-      for value in results:
-        value.weight = operands[0].weight
+    results = [self._value(variable.aval, bool(here.axes)) for variable in equation.outvars]
+    environment.update(zip(equation.outvars, results, strict=True))
     bodies = []
     if kind is not None and kind.is_control_flow:
       for inner, places, _ in call_layout(equation).bodies:
@@ -205,11 +190,8 @@ class _Reader:
         bodies.append(self.program(open_jaxpr(inner), here, given))
     if not here.path or not here.source:
       # An operation that a transformation added does not have a name: it belongs to what it reads.
-      makers = [value.maker for value in operands if value.maker is not None and value.maker.path]
-      if makers:
-        here = dataclasses.replace(
-          here, path=here.path or makers[0].path, source=here.source or makers[0].source
-        )
+      made = next((v.maker for v in operands if v.maker is not None and v.maker.path), here)
+      here = here._replace(path=here.path or made.path, source=here.source or made.source)
     operation = Operation(
       equation,
       equation.primitive.name,
@@ -222,12 +204,12 @@ class _Reader:
       bodies=bodies,
       times=None if equation.primitive is jax.lax.while_p else times_run(equation),
       chooses=kind is CallKind.COND,
-      region=here.region,
-      local=bool(here.axes),
       devices=math.prod(here.axes[axis] for axis in here.left) if here.axes else self._devices,
     )
+    is_form = has(equation, Trait.ALIAS | Trait.CAST) or equation.primitive in _SLICES
     for value in results:
       value.maker = operation
+      value.weight = operands[0].weight if operands and is_form else None
       value.part = self._part(value, here.phase)
     self._set_work(operation, here)
     return operation
@@ -243,20 +225,18 @@ class _Reader:
     equation = operation.origin
     pairs = zip(operation.operands, operation.writes, strict=False)
     stated = flops(equation)
-    operation.flops = stated / operation.devices
     operation.part = "copies" if has(equation, Trait.MOVES) else "element-wise"
     if equation.primitive is jax.lax.device_put_p and any(a.on_host != b.on_host for a, b in pairs):
-      operation.crosses, operation.part = True, "host"
-      operation.host = sum(value.whole for value in operation.writes)
+      operation.part = "host"
+      operation.moved = sum(value.whole for value in operation.writes)
     elif name := facts(equation).collective:
-      group = _group(equation, here.axes)
       operation.part = "collectives"
-      operation.exchange = Exchange(name, total_bytes(operation.writes), range(group))
-      operation.collectives = _collectives(operation, name, group)
+      operation.members = range(_group(equation, here.axes))
+      operation.collectives = [*_collectives(operation, name)]
     elif has(equation, Trait.KERNEL):
       operation.part = "attention kernels"
       narrow = any(narrow_bits(getattr(value.dtype, "name", "")) for value in operation.operands)
-      operation.kernel = stated or kernel_flops(equation), narrow
+      operation.products = [fused_kernel(stated / operation.devices, narrow)]
     elif stated:
       operation.products = [product_of(equation, stated, operation.devices, self._target)]
       operation.part = "convolutions" if operation.products[0].convolution else "products"
@@ -265,21 +245,15 @@ class _Reader:
     on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
     shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(np.float32))
     nbytes = self._sizes.of(shape, dtype, local=local)
-    return Buffer(shape, dtype, 0 if on_host else nbytes, local=local, on_host=on_host, whole=nbytes)
+    return Buffer(shape, dtype, 0 if on_host else nbytes, on_host=on_host, whole=nbytes)
 
 
 def _call(equation: JaxprEqn) -> AnyJaxpr | None:
   """Returns the jaxpr that an equation only calls, or `None`; for a choice by platform, the default."""
-  branch = default_branch(equation)
-  if branch is not None:
-    return branch
   kind = call_kind(equation)
-  if kind is None or kind.is_control_flow:
-    return None
-  bodies = bodies_of(equation)
-  if len(bodies) != 1 or len(open_jaxpr(bodies[0]).invars) != len(equation.invars):
-    return None
-  return bodies[0] if len(open_jaxpr(bodies[0]).outvars) == len(equation.outvars) else None
+  if (branch := default_branch(equation)) is not None or kind is None or kind.is_control_flow:
+    return branch
+  return next((body.jaxpr for body in call_layout(equation).bodies), None)
 
 
 def _group(equation: JaxprEqn, sizes: Mapping[str, int]) -> int:
@@ -294,10 +268,13 @@ def _at(equation: JaxprEqn, context: _Context) -> _Context:
   phase = phase_of(equation)
   if context.phase == BACKWARD or (phase == OTHER and context.phase):
     phase = context.phase
-  path = inside(context.path, module_path(equation))
-  return _Context(
-    phase, path, source_line(equation) or context.source, context.region, context.axes, context.left
-  )
+  path, source = inside(context.path, module_path(equation)), source_line(equation) or context.source
+  here = context._replace(phase=phase, path=path, source=source)
+  if call_kind(equation) is not CallKind.SHARD_MAP:
+    return here
+  axes = {**here.axes, **equation.params["mesh"].shape}
+  left = (here.left if here.axes else axes.keys()) - {*_compat.manual_axes(equation)}
+  return here._replace(axes=axes, left=frozenset(left))
 
 
 def _needed(operations: list[Operation], results: list[Buffer]) -> list[Operation]:
@@ -311,12 +288,11 @@ def _needed(operations: list[Operation], results: list[Buffer]) -> list[Operatio
   return kept[::-1]
 
 
-def _collectives(operation: Operation, name: str, group: int) -> list[Collective]:
-  """Returns a collective of `group` devices as rows, one for each result."""
-  found = []
+def _collectives(operation: Operation, name: str) -> Iterator[Collective]:
+  """Yields a collective as rows, one for each result."""
+  group = len(operation.members)
   for value in operation.writes if group > 1 else ():
     is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)  # which crosses as its words
     dtype = "uint32" if is_key else np.dtype(value.dtype).name
     size = 0 if name == "collective-permute" else group
-    found.append(Collective(name, dtype, value.whole, 1, (operation.path,), size))
-  return found
+    yield Collective(name, dtype, value.whole, 1, (operation.path,), size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -20,7 +19,7 @@ from mpjax.planner._program import (
   read_backward,
   total_bytes,
 )
-from mpjax.planner._results import TRANSIENT_PARTS, Collective, Floor, HostMemory, Memory, Saved
+from mpjax.planner._results import TRANSIENT_PARTS, Collective, Floor, HostMemory, Memory, Saved, add_up
 from mpjax.planner._targets import Target
 
 _WORKSPACE = 4 << 20
@@ -56,24 +55,24 @@ def analytic_memory(
   transient["outputs"] += max(0, missing)
   parts, slots = argument_parts(arguments, target.kind)
   parts |= {name: transient[name] for name in TRANSIENT_PARTS if transient[name]}
-  return Memory(parts, slots, _saved(peak.saved), total_bytes(peak.saved), sum(parts.values()))
+  return Memory(
+    parts, slots, tuple(_saved(peak.saved)[:_MOST_SAVED]), total_bytes(peak.saved), sum(parts.values())
+  )
 
 
-def _saved(buffers: Sequence[Buffer]) -> tuple[Saved, ...]:
+def _saved(buffers: Sequence[Buffer]) -> list[Saved]:
   """Returns equal activations as one row each, the largest first."""
-  found: dict[Saved, list[int]] = {}
-  for b in buffers:
-    o = b.maker
-    if o is not None:
-      row = Saved(layer_pattern(o.path), o.source, o.name, str(b.dtype), b.shape, count=1, nbytes=0)
-      found.setdefault(row, []).append(b.nbytes)
-  rows = [dataclasses.replace(row, count=len(sizes), nbytes=sum(sizes)) for row, sizes in found.items()]
-  return tuple(sorted(rows, key=lambda row: -row.nbytes)[:_MOST_SAVED])
+  made = [(b, b.maker) for b in buffers if b.maker is not None]
+  rows = [
+    Saved(layer_pattern(o.path), o.source, o.name, str(b.dtype), b.shape, count=1, nbytes=b.nbytes)
+    for b, o in made
+  ]
+  return add_up(rows, "count", "nbytes")
 
 
 def host_memory(program: Program, arguments: Sequence[Argument], kind: str) -> HostMemory | None:
   """Returns what a step keeps in the host's memory, and what it copies; `None` if it uses none."""
-  copies = [(made, times) for copy, times in program.each() if copy.crosses for made in copy.writes]
+  copies = [(made, times) for copy, times in program.each() if copy.part == "host" for made in copy.writes]
   held = sum(argument_bytes(a, kind) for a in arguments if a.on_host)
   if not held and not copies:
     return None

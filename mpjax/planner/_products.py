@@ -11,22 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import formats
-from mpjax._types import AnyJaxpr, JaxprEqn
+from mpjax._types import JaxprEqn
 from mpjax.formats._passes import passes_of
-from mpjax.jaxpr import (
-  CallKind,
-  bodies_of,
-  call_kind,
-  dtype_of,
-  flops,
-  is_recomputation,
-  layer_pattern,
-  open_jaxpr,
-  shape_of,
-  times_run,
-)
+from mpjax.jaxpr import dtype_of, is_recomputation, layer_pattern, shape_of
 from mpjax.planner._program import Operation, Product, Program
-from mpjax.planner._results import ProductGroup
+from mpjax.planner._results import ProductGroup, add_up
 from mpjax.planner._targets import Target
 from mpjax.products import Spec, is_fp8, plain_primitive
 
@@ -51,18 +40,13 @@ def list_products(program: Program, target: Target, *, least: bool = False) -> t
     target: the target with the matrix units.
     least: count the branch of a conditional with the least FLOPs, not the one with the most.
   """
-  total: Counter[ProductGroup] = Counter()
-  runs: Counter[ProductGroup] = Counter()
-  for operation, times in program.each(choose=min if least else max):
-    if operation.kernel or operation.products:
-      row = _row(operation, target)
-      total[row] += int(operation.flops * times)
-      runs[row] += times
   rows = [
-    dataclasses.replace(row, flops=count, batch=runs[row] if row.kernel else row.batch)
-    for row, count in total.items()
+    dataclasses.replace(_row(operation, product, target, times), flops=int(product.flops * times))
+    for operation, times in program.each(choose=min if least else max)
+    for product in operation.products
   ]
-  return tuple(sorted(rows, key=lambda row: (bool(row.kernel), -row.flops)))
+  products = add_up([row for row in rows if not row.kernel], "flops")
+  return (*products, *add_up([row for row in rows if row.kernel], "batch", "flops"))
 
 
 def model_flops(program: Program) -> int:
@@ -139,15 +123,14 @@ def _precision_of(equation: JaxprEqn) -> str:
   return "HIGH" if "HIGH" in names else ""
 
 
-def _row(operation: Operation, target: Target) -> ProductGroup:
-  """Returns an operation's products or kernel as a row without its FLOPs."""
+def _row(operation: Operation, product: Product, target: Target, times: int) -> ProductGroup:
+  """Returns products, or a kernel that runs so many times, as a row without FLOPs."""
   path, source, phase = layer_pattern(operation.path), operation.source, operation.phase
-  if operation.kernel:
+  if product.kernel:
     dtypes = [dtype_of(atom) for atom in operation.origin.invars]
     floats = [dtype.name for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
-    name = str(operation.origin.params.get("name") or operation.name)
-    return ProductGroup(path, source, phase, "kernel", ", ".join(dict.fromkeys(floats)), kernel=name)
-  (product,) = operation.products
+    name, named = operation.origin.params.get("name") or operation.name, ", ".join(dict.fromkeys(floats))
+    return ProductGroup(path, source, phase, "kernel", named, batch=times, kernel=str(name))
   wanted = formats.padded(target.matrix_units, product.dtype, *product.shape)
   fits = formats.eligible(target.matrix_units, product.dtype, *product.shape)
   return ProductGroup(
@@ -183,27 +166,7 @@ def serving_dtype(program: Program) -> np.dtype:
   """Returns the dtype of the operands of most of the FLOPs, in which the weights would be served."""
   total = Counter({np.dtype(np.float32): 0})
   for operation, times in program.each():
-    if operation.products:
+    if any(not product.kernel for product in operation.products):
       dtype = jnp.dtype(jnp.bfloat16) if is_fp8(operation.origin) else _operand_dtype(operation.origin)
       total[dtype] += int(operation.flops * times)
   return jax.dtypes.canonicalize_dtype(total.most_common(1)[0][0])
-
-
-def kernel_flops(equation: JaxprEqn) -> float:
-  """Returns the FLOPs of a Pallas kernel by its grid; 0 for another, or for a grid that is not known."""
-  grid = getattr(equation.params.get("grid_mapping"), "grid", None)
-  if grid is None or not all(isinstance(side, int) for side in grid):
-    return 0
-  return math.prod(grid) * _of_body(equation.params["jaxpr"])
-
-
-def _of_body(jaxpr: AnyJaxpr) -> float:
-  """Returns the FLOPs of a body; a conditional takes its branches equally often, as for a causal mask."""
-  total = 0.0
-  for equation in open_jaxpr(jaxpr).eqns:
-    bodies = [_of_body(body) for body in bodies_of(equation)]
-    if bodies and call_kind(equation) is CallKind.COND:
-      total += sum(bodies) / len(bodies)
-    else:
-      total += sum(bodies) * times_run(equation) + flops(equation)
-  return total

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from mpjax.jaxpr import BACKWARD, FORWARD
 from mpjax.planner._results import Collective, Note, add_up
 
+_MOST_SOURCES = 3
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Buffer:
@@ -23,7 +25,6 @@ class Buffer:
     argument: its position among the flat arguments, or `None`.
     weight: the position of the weight that it is a cast, a view, a slice or a layer of; or `None`.
     part: the part of memory that it belongs to whoever reads it; empty if that decides.
-    local: whether the shape is already one device's share (inside a `shard_map`).
     on_host: whether it is in the host's memory.
     whole: `nbytes`, wherever it is.
   """
@@ -35,23 +36,23 @@ class Buffer:
   argument: int | None = None
   weight: int | None = None
   part: str = ""
-  local: bool = False
   on_host: bool = False
   whole: int = 0
 
 
 class Product(NamedTuple):
-  """Matrix products of one operation, or a convolution as a product.
+  """Matrix products of one operation, a convolution as a product, or a fused kernel.
 
   Attributes:
     dtype: NumPy's name of the dtype in which the units multiply, or `tensorfloat32`.
-    shape: M, N, K as the units multiply, for a compiled convolution with its padding.
+    shape: M, N, K as the units multiply, for a compiled convolution with its padding; zeros for a fused
+      kernel.
     batch: number of products.
     flops: FLOPs of all of them on one device, without padding.
     convolution: whether the traced program has it as a convolution.
     passes: number of products in `dtype` that make up one of float32 operands.
-    kernel: in a compiled program, what computes it: `cublas`, `triton` or `cudnn`; `loop` for a product that
-      is not a GEMM; `dot` on a TPU or CPU.
+    kernel: `fused` for a fused kernel. In a compiled program, what computes it: `cublas`, `triton`, `cudnn`,
+      `loop` for a product that is not a GEMM, `dot` on a TPU or CPU.
     operands: HLO's names of its operands' dtypes.
   """
 
@@ -65,12 +66,9 @@ class Product(NamedTuple):
   operands: tuple[str, ...] = ()
 
 
-class Exchange(NamedTuple):
-  """A collective, by HLO's name, with the bytes of its results and the numbers of the devices in a group."""
-
-  operation: str
-  nbytes: float
-  group: Sequence[int]
+def fused_kernel(flops: float, is_narrow: bool) -> Product:
+  """Returns a fused kernel of so many FLOPs on a device; a narrow one has operands in FP8."""
+  return Product("float8_e4m3fn" if is_narrow else "bfloat16", (0, 0, 0), 1, flops, kernel="fused")
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -89,21 +87,15 @@ class Operation:
     extra: bytes that it needs while it runs, its bodies apart.
     bodies: what it runs: a loop's body, or one of a conditional's (`chooses`).
     times: how often its bodies run; `None` if the program does not say it.
-    region: number of its rematerialised region, 0 without one.
-    local: whether it is inside a `shard_map`, with the shapes of one device.
-    crosses: whether it copies an array between a device and the host's memory.
-    flops: FLOPs of one run on one device, as products and kernels state them.
     devices: number of devices that divide the work of its shapes.
     part: kind of work, by the names of TIME_PARTS; empty for none.
-    products: its matrix products.
-    kernel: FLOPs of a fused kernel, for its shapes, and whether in FP8.
-    collectives: what crosses devices, for one run.
-    exchange: the same, as what takes time.
-    host: bytes that cross to the host or back.
-    moved: bytes of the device's memory that it reads and writes.
+    products: its matrix products, or a fused kernel.
+    collectives: what crosses devices in one run, a row for each result.
+    members: numbers of the devices that exchange with each other.
+    moved: bytes of the device's memory that it reads and writes, or that cross to the host or back.
     cycles: cycles that a TPU's compiler expects.
-    starts: whether others run meanwhile, until the operation that `awaits` it.
-    queue: name of what it occupies until then; those of one queue run one after another.
+    queue: what it occupies while others run, until the operation that `awaits` it; empty if it ends at once.
+      Operations of one queue run one after another.
     awaits: the start that it waits for.
   """
 
@@ -120,26 +112,20 @@ class Operation:
   bodies: Sequence[Program] = ()
   times: int | None = 1
   chooses: bool = False
-  region: int = 0
-  local: bool = False
-  crosses: bool = False
-  flops: float = 0.0
   devices: int = 1
   part: str = ""
   products: Sequence[Product] = ()
-  kernel: tuple[float, bool] | None = None
   collectives: Sequence[Collective] = ()
-  exchange: Exchange | None = None
-  host: float = 0.0
+  members: Sequence[int] = ()
   moved: float = 0.0
   cycles: int | None = None
-  starts: bool = False
   queue: str = ""
   awaits: Operation | None = None
 
-
-def _flops(operation: Operation) -> float:
-  return operation.flops
+  @property
+  def flops(self) -> float:
+    """FLOPs of one run on one device, as products and kernels state them."""
+    return sum(product.flops for product in self.products)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -162,7 +148,7 @@ class Program:
     self,
     times: int = 1,
     *,
-    worth: Callable[[Operation], float] = _flops,
+    worth: Callable[[Operation], float] = lambda operation: operation.flops,
     choose: Callable[..., Program] = max,
   ) -> Iterator[tuple[Operation, int]]:
     """Yields all operations, also those in loops, with the number of times that each runs.
@@ -261,12 +247,18 @@ def collectives_of(program: Program, *, least: bool = False) -> tuple[Collective
     least: count the branch of a conditional that sends least, not the one that sends most.
   """
   sent = lambda operation: sum(collective.sent for collective in operation.collectives)
-  every = program.each(worth=sent, choose=min if least else max)
-  return add_up(
+  rows = [
     dataclasses.replace(one, nbytes=one.nbytes * times, count=times)
-    for operation, times in every
+    for operation, times in program.each(worth=sent, choose=min if least else max)
     for one in operation.collectives
-  )
+  ]
+  of_sources = add_up(rows, "count", "nbytes")
+  found = []
+  for row in add_up([dataclasses.replace(row, sources=()) for row in rows], "count", "nbytes"):
+    same = (r for r in of_sources if (r.operation, r.dtype, r.group) == (row.operation, row.dtype, row.group))
+    sources = [source for r in same for source in r.sources if source]
+    found.append(dataclasses.replace(row, sources=tuple(sources[:_MOST_SOURCES])))
+  return tuple(found)
 
 
 def loops_of(program: Program, whose: str) -> tuple[Note, ...]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 
 from mpjax.formats import padded
+from mpjax.planner._program import Product
+from mpjax.planner._results import Collective
 from mpjax.planner._targets import Target
 
 # All constants that were fitted, each with its source. "H100": products and passes over memory, measured on
@@ -49,10 +51,8 @@ def efficiency(target: Target, name: str) -> float:
   return reached * (SUSTAINED if computes else 1)
 
 
-def product_seconds(
-  target: Target, dtype: str, shape: tuple[int, int, int], batch: int = 1, *, convolution: bool = False
-) -> float:
-  """Returns the seconds that the matrix units take for `batch` products, however fast the memory is.
+def product_seconds(target: Target, product: Product, devices: int = 1) -> float:
+  """Returns the seconds that one device's matrix units take for products, however fast the memory is.
 
   On a GPU, tiles of the result are divided over the multiprocessors, and the last round of tiles may leave
   some of them idle; a product of few tiles is divided along K. Without the lower clocks of long steps it
@@ -60,28 +60,29 @@ def product_seconds(
 
   Args:
     target: the target.
-    dtype: NumPy's name of the operands' dtype, or `tensorfloat32`.
-    shape: M, N and K.
-    batch: number of products.
-    convolution: whether it is a convolution, as a product.
+    product: equal products, or a fused kernel.
+    devices: number of devices that divide the work of its shape.
   """
-  name, peak = target.unit_rate(dtype)
-  rate = peak * efficiency(target, name) * (CONVOLUTION if convolution and target.kind == "gpu" else 1)
-  m, n, k = shape
-  if target.kind != "gpu":
-    m, n, k = padded(target.matrix_units, dtype, m, n, k)
-    return 2 * batch * m * n * (math.ceil(k / 128) * 128) / rate
+  name, peak = target.unit_rate(product.dtype)
+  if product.kernel == "fused":
+    return product.flops / (peak * efficiency(target, "kernels"))
+  on_gpu, (m, n, k) = target.kind == "gpu", product.shape
+  rate = peak * efficiency(target, name) * (CONVOLUTION if product.convolution and on_gpu else 1)
+  times = product.passes / devices
+  if not on_gpu:
+    m, n, k = padded(target.matrix_units, product.dtype, m, n, k)
+    return times * 2 * product.batch * m * n * (math.ceil(k / 128) * 128) / rate
   units = int(target.cuda.get("core_count", 100))
   best = math.inf
   for tall, wide, share in TILES:
-    tiles = batch * math.ceil(m / tall) * math.ceil(n / wide)
+    tiles = product.batch * math.ceil(m / tall) * math.ceil(n / wide)
     for parts in PARTS_OF_K if tiles < units else (1,):
       depth = k / parts + (FILL if parts == 1 else 2 * FILL)
       rounds = math.ceil(tiles * parts / units)
       best = min(best, rounds * units * 2 * tall * wide * depth / (rate * share))
   itemsize = {"float32": 4, "tensorfloat32": 4, "float8": 1}.get(name, 2)
-  aligned = convolution or not any(side * itemsize % LINE for side in (n, k) if side > 1)
-  return best * (1 if aligned else UNALIGNED)
+  aligned = product.convolution or not any(side * itemsize % LINE for side in (n, k) if side > 1)
+  return times * best * (1 if aligned else UNALIGNED)
 
 
 def kernel_seconds(target: Target, work: float, nbytes: float) -> float:
@@ -113,21 +114,21 @@ def host_seconds(target: Target, nbytes: float) -> float:
   return nbytes / target.speeds.get("host", 1.5e10)
 
 
-def collective_seconds(target: Target, operation: str, nbytes: float, group: Sequence[int]) -> float:
-  """Returns the seconds of a collective.
+def collective_seconds(target: Target, collectives: Sequence[Collective], group: Sequence[int]) -> float:
+  """Returns the seconds of a collective, of which each row has one result.
 
   The bytes that cross are those of ring algorithms (Thakur et al., 2005): (n - 1) / n of the result of an
   all-gather, and twice that for an all-reduce. Meshes and tori: "How to Scale Your Model", on sharding.
 
   Args:
     target: the target.
-    operation: HLO's name for it.
-    nbytes: bytes of the result on one device.
+    collectives: its results on one device.
     group: numbers of the devices that exchange with each other.
   """
   n = len(group)
-  if n < 2:
+  if n < 2 or not collectives:
     return 0.0
+  operation, nbytes = collectives[0].operation, sum(collective.nbytes for collective in collectives)
   share = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
   sent = nbytes * share.get(operation, (n - 1) / n)
   if target.kind == "gpu":

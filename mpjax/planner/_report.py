@@ -25,10 +25,9 @@ from mpjax.planner._results import (
 
 NO_FIT = "DOES NOT FIT"
 _ABREAST = 5  # plans in one table
-_MOST_ROWS, _MOST_PLANS, _MOST_PARTS, _MOST_NAMED = 10, 7, 3, 2
+_MOST_ROWS, _MOST_PLANS, _MOST_NAMED = 10, 7, 3
 _MOST_SHARE = 0.97  # the most of a GPU's memory for a process; the driver and the runtime keep the rest
 _ROOMY = 0.5  # a larger batch is suggested below this share of the memory
-_ALIKE = 1e-3  # relative difference of equal times, and the share of the time from which a part is named
 _LARGE = 0.2  # outputs are mentioned above this share of the peak
 _MISSES = 0.01  # products below the full rate are mentioned above this share of the FLOPs
 _RANKS = {"failed": 0, "out of memory": 0, "install": 2}  # of notes, by kind
@@ -171,11 +170,10 @@ class Plan(Shown):
 
 def answer(plan: Plan, *, rates: bool = False) -> list[str]:
   """Returns the answer of one plan, in at most eleven lines; `rates` adds items a second and utilisation."""
-  advice = list(_advice(plan))[:2]
+  advice = [f"advice: {line}" for line in _advice(plan)][:2]
   if not advice and plan.room:
-    advice = ["nothing to change: it fits, and its products run at the full rate of the matrix units"]
-  last = [f"advice: {line}" for line in advice]
-  return answer_lines([*_figures(plan, rates)], _notes([plan]), last, rest=_LEFT_OUT)
+    advice = ["advice: nothing to change: it fits, and its products run at the full rate of the matrix units"]
+  return answer_lines([*_figures(plan, rates)], _notes([plan]), advice, rest=_LEFT_OUT)
 
 
 def answer_beside(plans: Sequence[Plan], first: Sequence[str] = (), *, rates: bool = False) -> list[str]:
@@ -243,13 +241,11 @@ def _compared(plans: Sequence[Plan], rates: bool = False) -> tuple[list[list[str
   """Returns a heading and a row of cells for each plan, and the columns that are aligned left."""
   item = next((plan.item for plan in plans if plan.item), "rows")
   rows = [["policy", "needs", "of memory", "products", "full rate", "time", "mostly", "at least"]]
-  rows[0] += [f"{item}/s", "MFU"] if rates else []
+  rows[0] += [f"{item}/s", "MFU"] * rates
   for p in plans:
-    (dtype, count), *others = [*p.matrix_flops().items()] or [("-", 0)]
-    share = f" {percent_text(count / sum(p.matrix_flops().values()))}" if others else ""
-    row = [p.label, bytes_text(p.peak), _fit(p), dtype + share, percent_text(p.eligible)]
-    row += [_seconds(p.time.seconds), _largest(p.time)] if p.time else ["-", ""]
-    row.append(_seconds(p.floor.seconds) if p.floor else "-")
+    (dtype, share), *others = [*_shares(p.matrix_flops())] or [("-", "")]
+    row = [p.label, bytes_text(p.peak), _fit(p), f"{dtype} {share}" if others else dtype]
+    row += [percent_text(p.eligible), _seconds(p.time), p.time.longest if p.time else "", _seconds(p.floor)]
     known = [f"{p.throughput:,.0f}", percent_text(p.utilisation)] if p.throughput else ["-", "-"]
     rows.append(row + known * rates)
   return rows, [0, 3, 6]
@@ -275,21 +271,20 @@ def _memory(plan: Plan) -> _Rows:
   yield "persistent (state)", sum(parts.get(name, 0) for name in state)
   yield from ((name, parts.get(name)) for name in ("batch", *TRANSIENT_PARTS))
   yield "peak, analytic", plan.memory.peak
-  if plan.parameters:
-    yield "  per parameter", f"{plan.memory.peak / plan.parameters:.2f} B"
+  yield "  per parameter", f"{plan.bytes_per_parameter():.2f} B" if plan.parameters else None
   if compiled:
     yield from (("by the compiler", ""), ("  arguments", compiled.arguments), ("  outputs", compiled.outputs))
     yield from (("  less aliases", -compiled.aliases), ("  temporaries", compiled.temporaries))
-    yield from (
-      ("peak, compiled", compiled.peak),
-      ("  explained by parts", percent_text(compiled.explained)),
-    )
+    yield from (("peak, compiled", compiled.peak), ("  explained by parts", percent_text(compiled.explained)))
     yield from ((f"    {name}", compiled.memory.parts.get(name)) for name in TRANSIENT_PARTS)
-    yield "  time to compile", _seconds(compiled.seconds)
+    yield "  time to compile", _seconds(compiled)
   yield "peak of JAX's memory" if plan.room < plan.device_memory else "peak of device memory", _fit(plan)
   if host:
-    yield from (("on the host", host.held), ("  to the device", host.to_device))
-    yield "  to the host", host.to_host
+    yield from (
+      ("on the host", host.held),
+      ("  to the device", host.to_device),
+      ("  to the host", host.to_host),
+    )
   yield from (("inference weights", plan.inference), ("checkpoint", plan.checkpoint))
 
 
@@ -303,14 +298,13 @@ def _activations(plan: Plan) -> _Rows:
 
 
 def _products(plan: Plan) -> _Rows:
-  flops, kernels = plan.matrix_flops(), plan.compiled.kernels if plan.compiled else {}
-  if flops:
+  if flops := plan.matrix_flops():
     yield "all", with_prefix(sum(flops.values()), "FLOP")
-    yield from ((dtype, percent_text(count / sum(flops.values()))) for dtype, count in flops.items())
+    yield from _shares(flops)
     yield "eligible at full rate", percent_text(plan.eligible)
-  if kernels:
+  if plan.compiled and plan.compiled.kernels:
     yield "by the compiler", ""
-    yield from ((f"  {name}", percent_text(n / max(1, sum(kernels.values())))) for name, n in kernels.items())
+    yield from ((f"  {name}", share) for name, share in _shares(plan.compiled.kernels))
 
 
 def _slow_products(plan: Plan) -> _Rows:
@@ -337,41 +331,35 @@ def _collectives(plan: Plan) -> _Rows:
 def _time(plan: Plan) -> _Rows:
   """Yields the estimated time by part, where it is from, the rates, and the floor."""
   if time := plan.time:
-    yield f"time by the {time.source}", _seconds(time.seconds)
+    yield f"time by the {time.source}", _seconds(time)
     yield "  error to expect", f"+-{100 * time.error:.0f}%"
-    yield from ((f"  {name}", _seconds(time.parts[name])) for name in TIME_PARTS if name in time.parts)
-    yield "hidden by other work", _seconds(time.hidden) if time.hidden else None
-  if plan.throughput:
-    yield f"{plan.item} a second", f"{plan.throughput:,.0f}"
+    yield from ((f"  {name}", _seconds(time.parts.get(name))) for name in TIME_PARTS)
+    yield "hidden by other work", _seconds(time.hidden or None)
+  yield f"{plan.item} a second", f"{plan.throughput:,.0f}" if plan.throughput else None
   yield "model FLOPs utilisation", percent_text(plan.utilisation) if plan.utilisation else None
   if floor := plan.floor:
-    yield "no step is faster than", _seconds(floor.seconds)
+    yield "no step is faster than", _seconds(floor)
     yield from ((f"  {name}", _seconds(seconds)) for name, seconds in floor.parts.items())
-    yield "bound by", floor.bound
-    yield "bytes moved at least", floor.moved_bytes
+    yield from (("bound by", floor.bound), ("bytes moved at least", floor.moved_bytes))
 
 
 def _modules(plan: Plan) -> _Rows:
   modules = _by_size(plan.time.modules) if plan.time else []
   yield from ((name or "(no module)", _seconds(seconds)) for name, seconds in modules[:_MOST_ROWS])
-  if modules[_MOST_ROWS:]:
-    yield "others", _seconds(sum(seconds for _, seconds in modules[_MOST_ROWS:]))
+  yield "others", _seconds(sum(seconds for _, seconds in modules[_MOST_ROWS:]) or None)
 
 
 # Lines of answers.
 
 
 def _fastest(plans: Sequence[Plan]) -> list[str]:
-  """Returns a line on the plans with the shortest time among those that fit."""
+  """Returns a line on the plan with the shortest time among those that fit."""
   fitting = [plan for plan in plans if not plan.room or plan.peak <= plan.room]
   if not fitting:
     return [f"none of {len(plans)} fits"]
   times = {plan.label: plan.time for plan in fitting if plan.time}
-  least = min(times.values(), key=lambda time: time.seconds, default=None)
-  if least is None:
-    return []
-  best = [name for name, t in times.items() if math.isclose(t.seconds, least.seconds, rel_tol=_ALIKE)]
-  return [f"shortest time: {', '.join(best)}, {_about(least)} by the {least.source}"]
+  best = min(times, key=lambda label: times[label].seconds, default="")
+  return [f"shortest time: {best}, {_about(times[best])}"] if times else []
 
 
 def _title(plans: Sequence[Plan], label: str = "") -> str:
@@ -393,34 +381,31 @@ def _figures(plan: Plan, rates: bool) -> Iterator[str]:
     room = f"{bytes_text(plan.peak)} of the {bytes_text(plan.room)} {whose}"
     needs = f"{NO_FIT if plan.peak > plan.room else 'fits'}: {room}, {percent_text(plan.peak / plan.room)}"
   yield f"memory: {needs} ({'by the compiler' if plan.compiled else 'analytic'})"
-  yield f"  largest: {', '.join(f'{name} {bytes_text(size)}' for name, size in _parts(plan)[:_MOST_PARTS])}"
+  yield _largest(_parts(plan), bytes_text)
   if host := plan.host:
     each = f"{bytes_text(host.to_device)} to the device and {bytes_text(host.to_host)} back in each step"
     yield f"  on the host: {bytes_text(host.held)}; {each}"
-  flops = plan.matrix_flops()
-  whole = max(1, sum(flops.values()))
-  if flops:
-    shares = ", ".join(f"{dtype} {percent_text(count / whole)}" for dtype, count in flops.items())
+  if flops := plan.matrix_flops():
+    shares = ", ".join(f"{dtype} {share}" for dtype, share in _shares(flops))
     rate = "all at" if plan.eligible == 1 else f"{percent_text(1 - plan.eligible)} below"
-    yield f"products: {shares} of {with_prefix(whole, 'FLOP')}; {rate} the full rate of the units"
-  slow = [p for p in reversed(plan.products) if not (p.eligible or p.kernel)]
+    whole = with_prefix(sum(flops.values()), "FLOP")
+    yield f"products: {shares} of {whole}; {rate} the full rate of the units"
   if 1 - plan.eligible >= _MISSES:
-    named = list({p.why: f"{p.path or p.source} ({p.why})" for p in slow}.values())[::-1]
-    yield f"  below the full rate: {'; '.join(named[:_MOST_NAMED])}{_more(named, 'more reasons', '; ')}"
+    slow = [p for p in plan.products[::-1] if not (p.eligible or p.kernel)]
+    named = {p.why: f"{p.path or p.source} ({p.why})" for p in slow}
+    yield f"  below the full rate: {_first([*named.values()][::-1], '; ')}"
   if kernels := list(dict.fromkeys(product.kernel for product in plan.products if product.kernel)):
-    yield f"fused kernels: {', '.join(kernels[:_MOST_PARTS])}; not in the products or the least time"
+    yield f"fused kernels: {_first(kernels)}; not in the products or the least time"
   yield from _fp8(plan)
-  if found := plan.collectives:
-    shown = [f"{c.operation} {c.dtype} {bytes_text(c.nbytes)}" for c in found[:_MOST_NAMED]]
-    yield f"between devices: {', '.join(shown)}{_more(found, 'more', ', ')}"
+  if crossing := [f"{c.operation} {c.dtype} {bytes_text(c.nbytes)}" for c in plan.collectives]:
+    yield f"between devices: {_first(crossing)}"
   if plan.floor is None:
     yield f"time: not known, because {_name_of(plan.target)} has no published peak rates"
   else:
-    about = f"{_about(plan.time)} by the {plan.time.source}; " if plan.time else ""
-    yield f"time: {about}at least {_seconds(plan.floor.seconds)} ({plan.floor.bound})"
+    about = f"{_about(plan.time)}; " if plan.time else ""
+    yield f"time: {about}at least {_seconds(plan.floor)} ({plan.floor.bound})"
   if plan.time:
-    parts = [part for part in _by_size(plan.time.parts) if part[1] >= _ALIKE * plan.time.seconds]
-    yield f"  largest: {', '.join(f'{name} {_seconds(n)}' for name, n in parts[:_MOST_PARTS])}"
+    yield _largest(plan.time.parts, _seconds)
   if rates:
     of = f"{percent_text(plan.utilisation)} of {with_prefix(plan.peak_flops, 'FLOP/s')}"
     known = f"{plan.throughput:,.0f} {plan.item}/s; model FLOPs utilisation (MFU) {of}"
@@ -433,27 +418,27 @@ def _fp8(plan: Plan) -> list[str]:
 
 def _notes(plans: Sequence[Plan]) -> list[str]:
   """Returns the notes: failures first, missing packages last."""
-  ranks = {note: _RANKS.get(note.kind, 1) for plan in plans for note in plan.notes}
-  said = _each_once(plans, lambda plan: sorted(plan.notes, key=ranks.__getitem__))
-  return [f"note: {text}" for text in said]
+  ranked = lambda plan: sorted(plan.notes, key=lambda note: _RANKS.get(note.kind, 1))
+  return [f"note: {text}" for text in _each_once(plans, ranked)]
 
 
 def _advice(plan: Plan) -> Iterator[str]:
   """Yields what to change, the most important first."""
+  parts = _by_size(_parts(plan))
   if plan.room and plan.peak > plan.room:
     share = math.ceil(100 * plan.peak / max(1, plan.device_memory)) / 100
     if share <= _MOST_SHARE:
       yield f"XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} in the environment: so it fits the device"
-    for name, size in [part for part in _parts(plan) if part[0] in _WAYS_OUT][:1]:
+    for name, size in [part for part in parts if part[0] in _WAYS_OUT][:1]:
       yield f"{name} {bytes_text(size)}: {_WAYS_OUT[name]}; --fit (mpjax.largest_batch) finds what fits"
-  outputs = dict(_parts(plan)).get("outputs", 0)
+  outputs = dict(parts).get("outputs", 0)
   if plan.memory.optimizer and outputs > _LARGE * plan.peak:
     yield f"outputs {bytes_text(outputs)}: jax.jit(step, donate_argnums=...) writes them where the inputs lie"
   first = next(iter(plan.matrix_flops()), "")
   if plan.floor and (first in ("float32", "tensorfloat32") or " x" in first):
     yield "a policy in half precision (bf16 or fp16) multiplies at a higher rate"
   bound = plan.floor.bound if plan.floor else ""
-  if bound == "interconnect" or (plan.time and _largest(plan.time) == "collectives"):
+  if bound == "interconnect" or (plan.time and plan.time.longest == "collectives"):
     yield "reduce_dtype: bfloat16 or gather_dtype: float8_e4m3fn in the policy sends fewer bytes"
   if plan.room and plan.peak < _ROOMY * plan.room:
     yield "a larger batch fits: --fit (mpjax.largest_batch) finds the largest"
@@ -472,13 +457,30 @@ def _each_once(plans: Sequence[Plan], of: Callable[[Plan], Iterable[str]]) -> li
   return [text if len(labels) == every else f"{', '.join(labels)}: {text}" for text, labels in found.items()]
 
 
-def _parts(plan: Plan) -> list[tuple[str, int]]:
-  """Returns the parts of a plan's peak, the compiler's if it has them, the largest first."""
-  return _by_size(plan.compiled.memory.parts if plan.compiled else plan.memory.parts)
+def _parts(plan: Plan) -> dict[str, int]:
+  """Returns the parts of a plan's peak, the compiler's if it has them."""
+  return plan.compiled.memory.parts if plan.compiled else plan.memory.parts
 
 
 def _by_size(parts: dict[str, Any]) -> list[tuple[str, Any]]:
   return sorted(parts.items(), key=lambda part: -part[1])
+
+
+def _shares(flops: dict[str, int]) -> Iterator[tuple[str, str]]:
+  """Yields names with their shares of all FLOPs."""
+  whole = max(1, sum(flops.values()))
+  yield from ((name, percent_text(count / whole)) for name, count in flops.items())
+
+
+def _largest(parts: dict[str, Any], text: Callable[[Any], str]) -> str:
+  named = [f"{name} {text(size)}" for name, size in _by_size(parts)[:_MOST_NAMED]]
+  return f"  largest: {', '.join(named)}"
+
+
+def _first(names: Sequence[str], gap: str = ", ") -> str:
+  """Returns the first names, and how many are left out."""
+  more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+  return gap.join([*names[:_MOST_NAMED], *more])
 
 
 def _fit(plan: Plan) -> str:
@@ -487,18 +489,8 @@ def _fit(plan: Plan) -> str:
   return percent_text(plan.peak / plan.room) + (f"  {NO_FIT}" if plan.peak > plan.room else "")
 
 
-def _largest(time: Time) -> str:
-  """Returns the kind of work that takes the most time; empty for no time."""
-  return max(time.parts, key=lambda name: time.parts[name], default="")
-
-
 def _about(time: Time) -> str:
-  return f"about {_seconds(time.seconds)} (+-{100 * time.error:.0f}%)"
-
-
-def _more(found: Any, what: str, gap: str) -> str:
-  """Returns how many are not named."""
-  return f"{gap}{len(found) - _MOST_NAMED} {what}" if len(found) > _MOST_NAMED else ""
+  return f"about {_seconds(time)} (+-{100 * time.error:.0f}%) by the {time.source}"
 
 
 def percent_text(share: float) -> str:
@@ -512,8 +504,9 @@ def _name_of(target: str) -> str:
   return "this machine" if target == "here" else target
 
 
-def _seconds(seconds: float) -> str:
-  return with_prefix(seconds, "s")
+def _seconds(of: Any) -> str:
+  """Returns seconds, or those of what has them, as text; a dash for `None`."""
+  return "-" if of is None else with_prefix(getattr(of, "seconds", of), "s")
 
 
 def _by(shape: Sequence[int]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from mpjax._render.tables import Renamed
 
@@ -30,7 +30,7 @@ TIME_PARTS = (
   "collectives",
   "host",
 )
-_MOST_SOURCES = 3
+Row = TypeVar("Row", bound=Any)  # a dataclass
 
 
 class Note(str):
@@ -188,20 +188,17 @@ class Collective:
     return self.nbytes * (share if group > 1 else 0.0)
 
 
-def add_up(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
-  """Returns the collectives of a step, equal ones together, the largest first."""
-  found: dict[tuple[str, str, int], list[Collective]] = {}
-  for one in collectives:
-    found.setdefault((one.operation, one.dtype, one.group), []).append(one)
-  rows = []
-  for alike in found.values():
-    sources: Counter[str] = Counter()
-    for one in alike:
-      sources.update(dict.fromkeys(one.sources, one.nbytes))
-    named = tuple(source for source, _ in sources.most_common(_MOST_SOURCES) if source)
-    nbytes, count = sum(one.nbytes for one in alike), sum(one.count for one in alike)
-    rows.append(dataclasses.replace(alike[0], nbytes=nbytes, count=count, sources=named))
-  return tuple(sorted(rows, key=lambda collective: -collective.nbytes))
+def add_up(rows: Iterable[Row], *fields: str) -> list[Row]:
+  """Returns rows that differ only in some fields as one, with their sums; the largest by the last first."""
+  found: dict[Row, list[Row]] = {}
+  for row in rows:
+    found.setdefault(dataclasses.replace(row, **dict.fromkeys(fields, 0)), []).append(row)
+  total = lambda alike, field: sum(getattr(row, field) for row in alike)
+  every = [
+    dataclasses.replace(key, **{field: total(alike, field) for field in fields})
+    for key, alike in found.items()
+  ]
+  return sorted(every, key=lambda row: -getattr(row, fields[-1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,3 +255,8 @@ class Time:
   modules: dict[str, float]
   source: str
   error: float
+
+  @property
+  def longest(self) -> str:
+    """The kind of work that takes the most time; empty for no time."""
+    return max(self.parts, key=lambda name: self.parts[name], default="")

@@ -198,7 +198,7 @@ class _Storage:
 
 def is_heavy(operation: Operation) -> bool:
   """Returns whether an operation reads its operands from memory, and writes its results to it."""
-  return has(operation.origin, Trait.READS_STORED) or bool(operation.bodies) or operation.crosses
+  return has(operation.origin, Trait.READS_STORED) or bool(operation.bodies) or operation.part == "host"
 
 
 def is_view(operation: Operation) -> bool:

@@ -22,7 +22,6 @@ from mpjax.planner._rates import (
   CYCLES,
   HIDDEN,
   collective_seconds,
-  efficiency,
   host_seconds,
   kernel_seconds,
   memory_seconds,
@@ -109,7 +108,7 @@ def _spent(program: Program, target: Target, slowed: float = 0.0) -> _Spent:
   for operation in program.operations:
     place = operation.part, operation.path
     took = _Spent()
-    if operation.starts:
+    if operation.queue:
       seconds = _seconds(operation, target)
       free[operation.queue] = max(now, free[operation.queue]) + seconds
       began[operation] = seconds, free[operation.queue]
@@ -131,26 +130,19 @@ def _spent(program: Program, target: Target, slowed: float = 0.0) -> _Spent:
 
 def _seconds(operation: Operation, target: Target) -> float:
   """Returns the seconds of one run of an operation."""
-  if operation.exchange is not None:
-    return collective_seconds(target, *operation.exchange)
+  if operation.part == "collectives":
+    return collective_seconds(target, operation.collectives, operation.members)
   if operation.part == "host":
-    return host_seconds(target, operation.host)
-  if operation.starts:
+    return host_seconds(target, operation.moved)
+  if operation.queue:
     return memory_seconds(target, operation.moved)
   if operation.cycles is not None and (clock := target.speeds.get("clock")):
     # No product is faster than the units; float32 operands take at least one pass of bfloat16.
     rate_of = lambda dtype: target.unit_rate("bfloat16" if "float32" in dtype else dtype)[1]
     least = sum(p.flops / rate_of(p.dtype) for p in operation.products)
     return max(CYCLES * operation.cycles / clock, least)
-  work = sum(
-    p.passes * product_seconds(target, p.dtype, p.shape, p.batch, convolution=p.convolution)
-    for p in operation.products
-  )
-  if operation.kernel is not None:
-    flops, is_narrow = operation.kernel
-    _, rate = target.unit_rate("float8_e4m3fn" if is_narrow else "bfloat16")
-    work += flops / (rate * efficiency(target, "kernels"))
-  return kernel_seconds(target, work / operation.devices, operation.moved)
+  work = sum(product_seconds(target, product, operation.devices) for product in operation.products)
+  return kernel_seconds(target, work, operation.moved)
 
 
 @dataclasses.dataclass(eq=False)
@@ -166,7 +158,7 @@ def _kernels(program: Program) -> Program:
   """Returns a program of kernels, with the bytes that they move."""
   operations = []
   for kernel in list(_merged(program)):  # which adds to those before
-    moved = sum((*kernel.reads.values(), *kernel.writes.values()))
+    moved = kernel.operation.moved or sum((*kernel.reads.values(), *kernel.writes.values()))
     bodies = [_kernels(body) for body in kernel.operation.bodies]
     operations.append(dataclasses.replace(kernel.operation, bodies=bodies, moved=moved))
   return dataclasses.replace(program, operations=operations)

@@ -73,7 +73,6 @@ class _Reader:
         if b is not None:
           written.setdefault(b.maker, {})[b] = None
     starts: dict[HloInstruction | str, Operation] = {}
-    chains: set[str] = set()
     for instruction, operation in operations.items():
       if instruction.op in VIEWS:
         continue
@@ -91,8 +90,7 @@ class _Reader:
         operation.chooses = instruction.op == "conditional"
       else:
         key = _begins(instruction)
-        operation.starts = key is not None
-        speaker = set_work(operation, computation, self._kind, self._kernels, chains)
+        speaker = set_work(operation, key is not None, computation, self._kind, self._kernels)
         if key is not None:
           starts[key] = operation
         elif (awaited := _awaits(instruction)) in starts:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax.formats._passes import PASSES
 from mpjax.jaxpr import layer_pattern, shape_of, taps
-from mpjax.planner._program import Exchange, Operation, Product, Program
+from mpjax.planner._program import Operation, Product, Program, fused_kernel
 from mpjax.planner._rates import LEAST_DEPTH, NARROW, ROW_START, SCATTERED
 from mpjax.planner._results import Collective
 from mpjax.planner.compiled._hlo import (
@@ -26,7 +26,6 @@ from mpjax.planner.compiled._hlo import (
   done_of,
   numpy_name,
   path_of_name,
-  start_of,
 )
 
 # The numbers of XLA's algorithms of products (`PrecisionConfig.Algorithm` in `xla/xla_data.proto`), as in
@@ -55,48 +54,47 @@ def traced_kernels(program: Program) -> Kernels:
   """Returns the FLOPs of one run of each kernel of a traced program; the mean of those that look alike."""
   found: dict[tuple[str, Shapes], list[float]] = collections.defaultdict(list)
   for operation, _ in program.each():
-    if operation.kernel:
+    if operation.part == "attention kernels":
       shapes = tuple(shape_of(value) for value in (*operation.origin.invars, *operation.origin.outvars))
-      found[layer_pattern(operation.path), shapes].append(operation.kernel[0])
+      found[layer_pattern(operation.path), shapes].append(operation.flops * operation.devices)
   return {place: statistics.mean(several) for place, several in found.items()}
 
 
 def set_work(
-  operation: Operation, scope: HloComputation, kind: str, kernels: Kernels, chains: set[str]
+  operation: Operation, starts: bool, scope: HloComputation, kind: str, kernels: Kernels
 ) -> HloInstruction:
   """Sets what an operation computes, moves and exchanges, and returns the instruction that says its module.
 
   Args:
-    operation: an operation, with `starts` set.
+    operation: an operation.
+    starts: whether others run until another operation that awaits it.
     scope: the computation that it is in.
     kind: kind of the platform.
     kernels: FLOPs of fused kernels.
-    chains: chains of collectives that count already; those of this operation are added.
   """
   instruction: HloInstruction = operation.origin
-  if instruction.op in _FREE:
+  if instruction.op in _FREE or instruction.op.endswith("-done"):
     return instruction
   inner = list(_inside(instruction))
-  operation.collectives = [row for one, _ in inner for row in _rows(one, chains)]
   products = [(made, one) for one, fusions in inner if (made := product_of(one, fusions, kind)) is not None]
   operation.products = [made for made, _ in products]
-  operation.flops = sum(made.flops for made, _ in products)
-  if instruction.op.endswith("-done"):
-    return instruction
   for one, _ in inner:
-    if one.op.removesuffix("-start") in COLLECTIVES and (operation.starts or not chain_id(one)):
-      operation.part, operation.exchange = "collectives", _exchange(one, operation, scope)
-      operation.queue = f"collectives{_way(instruction)}"
+    # On a TPU, fusions that compute during a collective repeat it, with its chain.
+    if one.op.removesuffix("-start") in COLLECTIVES and (starts or not chain_id(one)):
+      operation.part, operation.members = "collectives", group_of(one)
+      operation.collectives = [*_results(one, instruction, scope, starts)]
+      operation.queue = f"collectives{_way(instruction)}" * starts
       return one
-  if operation.starts:
+  if starts:
     _set_copy(operation, scope)
     return instruction
   operation.moved = moved_bytes(instruction)
   cycles = int(instruction.config.get("window_config", {}).get("estimated_cycles", _SENTINEL))
   operation.cycles = cycles if cycles < _SENTINEL else None
-  if is_kernel(instruction):
+  if instruction.op == "custom-call" and any(n in instruction.proto.custom_call_target for n in _TARGETS):
     narrow = any(shape.dtype.startswith("f8") for operand in instruction.operands for shape in operand.shapes)
-    operation.part, operation.kernel = "attention kernels", (_kernel_flops(instruction, kernels), narrow)
+    operation.part = "attention kernels"
+    operation.products = [fused_kernel(_kernel_flops(instruction, kernels), narrow)]
   elif products:
     largest, speaker = max(products, key=lambda product: product[0].flops)
     operation.part = "convolutions" if largest.convolution else "products"
@@ -120,30 +118,18 @@ def _inside(
         yield from _inside(inner, (*fusions, instruction))
 
 
-def _rows(instruction: HloInstruction, chains: set[str]) -> Iterator[Collective]:
-  """Yields the results of a collective, at its end if that is another instruction."""
-  operation = instruction.op.removesuffix("-done")
-  if operation not in COLLECTIVES:
-    return
-  start = instruction if instruction.op == operation else start_of(instruction)
-  # On a TPU, several fusions that compute during one collective each repeat it; they share its chain.
-  if chain := chain_id(start):
-    if chain in chains:
-      return
-    chains.add(chain)
-  size = 0 if operation == "collective-permute" else len(group_of(start))
-  for s in instruction.shapes:
-    yield Collective(operation, numpy_name(s.dtype), s.nbytes, 1, (path_of_name(start.op_name),), size)
-
-
-def _exchange(collective: HloInstruction, operation: Operation, scope: HloComputation) -> Exchange:
-  name, instruction = collective.op.removesuffix("-start"), operation.origin
-  end = done_of(instruction, scope) if collective is instruction and operation.starts else None
-  nbytes = sum(shape.nbytes for shape in (end or collective).shapes)
-  kept = sum(shape.nbytes for shape in instruction.shapes)
-  if name == "all-reduce" and not operation.starts and kept < nbytes:  # each device keeps its share
-    name, nbytes = "reduce-scatter", kept
-  return Exchange(name, nbytes, group_of(collective))
+def _results(
+  collective: HloInstruction, instruction: HloInstruction, scope: HloComputation, starts: bool
+) -> Iterator[Collective]:
+  """Yields the results of a collective that an instruction is or has, at its end if that is another one."""
+  operation = collective.op.removesuffix("-start")
+  end = done_of(instruction, scope) if collective is instruction and starts else None
+  shapes = (end or collective).shapes
+  if operation == "all-reduce" and not starts and _nbytes(instruction) < _nbytes(collective):
+    operation, shapes = "reduce-scatter", instruction.shapes  # each device keeps its share
+  size = 0 if operation == "collective-permute" else len(group_of(collective))
+  for s in shapes:
+    yield Collective(operation, numpy_name(s.dtype), s.nbytes, 1, (path_of_name(collective.op_name),), size)
 
 
 def _set_copy(operation: Operation, scope: HloComputation) -> None:
@@ -155,8 +141,9 @@ def _set_copy(operation: Operation, scope: HloComputation) -> None:
   operation.part = "host" if HOST in spaces else "copies"
   if HOST in spaces and root is not None and root.op == "dynamic-update-slice":
     nbytes = sum(shape.nbytes for shape in root.operands[1].shapes)
-  operation.host = nbytes
-  operation.moved = (root is not None and moved_bytes(root)) or nbytes * (2 if spaces[:2] == [0, 0] else 1)
+  operation.moved = nbytes * (2 if spaces[:2] == [0, 0] else 1)
+  if root is not None and operation.part == "copies":
+    operation.moved = moved_bytes(root) or operation.moved
   operation.queue = operation.part + _way(start)
 
 
@@ -224,34 +211,29 @@ def _shared_dimensions(instruction: HloInstruction) -> tuple[Sequence[int], Sequ
 def group_of(collective: HloInstruction) -> Sequence[int]:
   """Returns the numbers of the devices of the first group; empty if the program does not state them."""
   proto = collective.proto
-  listed = proto.replica_groups or proto.collective_device_list.replica_groups
-  if listed:
+  if listed := proto.replica_groups or proto.collective_device_list.replica_groups:
     return tuple(listed[0].replica_ids)
   for iota in (proto.iota_replica_groups, proto.collective_device_list.iota_replica_group_list):
-    if iota.num_devices_per_group:
-      sides = tuple(iota.iota_reshape_dims) or (iota.num_replica_groups * iota.num_devices_per_group,)
-      order = tuple(iota.iota_transpose_perm) or tuple(range(len(sides)))
-      devices = np.arange(np.prod(sides)).reshape(sides).transpose(order)
-      return tuple(devices.reshape(-1, iota.num_devices_per_group)[0].tolist())
-  groups = proto.mesh_replica_groups
-  if groups.axes:
+    if n := iota.num_devices_per_group:
+      sides = tuple(iota.iota_reshape_dims) or (iota.num_replica_groups * n,)
+      return _first_group(sides, tuple(iota.iota_transpose_perm) or range(len(sides)), n)
+  if groups := proto.mesh_replica_groups.axes:
     # An axis of which a part is exchanged is three: before it, the part, and after it.
-    parts = {axis.mesh_axis_index: axis.sub_axis_info for axis in groups.axes}
+    parts = {axis.mesh_axis_index: axis.sub_axis_info for axis in groups}
     sizes: list[int] = []
-    exchanged: list[int] = []
-    for i, axis in enumerate(groups.mesh.axes):
+    for i, axis in enumerate(proto.mesh_replica_groups.mesh.axes):
       before, size = (parts[i].pre_size or 1, parts[i].size or axis.size) if i in parts else (axis.size, 1)
-      exchanged += [len(sizes) + 1] if i in parts else []
       sizes += [before, size, axis.size // (before * size)]
-    devices = np.arange(np.prod(sizes)).reshape(sizes)
+    exchanged = [3 * i + 1 for i in sorted(parts)]
     kept = [i for i in range(len(sizes)) if i not in exchanged]
-    return tuple(
-      devices.transpose(*kept, *exchanged).reshape(-1, np.prod([sizes[i] for i in exchanged]))[0].tolist()
-    )
-  if proto.source_target_pairs:
-    pair = proto.source_target_pairs[0]
-    return (pair.source, pair.target)
-  return ()
+    return _first_group(sizes, [*kept, *exchanged], math.prod(sizes[i] for i in exchanged))
+  return next(((pair.source, pair.target) for pair in proto.source_target_pairs), ())
+
+
+def _first_group(sides: Sequence[int], order: Sequence[int], n: int) -> tuple[int, ...]:
+  """Returns the first `n` devices of a mesh whose sides are put in an order."""
+  devices = np.arange(math.prod(sides)).reshape(sides).transpose(order)
+  return tuple(devices.reshape(-1, n)[0].tolist())
 
 
 def _convolution(instruction: HloInstruction) -> Product:
@@ -347,12 +329,6 @@ def _moved(instruction: HloInstruction) -> int:
 
 def _nbytes(instruction: HloInstruction) -> int:
   return sum(shape.nbytes for shape in instruction.shapes if shape.space == 0)
-
-
-def is_kernel(instruction: HloInstruction) -> bool:
-  """Returns whether an instruction of a compiled program is a fused kernel."""
-  target = instruction.proto.custom_call_target
-  return instruction.op == "custom-call" and any(name in target for name in _TARGETS)
 
 
 def _kernel_flops(kernel: HloInstruction, traced: Kernels) -> float:

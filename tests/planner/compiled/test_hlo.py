@@ -101,7 +101,11 @@ def test_a_counter_says_how_often_its_loop_runs_and_what_cannot_be_told_counts_o
 def test_what_moves_while_fusions_compute_counts_once():
   gather = '%g = f32[64]{0} all-gather(%p), dimensions={0}, frontend_attributes={chain_id="7"}'
   chained = ("begin", "between", "end")
-  parts = "".join(computation(f"%{name}", f"%p = V parameter(0); ROOT {gather}") for name in chained)
+  begins = '%s = s32[] custom-call(%p), custom_call_target="AsyncCollectiveStart"; '
+  parts = "".join(
+    computation(f"%{name}", f"%p = V parameter(0); {begins * (name == 'begin')}ROOT {gather}")
+    for name in chained
+  )
   calls = [f"%f.{name} = f32[64]{{0}} fusion(%x), kind=kCustom, calls=%{name}" for name in chained]
   (found,) = collectives_of(from_hlo(program("; ".join(["%x = V parameter(0)", *calls]), parts)))
   assert (found.operation, found.nbytes, found.count) == ("all-gather", 64 * 4, 1)
