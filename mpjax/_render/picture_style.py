@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpjax._render.install_text import pip_install
+from mpjax._render.plain_text import pip_install
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure

@@ -88,3 +88,8 @@ def _row_lines(row: Sequence[str], widths: Sequence[int], left: Collection[int])
     ]
     lines.append((" " * _GAP).join(padded).rstrip())
   return lines
+
+
+def pip_install(extras: str) -> str:
+  """Returns the command that installs extras of mpjax, such as `plan` or `train,plan`."""
+  return f'pip install "mpjax[{extras}]", or in a checkout pip install -e ".[{extras}]"'

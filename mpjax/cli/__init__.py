@@ -12,7 +12,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from mpjax._render.install_text import pip_install
+from mpjax._render.plain_text import pip_install
 from mpjax._version import __version__
 from mpjax.cli._commands import COMMANDS, parse
 from mpjax.registry._names import nearest

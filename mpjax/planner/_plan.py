@@ -18,12 +18,12 @@ from mpjax.planner._memory import analytic_memory, host_memory, time_floor
 from mpjax.planner._products import list_products, model_flops, serving_dtype
 from mpjax.planner._program import Program, collectives_of, loops_of
 from mpjax.planner._report import Plan
-from mpjax.planner._results import Note, ProductGroup
+from mpjax.planner._results import Compiled, Note, ProductGroup
 from mpjax.planner._stored import stored_program
 from mpjax.planner._targets import Target, get_target, missing
 from mpjax.planner._time import compiled_time, traced_time
 from mpjax.planner._traced_step import TracedStep, trace_step
-from mpjax.planner.compiled import CompileError, Reading, compile_step, read_program, traced_kernels
+from mpjax.planner.compiled import CompileError, compile_step, read_program, traced_kernels
 
 _WORTH_A_NOTE = 10**6
 _OTHER_HALF = {"bfloat16": "float16", "float16": "bfloat16"}
@@ -92,10 +92,9 @@ def plan(
   program = stored_program(step, device.kind, donated)
   memory = analytic_memory(step, program, traced.arguments, device)
   products = list_products(step, device)
-  reading, notes = _by_the_compiler(traced, step, device, compile)
-  compiled = reading.compiled if reading else None
-  sent = reading.collectives if reading else collectives_of(step, least=True)
-  time = compiled_time(reading.program, device) if reading and reading.program else None
+  compiled, by_compiler, notes = _by_the_compiler(traced, step, device, compile)
+  crossing = by_compiler or step
+  sent = collectives_of(crossing, least=True)
   return Plan(
     label=label or traced.label,
     target=device.name,
@@ -109,21 +108,21 @@ def plan(
     inference=_inference(traced, step),
     checkpoint=sum(a.whole for a in traced.arguments if a.part != "batch"),
     products=products,
-    collectives=reading.collectives if reading else collectives_of(step),
+    collectives=collectives_of(crossing),
     floor=time_floor(step, traced.arguments, compiled.memory if compiled else memory, sent, device),
     notes=(*_notes(traced, step, products, device), *notes),
     fp8=traced.fp8,
     model_flops=model_flops(step),
     peak_flops=device.flops.get("bfloat16") or max(device.flops.values(), default=0.0),
-    time=time or traced_time(program, device),
+    time=compiled_time(by_compiler, device) if by_compiler else traced_time(program, device),
     host=host_memory(step, traced.arguments, device.kind),
   )
 
 
 def _by_the_compiler(
   traced: TracedStep, step: Program, device: Target, compile: bool | str
-) -> tuple[Reading | None, tuple[Note, ...]]:
-  """Returns what is read from the compiler's program, `None` without one, and notes.
+) -> tuple[Compiled | None, Program | None, tuple[Note, ...]]:
+  """Returns the compiler's figures and its program, `None` without them, and notes.
 
   Raises:
     ValueError: if `compile` is True and the compiler is not installed.
@@ -131,11 +130,11 @@ def _by_the_compiler(
   """
   uncounted = *loops_of(step, "the step"), *_gathered(traced, step)
   if compile is False:
-    return None, uncounted
+    return None, None, uncounted
   if lacks := missing(device):
     if compile is True:
       raise ValueError(f"compile=True: {lacks}")
-    return None, (*uncounted, Note(lacks, "install"))
+    return None, None, (*uncounted, Note(lacks, "install"))
   donated = [i for i, given in enumerate(traced.donated) if given]
   try:
     made = compile_step(traced.jitted, traced.args, donated, device)
@@ -143,9 +142,8 @@ def _by_the_compiler(
     if compile is True:
       raise
     text = f"the compiler failed{', out of memory' if error.out_of_memory else ''}: {error}"
-    return None, (*uncounted, Note(text, "out of memory" if error.out_of_memory else "failed"))
-  reading = read_program(made, traced.arguments, device, traced_kernels(step))
-  return reading, reading.notes
+    return None, None, (*uncounted, Note(text, "out of memory" if error.out_of_memory else "failed"))
+  return read_program(made, traced.arguments, device, traced_kernels(step))
 
 
 def _gathered(traced: TracedStep, step: Program) -> Iterator[Note]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 
-from mpjax._render.install_text import pip_install
+from mpjax._render.plain_text import pip_install
 from mpjax.dtypes import did_you_mean
 from mpjax.formats import LOW_PRECISION, DeviceData, described_devices, narrow_bits, runs_on
 from mpjax.fp8._hardware import in_force, lacks, matrix_units_of, on_units, slowness
@@ -25,11 +26,11 @@ _GPU_SHARE = 0.75
 _SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # The workspace that XLA gives a cuBLAS call, from Hopper on and before.
 _HOPPER, _WORKSPACE, _WORKSPACE_BEFORE = 9, 32 << 20, 4 << 20
-# The packages of each extra, by the names that Python imports.
-_PACKAGES = {"plan-tpu": ("libtpu", "flatbuffers"), "plan-cuda": ("jax_cuda13_plugin", "flatbuffers")}
-_ALTERNATIVES = {"jax_cuda13_plugin": "jax_cuda12_plugin"}
-# The assembler of CUDA 13 does not support a GPU below this compute capability.
-_LEAST_OF_CUDA_13 = (7, 5)
+# The packages of each extra, one of each group, by the names that Python imports.
+_PACKAGES = {
+  "plan-tpu": (("libtpu",), ("flatbuffers",)),
+  "plan-cuda": (("jax_cuda13_plugin", "jax_cuda12_plugin"), ("flatbuffers",)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +103,15 @@ class Target:
   def gpu_description(self) -> str:
     """Returns a `GpuTargetConfigProto` as text, which XLA's compile-only CUDA target reads."""
     major, minor = self.compute_capability
-    lines = [f"  {name}: {value}" for name, value in self.cuda.items()]
-    lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} }}")
-    return "\n".join(
-      (
-        "gpu_device_info {",
-        *lines,
-        "}",
-        "runtime_version { major: 13 minor: 0 }",
-        'platform_name: "CUDA"',
-        "dnn_version_info { major: 9 minor: 28 }",
-        f'device_description_str: "{self.device}"',
-      )
-    )
+    facts = "\n".join(f"  {name}: {value}" for name, value in self.cuda.items())
+    return f"""gpu_device_info {{
+{facts}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+runtime_version {{ major: 13 minor: 0 }}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 28 }}
+device_description_str: "{self.device}\""""
 
 
 def presets_of(target: Target) -> list[str]:
@@ -154,20 +151,18 @@ def get_target(name: str | Target | None = None) -> Target:
       f"v5e:2x4{did_you_mean(base, known)}"
     )
   data = described_devices()[base]
-  chips = data.get("tpu")
-  least = str(chips["default"]) if chips else "1"
-  shape = shape or least
-  sides = least.count("x")
+  chips = data.get("tpu", {})
+  least = str(chips.get("default", "1"))
+  shape, sides = shape or least, least.count("x")
   form = rf"\d+(x\d+){{{sides}}}" if chips else r"\d+(x\d+)?"
   if not re.fullmatch(form, shape) or 0 in map(int, shape.split("x")):
     slices = f"a slice of chips, such as {base}:{'2x2x1' if sides == 2 else '2x4'}"
     wanted = slices if chips else f"a number of GPUs, such as {base}:8 or {base}:2x8"
     raise ValueError(f"target {name!r}: expected {wanted}, not {shape!r}")
-  count = math.prod(map(int, shape.split("x")))
-  if chips:
-    return _from_data(str(name), data, count * chips.get("devices", 1), f"{chips['topology']}:{shape}")
   hosts, _, each = shape.rpartition("x")
-  return _from_data(str(name), data, count, f"1x{hosts or 1}x{each}")
+  topology = f"{chips['topology']}:{shape}" if chips else f"1x{hosts or 1}x{each}"
+  count = math.prod(map(int, shape.split("x"))) * chips.get("devices", 1)
+  return _from_data(str(name), data, count, topology)
 
 
 def _from_data(name: str, data: DeviceData, count: int, topology: str) -> Target:
@@ -199,10 +194,8 @@ def _from_data(name: str, data: DeviceData, count: int, topology: str) -> Target
 def _gpu_share() -> float:
   """Returns the share of a GPU's memory that JAX takes, from the environment or JAX's default."""
   for name in _SHARE_VARIABLES:
-    try:
+    with contextlib.suppress(KeyError, ValueError):
       return min(1.0, float(os.environ[name]))
-    except (KeyError, ValueError):
-      continue
   return _GPU_SHARE
 
 
@@ -264,19 +257,7 @@ def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
 
 def missing(target: Target) -> str:
   """Returns one line that says what to install to compile for a target; empty if nothing is missing."""
-  if target.is_here:
+  installed = lambda group: any(map(importlib.util.find_spec, group))
+  if all(map(installed, _PACKAGES.get("" if target.is_here else target.extra, ()))):
     return ""
-  if target.kind == "gpu" and target.compute_capability < _LEAST_OF_CUDA_13 and _absent("jax_cuda12_plugin"):
-    major, minor = target.compute_capability
-    return (
-      f"analytic only: JAX for CUDA 13 compiles from compute capability 7.5 on, and {target.name} has "
-      f"{major}.{minor}: install jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 instead to compile for it"
-    )
-  for package in _PACKAGES[target.extra]:
-    if _absent(package) and _absent(_ALTERNATIVES.get(package, package)):
-      return f"analytic only: {pip_install(target.extra)} to compile for {target.name} without the device"
-  return ""
-
-
-def _absent(package: str) -> bool:
-  return importlib.util.find_spec(package) is None
+  return f"analytic only: {pip_install(target.extra)} to compile for {target.name} without the device"

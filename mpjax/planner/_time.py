@@ -10,24 +10,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
-from mpjax.formats import narrow_bits
+from mpjax.formats import narrow_bits, padded
 from mpjax.jaxpr import Trait, has, layer_pattern
-from mpjax.planner._program import Buffer, Operation, Program
-from mpjax.planner._rates import (
-  BESIDE,
-  CYCLES,
-  HIDDEN,
-  collective_seconds,
-  host_seconds,
-  kernel_seconds,
-  memory_seconds,
-  product_seconds,
-)
-from mpjax.planner._results import TIME_PARTS, Time
+from mpjax.planner._program import Buffer, Operation, Product, Program, total_bytes
+from mpjax.planner._results import TIME_PARTS, Collective, Time
 from mpjax.planner._stored import is_heavy
 from mpjax.planner._targets import Target
 from mpjax.products import is_fp8
@@ -37,11 +28,48 @@ _SOURCES = {"tpu": "compiler's cycles", "gpu": "roofline of the compiled program
 _ERROR, _ERROR_TRACED = 0.2, 0.5
 
 
+_Spent = dict[Any, float]  # seconds by part and module
+_HIDDEN = "", ""  # the place of those that other work hides
+
+# All constants that were fitted, each with its source. "H100": products and passes over memory, measured on
+# one (benchmarks/results/rates_h100.json); "steps": measured on one, too (step_time_measured_h100.json);
+# "published": the 23 steps of benchmarks/README.md; "book": "How to Scale Your Model".
+SUSTAINED = 0.85  # steps: a deep MLP runs at lower clocks than short products, before the power's limit
+BESIDE = {"gpu": 0.2}  # a guess: collectives hold some multiprocessors of a GPU, copies some bandwidth
+HIDDEN = 0.15  # compiled steps that gather their parameters first: the share of collectives that others hide
+CYCLES = 0.8  # published: the median of 12 steps takes this share of the compiler's cycles
+# The shares of published peaks that large work reaches. GPU: H100, memory and kernels by steps of GPT, links
+# by the book (370 of 450 GB/s). TPU: links by the book (45 of 50 GB/s), the others are guesses, for what has
+# no cycles.
+REACHED = {
+  "gpu": {
+    **{"bfloat16": 0.87, "float16": 0.87, "float8": 0.82, "tensorfloat32": 0.8, "float32": 0.78},
+    **{"memory": 0.9, "interconnect": 0.8, "kernels": 0.67},
+  },
+  "tpu": {"memory": 0.9, "interconnect": 0.9, "kernels": 0.5},
+}
+# H100: rows and columns of a result that one multiprocessor computes at once, and the share of its rate that
+# this reaches: a smaller tile reads more of its operands for each product of two numbers.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (64, 64, 0.7))
+PARTS_OF_K = (1, 2, 4, 8)  # H100
+FILL = 64  # H100: the depth K that passes while a tile's pipeline fills
+CONVOLUTION = 0.7  # of the rate of a product, by steps of ResNet
+LINE = 16  # bytes: cuBLAS has slower kernels for matrices whose rows are not whole multiples of them
+UNALIGNED = 2.3  # H100
+LAUNCH = {"gpu": 1.1e-6}  # H100: seconds of the smallest kernel of a program
+START = 1.8e-6  # H100: more seconds of a product
+LATENCY = 1e-6  # a guess: seconds of one hop
+SCATTERED = 12  # H100: a scatter adds in memory, and takes the time of so many times the bytes of its updates
+NARROW = 2  # steps of GPT: a kernel that writes FP8, often transposed, takes the time of twice its bytes
+LEAST_DEPTH = 104  # H100: a narrower head of cuDNN's attention takes as long as one of this depth
+ROW_START = 640  # H100: a row of T scores takes as long as T and so many at the rate of long rows
+
+
 def compiled_time(program: Program, target: Target) -> Time | None:
   """Returns the time of a step from its compiled program; `None` if the target has no published rates."""
   if not _has_rates(target):
     return None
-  return _spent(program, target, BESIDE.get(target.kind, 0.0)).time(_SOURCES[target.kind], _ERROR)
+  return _time(_spent(program, target, BESIDE.get(target.kind, 0.0)), _SOURCES[target.kind], _ERROR)
 
 
 def traced_time(program: Program, target: Target) -> Time | None:
@@ -52,45 +80,32 @@ def traced_time(program: Program, target: Target) -> Time | None:
   if not _has_rates(target):
     return None
   spent = _spent(_kernels(program), target)
-  for place, seconds in spent.by_place.items():
-    if place[0] == "collectives":
-      spent.by_place[place] = seconds * (1 - HIDDEN)
-      spent.hidden += seconds * HIDDEN
-  return spent.time("roofline of the traced program", _ERROR_TRACED)
+  for part, path in [*spent]:
+    if part == "collectives":
+      spent[_HIDDEN] += spent[part, path] * HIDDEN
+      spent[part, path] *= 1 - HIDDEN
+  return _time(spent, "roofline of the traced program", _ERROR_TRACED)
 
 
 def _has_rates(target: Target) -> bool:
   return target.kind in _SOURCES and bool(target.flops) and bool(target.bandwidth)
 
 
-class _Spent:
-  """Seconds by (part, module), and those that other work hides."""
+def _time(spent: _Spent, source: str, error: float) -> Time:
+  hidden = spent.pop(_HIDDEN, 0.0)
+  parts: dict[str, float] = dict.fromkeys(TIME_PARTS, 0.0)
+  modules: _Spent = collections.defaultdict(float)
+  for (part, path), seconds in spent.items():
+    parts[part] += seconds
+    modules[layer_pattern(path)] += seconds
+  parts = {name: seconds for name, seconds in parts.items() if seconds}
+  longest = dict(sorted(modules.items(), key=lambda item: -item[1]))
+  return Time(sum(parts.values()), parts, hidden, longest, source, error)
 
-  def __init__(self) -> None:
-    self.by_place: collections.defaultdict[tuple[str, str], float] = collections.defaultdict(float)
-    self.hidden = 0.0
 
-  @property
-  def seconds(self) -> float:
-    """Returns the seconds that pass."""
-    return sum(self.by_place.values())
-
-  def add(self, other: _Spent, times: float = 1) -> None:
-    """Adds what something takes that runs `times` times."""
-    for place, seconds in other.by_place.items():
-      self.by_place[place] += seconds * times
-    self.hidden += other.hidden * times
-
-  def time(self, source: str, error: float) -> Time:
-    """Returns it as a plan has it."""
-    parts: dict[str, float] = dict.fromkeys(TIME_PARTS, 0.0)
-    modules: collections.defaultdict[str, float] = collections.defaultdict(float)
-    for (part, path), seconds in self.by_place.items():
-      parts[part] += seconds
-      modules[layer_pattern(path)] += seconds
-    parts = {name: seconds for name, seconds in parts.items() if seconds}
-    longest = dict(sorted(modules.items(), key=lambda item: -item[1]))
-    return Time(sum(parts.values()), parts, self.hidden, longest, source, error)
+def _passing(spent: _Spent) -> float:
+  """Returns the seconds that pass."""
+  return sum(seconds for place, seconds in spent.items() if place != _HIDDEN)
 
 
 def _spent(program: Program, target: Target, slowed: float = 0.0) -> _Spent:
@@ -101,13 +116,12 @@ def _spent(program: Program, target: Target, slowed: float = 0.0) -> _Spent:
     target: the target that it runs on.
     slowed: the share of its hidden seconds by which what runs meanwhile slows the others.
   """
-  spent = _Spent()
+  spent: _Spent = collections.defaultdict(float)
   now = 0.0
-  free: collections.defaultdict[str, float] = collections.defaultdict(float)  # when a queue is free again
+  free: dict[str, float] = collections.defaultdict(float)  # when a queue is free again
   began: dict[Operation, tuple[float, float]] = {}  # seconds, end
   for operation in program.operations:
-    place = operation.part, operation.path
-    took = _Spent()
+    took: _Spent = collections.defaultdict(float)
     if operation.queue:
       seconds = _seconds(operation, target)
       free[operation.queue] = max(now, free[operation.queue]) + seconds
@@ -115,16 +129,18 @@ def _spent(program: Program, target: Target, slowed: float = 0.0) -> _Spent:
     elif (start := operation.awaits) is not None:
       seconds, end = began.pop(start)
       wait = max(0.0, end - now)
-      took.hidden = max(0.0, seconds - wait)
-      took.by_place[start.part, start.path] = wait + slowed * took.hidden
+      took[_HIDDEN] = max(0.0, seconds - wait)
+      took[start.part, start.path] = wait + slowed * took[_HIDDEN]
     elif operation.part and not operation.bodies and (seconds := _seconds(operation, target)):
-      took.by_place[place] = seconds
+      took[operation.part, operation.path] = seconds
     bodies = [_spent(body, target, slowed) for body in operation.bodies]
-    for body in [max(bodies, key=lambda body: body.seconds)] if operation.chooses else bodies:
-      took.add(body, operation.times or 1)
-    spent.add(took)
-    now += took.seconds
-  spent.hidden += sum(seconds for seconds, _ in began.values())  # what ends in another computation
+    for body in [max(bodies, key=_passing)] if operation.chooses else bodies:
+      for place, seconds in body.items():
+        took[place] += seconds * (operation.times or 1)
+    for place, seconds in took.items():
+      spent[place] += seconds
+    now += _passing(took)
+  spent[_HIDDEN] += sum(seconds for seconds, _ in began.values())  # what ends in another computation
   return spent
 
 
@@ -145,35 +161,25 @@ def _seconds(operation: Operation, target: Target) -> float:
   return kernel_seconds(target, work, operation.moved)
 
 
-@dataclasses.dataclass(eq=False)
-class _Kernel:
-  """Operations that run as one: the first of them, and the bytes of each buffer read and written."""
-
-  operation: Operation
-  reads: dict[Buffer, float]
-  writes: dict[Buffer, float]
-
-
 def _kernels(program: Program) -> Program:
   """Returns a program of kernels, with the bytes that they move."""
-  operations = []
-  for kernel in list(_merged(program)):  # which adds to those before
-    moved = kernel.operation.moved or sum((*kernel.reads.values(), *kernel.writes.values()))
-    bodies = [_kernels(body) for body in kernel.operation.bodies]
-    operations.append(dataclasses.replace(kernel.operation, bodies=bodies, moved=moved))
-  return dataclasses.replace(program, operations=operations)
+  kernels = list(_merged(program))  # which adds to those before
+  for kernel in kernels:
+    kernel.moved = kernel.moved or _moved(kernel)
+    kernel.bodies = [_kernels(body) for body in kernel.bodies]
+  return dataclasses.replace(program, operations=kernels)
 
 
-def _merged(program: Program) -> Iterator[_Kernel]:
+def _merged(program: Program) -> Iterator[Operation]:
   """Yields the kernels of a program, a loop or conditional as one.
 
   The level of a value is the most products, reductions over columns and the like that it depends on one after
   another. Element-wise operations of one level are one kernel if they share a large operand.
   """
   level: dict[Buffer, int] = {}
-  started: dict[tuple[int, int], list[_Kernel]] = collections.defaultdict(list)
+  started: dict[tuple[int, int], list[Operation]] = collections.defaultdict(list)
   for operation in program.operations:
-    reads, writes = dict(operation.reads), {b: float(b.nbytes) for b in operation.writes}
+    reads, writes = operation.reads, operation.writes
     depth = max((level.get(b, 0) for b in reads), default=0)
     is_copy = operation.part == "copies" and not writes
     heavy = is_copy or is_heavy(operation)
@@ -182,34 +188,31 @@ def _merged(program: Program) -> Iterator[_Kernel]:
     alone = Operation(operation.origin, path=operation.path, part="element-wise")
     if heavy:
       if is_fp8(operation.origin):
-        yield _Kernel(alone, {Buffer((), None): _quantised_bytes(operation)}, {})
-      kernel = _Kernel(operation, reads, writes)
-      if not operation.bodies:
-        _in_part(kernel)
-      yield kernel
+        yield dataclasses.replace(alone, moved=_quantised_bytes(operation))
+      yield dataclasses.replace(operation)
       continue
-    elements = max((math.prod(v.shape) for v in (*operation.operands, *operation.writes)), default=0)
-    most = max((*reads.values(), *writes.values()), default=0)
-    large = {b for b, nbytes in (reads | writes).items() if 4 * nbytes >= most}
+    elements = max((math.prod(v.shape) for v in (*operation.operands, *writes)), default=0)
+    most = max((*reads.values(), *(b.nbytes for b in writes)), default=0)
+    large = {b for b, nbytes in (reads | {b: b.nbytes for b in writes}).items() if 4 * nbytes >= most}
     open_ones = started[depth, elements]
-    found = next((k for k in open_ones if not large.isdisjoint(k.reads | k.writes)), None)
+    found = next((k for k in open_ones if not large.isdisjoint((*k.reads, *k.writes))), None)
     if found is None:
-      found = _Kernel(alone, {}, {})
+      found = alone
       open_ones.append(found)
       yield found
     found.reads |= {b: nbytes for b, nbytes in reads.items() if b not in found.writes}
-    found.writes |= writes
+    found.writes = [*found.writes, *writes]
 
 
-def _in_part(kernel: _Kernel) -> None:
-  """Corrects the bytes of an operation that reads or writes a part of a value."""
-  made = kernel.operation.origin
-  if made.primitive is jax.lax.gather_p:
-    kernel.reads = {b: min(nbytes, sum(kernel.writes.values())) for b, nbytes in kernel.reads.items()}
-  elif has(made, Trait.IN_PLACE) and len(kernel.operation.operands) > 1:  # a copy has none
-    whole = next(iter(kernel.reads), None)
-    kernel.reads = {b: nbytes for b, nbytes in kernel.reads.items() if b is not whole}
-    kernel.writes = dict.fromkeys(kernel.writes, sum(kernel.reads.values()))
+def _moved(kernel: Operation) -> float:
+  """Returns the bytes that a kernel reads and writes; of a part of a value, no more than that."""
+  reads, written = sum(kernel.reads.values()), float(total_bytes(kernel.writes))
+  if kernel.origin.primitive is jax.lax.gather_p:
+    reads = sum(min(nbytes, written) for nbytes in kernel.reads.values())
+  elif has(kernel.origin, Trait.IN_PLACE) and len(kernel.operands) > 1 and not kernel.bodies:
+    reads -= next(iter(kernel.reads.values()), 0.0)  # a copy has no operands
+    written = len(kernel.writes) * reads
+  return reads + written
 
 
 def _of_rows(operation: Operation) -> bool:
@@ -228,3 +231,140 @@ def _quantised_bytes(product: Operation) -> float:
     passes = 1 if given or spec.in_blocks else 2  # the largest value, then the codes
     nbytes += value.nbytes * (passes + narrow_bits(dtype) / 8 / max(1, value.dtype.itemsize))
   return nbytes
+
+
+# Seconds of one operation on one device.
+
+
+def efficiency(target: Target, name: str) -> float:
+  """Returns the share of a peak that large work reaches, by dtype or `memory`, `interconnect`, `kernels`."""
+  reached = REACHED.get(target.kind, {}).get(name, 0.95 if target.kind == "tpu" else 0.8)
+  computes = name not in ("memory", "interconnect") and target.kind == "gpu"
+  return reached * (SUSTAINED if computes else 1)
+
+
+def product_seconds(target: Target, product: Product, devices: int = 1) -> float:
+  """Returns the seconds that one device's matrix units take for products, however fast the memory is.
+
+  On a GPU, tiles of the result are divided over the multiprocessors, and the last round of tiles may leave
+  some of them idle; a product of few tiles is divided along K. Without the lower clocks of long steps it
+  fits the products that were measured on an H100 within 7% in the mean. On a TPU, sizes are padded.
+
+  Args:
+    target: the target.
+    product: equal products, or a fused kernel.
+    devices: number of devices that divide the work of its shape.
+  """
+  name, peak = target.unit_rate(product.dtype)
+  if product.kernel == "fused":
+    return product.flops / (peak * efficiency(target, "kernels"))
+  on_gpu, (m, n, k) = target.kind == "gpu", product.shape
+  rate = peak * efficiency(target, name) * (CONVOLUTION if product.convolution and on_gpu else 1)
+  times = product.passes / devices
+  if not on_gpu:
+    m, n, k = padded(target.matrix_units, product.dtype, m, n, k)
+    return times * 2 * product.batch * m * n * (math.ceil(k / 128) * 128) / rate
+  units = int(target.cuda.get("core_count", 100))
+  best = math.inf
+  for tall, wide, share in TILES:
+    tiles = product.batch * math.ceil(m / tall) * math.ceil(n / wide)
+    for parts in PARTS_OF_K if tiles < units else (1,):
+      depth = k / parts + (FILL if parts == 1 else 2 * FILL)
+      rounds = math.ceil(tiles * parts / units)
+      best = min(best, rounds * units * 2 * tall * wide * depth / (rate * share))
+  itemsize = {"float32": 4, "tensorfloat32": 4, "float8": 1}.get(name, 2)
+  aligned = product.convolution or not any(side * itemsize % LINE for side in (n, k) if side > 1)
+  return times * best * (1 if aligned else UNALIGNED)
+
+
+def kernel_seconds(target: Target, work: float, nbytes: float) -> float:
+  """Returns the seconds of one kernel of a GPU, or of one operation of a TPU.
+
+  Args:
+    target: the target.
+    work: seconds that its products take in the units; 0 without products.
+    nbytes: bytes of memory that it reads and writes.
+  """
+  memory = memory_seconds(target, nbytes)
+  if target.kind != "gpu":
+    return max(work, memory)
+  # Operands arrive and results leave only in part while the units work.
+  return math.hypot(work, memory) + LAUNCH["gpu"] + (START if work else 0.0)
+
+
+def memory_seconds(target: Target, nbytes: float) -> float:
+  """Returns the seconds that the memory takes for bytes read and written.
+
+  On an H100, what fits its cache moves no faster (element-wise operations of 2 to 32 MB), so that none is
+  counted.
+  """
+  return nbytes / (target.bandwidth * efficiency(target, "memory"))
+
+
+def host_seconds(target: Target, nbytes: float) -> float:
+  """Returns the seconds of a transfer between the device and the memory of its host."""
+  return nbytes / target.speeds.get("host", 1.5e10)
+
+
+def collective_seconds(target: Target, collectives: Sequence[Collective], group: Sequence[int]) -> float:
+  """Returns the seconds of a collective, of which each row has one result.
+
+  The bytes that cross are those of ring algorithms (Thakur et al., 2005): (n - 1) / n of the result of an
+  all-gather, and twice that for an all-reduce. Meshes and tori: "How to Scale Your Model", on sharding.
+
+  Args:
+    target: the target.
+    collectives: its results on one device.
+    group: numbers of the devices that exchange with each other.
+  """
+  n = len(group)
+  if n < 2 or not collectives:
+    return 0.0
+  operation, nbytes = collectives[0].operation, sum(collective.nbytes for collective in collectives)
+  share = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
+  sent = nbytes * share.get(operation, (n - 1) / n)
+  if target.kind == "gpu":
+    return sent / _network(target, operation, group) + LATENCY * math.log2(n)
+  sides = _spanned(target, n)
+  reached = target.interconnect * efficiency(target, "interconnect")
+  link = reached / (2 * len(_sides(target)))
+  hops = sum(side // 2 if ring else side - 1 for side, ring in sides) * LATENCY
+  if operation == "collective-permute":
+    return sent / link + LATENCY
+  if operation.endswith("all-to-all"):
+    # A byte passes a quarter of the ring on average, half as much again without a link between its ends.
+    longest, ring = max(sides)
+    return nbytes * longest / (8 if ring else 4) / link + hops
+  return sent / (link * sum(2 if ring else 1 for _, ring in sides)) + hops
+
+
+def _network(target: Target, operation: str, group: Sequence[int]) -> float:
+  """Returns the bytes/s at which each GPU of a group sends."""
+  inside = (target.interconnect or target.speeds.get("host", 1.5e10)) * efficiency(target, "interconnect")
+  each = _sides(target)[-1]
+  together = sum(device // each == group[0] // each for device in group)
+  if together == len(group):
+    return float(inside)
+  # The rings of a host's GPUs leave it by different cards; in an all-to-all, each GPU has its own card.
+  cards = 1 if operation.endswith("all-to-all") or operation == "collective-permute" else together
+  return float(min(inside, cards * target.speeds.get("network", 2.5e9) * efficiency(target, "interconnect")))
+
+
+def _sides(target: Target) -> tuple[int, ...]:
+  """Returns the sides of a slice in chips; for GPUs, the number of hosts and of the GPUs of each."""
+  sides = tuple(int(side) for side in target.topology.rpartition(":")[2].split("x") if side)
+  return sides or (1, target.devices)
+
+
+def _spanned(target: Target, n: int) -> list[tuple[int, bool]]:
+  """Returns the chips along each axis of the slice that a group spans, and whether they close a ring."""
+  sides = sorted(_sides(target), reverse=True)
+  left = math.ceil(n * math.prod(sides) / max(1, target.devices)) if n < target.devices else math.prod(sides)
+  spanned = []
+  for side in sides:
+    taken = min(side, left)
+    if taken > 1:
+      every = int(target.speeds.get("ring", 0))
+      spanned.append((taken, taken == side and bool(every) and side % every == 0))
+    left = math.ceil(left / taken)
+  return spanned or [(2, True)]

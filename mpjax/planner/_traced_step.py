@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -127,10 +127,8 @@ def _adopted(
   before = dict(jax.tree_util.tree_leaves_with_path(state))
 
   def placed(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    there = before.get(path)
-    return (
-      x if there is None or there.shape != x.shape else x.update(sharding=getattr(there, "sharding", None))
-    )
+    there = before.get(path, x)
+    return x.update(sharding=getattr(there, "sharding", None)) if there.shape == x.shape else x
 
   return other, (jax.tree_util.tree_map_with_path(placed, shapes), batch)
 
@@ -141,56 +139,51 @@ def _jitted(
   """Returns the jitted function of a step, under a policy if given, and the names of its parameters."""
   if isinstance(step, TrainStep):
     return step.jitted, ("state", "batch")
-  names = _parameters(getattr(step, "__wrapped__", step))
+  names: tuple[str, ...] = ()
+  with contextlib.suppress(TypeError, ValueError):
+    parameters = inspect.signature(getattr(step, "__wrapped__", step)).parameters
+    names = tuple(name for name in parameters if name != "self")
   if hasattr(step, "trace") and hasattr(step, "lower"):
     if donate_argnums is not None:
       raise ValueError("donate_argnums with a jitted step: it is known from the step, leave it out")
     if policy is None:
       return step, names
-    info, _ = _trace(step, tuple(map(_abstract, args))).args_info
-    donate_argnums = [
-      i for i, argument in enumerate(info) if any(x.donated for x in jax.tree.leaves(argument))
-    ]
+    given, _ = _trace(step, tuple(map(_abstract, args))).args_info
+    donate_argnums = [i for i, info in enumerate(given) if any(x.donated for x in jax.tree.leaves(info))]
   fun = step if policy is None else autocast(step, policy)
   return jax.jit(fun, donate_argnums=() if donate_argnums is None else donate_argnums), names
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-  try:
-    return tuple(name for name in inspect.signature(function).parameters if name != "self")
-  except (TypeError, ValueError):
-    return ()
-
-
 def _abstract(argument: PyTree) -> PyTree:
-  """Returns the shapes of an argument's leaves, with shardings for leaves on a mesh or on the host."""
-  return jax.tree_util.tree_map_with_path(_abstract_leaf, argument, is_leaf=_is_nnx)
+  """Returns the shapes of an argument's leaves, with shardings for leaves on a mesh or on the host.
 
+  Raises:
+    ValueError: for leaves that are neither arrays nor numbers.
+  """
 
-def _is_nnx(x: object) -> bool:
-  return isinstance(x, (nnx.Module, nnx.Optimizer))
-
-
-def _abstract_leaf(path: jax.tree_util.KeyPath, x: object) -> jax.ShapeDtypeStruct:
-  if _is_nnx(x):
-    raise ValueError(
-      f"an nnx.{'Module' if isinstance(x, nnx.Module) else 'Optimizer'} in an argument of the step: pass a "
-      "TrainState (step.init), or nnx.split it and plan a function of its state"
-    )
-  if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-    if not isinstance(x, (bool, int, float, complex)):
+  def leaf(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(x, nnx_types):
       raise ValueError(
-        f"an argument of the step holds a {type(x).__name__} at {jax.tree_util.keystr(path) or 'its top'}: "
-        "expected arrays, shapes or numbers; bind static values with functools.partial, or take them out of "
-        "the tree (equinox.filter)"
+        f"an nnx.{'Module' if isinstance(x, nnx.Module) else 'Optimizer'} in an argument of the step: pass a "
+        "TrainState (step.init), or nnx.split it and plan a function of its state"
       )
-    x = np.asarray(x)
-  sharding = getattr(x, "sharding", None)
-  on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and (sharding.mesh.size > 1 or in_host_memory(x))
-  # As in JAX: without x64, NumPy's wide types and Python's numbers have 32 bits.
-  extended = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
-  dtype = x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype)
-  return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding if on_mesh else None)
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+      if not isinstance(x, (bool, int, float, complex)):
+        raise ValueError(
+          f"an argument of the step holds a {type(x).__name__} at {jax.tree_util.keystr(path) or 'its top'}: "
+          "expected arrays, shapes or numbers; bind static values with functools.partial, or take them out "
+          "of the tree (equinox.filter)"
+        )
+      x = np.asarray(x)
+    there = getattr(x, "sharding", None)
+    on_mesh = isinstance(there, jax.sharding.NamedSharding) and (there.mesh.size > 1 or in_host_memory(x))
+    # As in JAX: without x64, NumPy's wide types and Python's numbers have 32 bits.
+    extended = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    dtype = x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=there if on_mesh else None)
+
+  nnx_types = (nnx.Module, nnx.Optimizer)
+  return jax.tree_util.tree_map_with_path(leaf, argument, is_leaf=lambda x: isinstance(x, nnx_types))
 
 
 def _on_devices(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
@@ -221,21 +214,9 @@ def _mesh_size(args: tuple[PyTree, ...], target: Target) -> int:
   if size > target.devices:
     raise ValueError(
       f"a mesh of {size} devices is larger than target {target.name}, which has {target.devices}: use a "
-      f"smaller mesh, or a larger target such as {_larger(target, size)}"
+      "smaller mesh, or a larger target (h200:8 has 8 devices, v5e:4x4 has 16)"
     )
   return size
-
-
-def _larger(target: Target, size: int) -> str:
-  """Returns the name of a target of the same kind with `size` devices or more."""
-  base = "h200" if target.is_here else target.name.partition(":")[0]
-  if target.kind != "tpu" or target.is_here:
-    return f"{base}:{size}"
-  sides = [int(side) for side in target.topology.partition(":")[2].split("x")]
-  side = 1
-  while side * side * target.devices < size * math.prod(sides):  # a chip may be several devices
-    side *= 2
-  return f"{base}:{'x'.join(map(str, [side, side, *[1] * (len(sides) - 2)]))}"
 
 
 def _trace(jitted: jax.stages.Wrapped, args: tuple[PyTree, ...]) -> jax.stages.Traced:
@@ -247,12 +228,8 @@ def _trace(jitted: jax.stages.Wrapped, args: tuple[PyTree, ...]) -> jax.stages.T
   try:
     return jitted.trace(*args)
   except Exception as error:
-    where = [
-      f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
-      for frame in traceback.extract_tb(error.__traceback__)
-      if not is_library(frame.filename)
-    ]
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    message = lines[0] if lines else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in frames if not is_library(f.filename)]
+    message = next((line for line in str(error).splitlines() if line.strip()), "")
     place = f" at {where[-1]}" if where else ""
     raise ValueError(f"the step cannot be traced{place}: {type(error).__name__}: {message}") from error

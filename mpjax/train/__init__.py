@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from mpjax._gone import missing
-from mpjax._render.install_text import pip_install
+from mpjax._render.plain_text import pip_install
 
 if TYPE_CHECKING:
   from mpjax.registry._kinds import (

@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 import mpjax
-from mpjax._render.install_text import pip_install
+from mpjax._render.plain_text import pip_install
 from mpjax.cli import COMMANDS, main, run_command
 
 ROOT = pathlib.Path(__file__).parents[2]

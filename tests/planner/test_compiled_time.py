@@ -6,8 +6,7 @@ import pytest
 
 import mpjax
 from mpjax.planner import TIME_PARTS, Collective, get_target
-from mpjax.planner._rates import collective_seconds
-from mpjax.planner._time import compiled_time
+from mpjax.planner._time import collective_seconds, compiled_time
 from mpjax.planner.compiled import from_hlo
 from tests.planner._programs import Program, cycles
 from tests.planner._steps import described
@@ -140,7 +139,9 @@ def test_the_state_of_a_loop_is_read_in_slices_and_written_in_place():
 
 def test_gpus_of_several_hosts_exchange_at_the_rate_of_the_network():
   target, nbytes = get_target("h100:2x8"), 1 << 30
-  seconds = lambda group: collective_seconds(target, [Collective("all-reduce", "float32", nbytes, 1, ())], group)
+  seconds = lambda group: collective_seconds(
+    target, [Collective("all-reduce", "float32", nbytes, 1, ())], group
+  )
   inside, across, every = (seconds(group) for group in (range(8), (0, 8), range(16)))
   assert inside == pytest.approx(2 * nbytes * 7 / 8 / 4.5e11, rel=0.3)
   assert across == pytest.approx(nbytes / 5e10, rel=0.3)  # one card of 400 Gbit/s each

@@ -10,11 +10,10 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._render.install_text import pip_install  # the command of the package manager that is in use
+from mpjax._render.plain_text import pip_install  # the command of the package manager that is in use
 from mpjax.planner import (
   CompileError,
   _plan as planning,  # whose compiler is replaced
-  _targets as targets,  # whose view of the installed packages is replaced
   get_target,
   missing,
 )
@@ -52,7 +51,7 @@ BAD = [
   (jax.jit(fails_inside), ARGS, {}, line_of(fails_inside, 2) + "TypeError: dot_general"),
   (fails_on_a_value, ARGS, {}, line_of(fails_on_a_value, 1) + "Tracer"),
   (mlp, EIGHT, {"target": "h200:4"}, r"mesh of 8 devices is larger than target h200:4, which has 4.*h200:8"),
-  (mlp, EIGHT, {"target": "v5e:1x2"}, r"mesh of 8 devices is larger than .*such as v5e:4x4"),
+  (mlp, EIGHT, {"target": "v5e:1x2"}, r"mesh of 8 devices is larger than .*v5e:4x4"),
   (mlp, TWO_MESHES, {"target": "h200:8"}, r"meshes of \[4, 8\] devices: expected one mesh"),
   (mlp, ARGS, {"parts": {"weights": "master weights"}}, r"parts has 'weights': expected .*batch, params"),
   (mlp, ARGS, {"parts": {"params": "weights"}}, r"parts\['params'\]='weights': expected one of master"),
@@ -79,14 +78,6 @@ def test_bad_input_says_what_was_expected():
       mpjax.plan(step, *args, **{"compile": False} | options)
 
 
-@pytest.mark.parametrize("name", ["h200", "v5e", "v5p", "tpu7x"])
-def test_the_larger_target_that_is_proposed_is_one(name):
-  for size in (3, 16, 1000):
-    with pytest.raises(ValueError, match=f"mesh of {size} devices is larger") as raised:
-      mpjax.plan(mlp, on(mesh_of(data=size), PARAMS), BATCH, target=name, compile=False)
-    assert get_target(str(raised.value).rpartition(" ")[2]).devices >= size
-
-
 def without(monkeypatch, *packages):
   for package in packages:
     monkeypatch.setitem(sys.modules, package, None)
@@ -102,16 +93,6 @@ def test_without_the_packages_a_plan_is_analytic_and_says_what_to_install(monkey
     assert pip_install(extra) in note
     with pytest.raises(ValueError, match=rf"compile=True: .*\[{extra}\]"):
       mpjax.plan(mlp, *ARGS, target=target, compile=True)
-
-
-def test_a_gpu_that_cuda_13_is_too_new_for_is_planned_without_it(monkeypatch):
-  monkeypatch.setattr(targets, "_absent", lambda package: package == "jax_cuda12_plugin")
-  assert missing(get_target("t4")) == ""
-  assert "compute capability 7.5 on, and v100 has 7.0: install jax-cuda12-plugin" in missing(
-    get_target("v100")
-  )
-  monkeypatch.setattr(targets, "_absent", lambda package: package == "jax_cuda13_plugin")
-  assert missing(get_target("v100")) == missing(get_target("h200")) == ""
 
 
 def test_a_step_that_the_compiler_gives_up_is_planned_all_the_same(monkeypatch):

@@ -1,17 +1,15 @@
 """A program from a target's own compiler: totals, and the parts and products read from its messages."""
 
 from mpjax.planner.compiled._compile import CompiledProgram, CompileError, compile_step
-from mpjax.planner.compiled._from_hlo import from_hlo
+from mpjax.planner.compiled._from_hlo import from_hlo, traced_kernels
 from mpjax.planner.compiled._hlo import HloModule, parse
-from mpjax.planner.compiled._hlo_work import traced_kernels
-from mpjax.planner.compiled._reading import Reading, read_program
+from mpjax.planner.compiled._reading import read_program
 from mpjax.planner.compiled._worker import module_proto
 
 __all__ = [
   "CompileError",
   "CompiledProgram",
   "HloModule",
-  "Reading",
   "compile_step",
   "from_hlo",
   "module_proto",

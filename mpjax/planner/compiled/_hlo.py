@@ -197,19 +197,11 @@ def _array(proto: Any) -> HloShape:
 
 
 def start_of(done: HloInstruction) -> HloInstruction:
-  """Returns the instruction that begins what a `-done` waits for, such as `all-gather-start`.
-
-  An `async-update` that brings the operands, as for a TPU's SparseCore, is one.
-  """
+  """Returns the instruction that begins what a `-done` waits for, such as `all-gather-start`."""
   start = done.operands[0]
-  while start.op in ("async-update", "bitcast", "copy", "opt-barrier") and len(start.operands) == 1:
+  while start.op in ("async-update", "bitcast", "copy", "opt-barrier"):
     start = start.operands[0]
   return start
-
-
-def done_of(start: HloInstruction, scope: HloComputation) -> HloInstruction | None:
-  """Returns the instruction of `scope` that waits for what `start` begins."""
-  return next((i for i in scope.instructions if i.op.endswith("-done") and start_of(i) is start), None)
 
 
 def chain_id(instruction: HloInstruction) -> str:

@@ -5,41 +5,23 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mpjax._render.plain_text import bytes_text
 from mpjax.planner._arguments import Argument, argument_parts
-from mpjax.planner._program import Program, by_part, collectives_of, live_at_peak, loops_of
-from mpjax.planner._results import TRANSIENT_PARTS, Collective, Compiled, Memory, Note
+from mpjax.planner._program import Program, by_part, live_at_peak, loops_of
+from mpjax.planner._results import TRANSIENT_PARTS, Compiled, Memory, Note
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled._compile import CompiledProgram
-from mpjax.planner.compiled._from_hlo import from_hlo, kept_of
+from mpjax.planner.compiled._from_hlo import Kernels, from_hlo, kept_of
 from mpjax.planner.compiled._hlo import parse
-from mpjax.planner.compiled._hlo_work import Kernels
 
 # The share of the peak that the program's buffers must explain to be shown.
 _EXPLAINED = 0.9
 
 
-class Reading(NamedTuple):
-  """What is read from a compiled program.
-
-  Attributes:
-    compiled: totals, and parts and kernels if the program could be read.
-    collectives: the collectives of the program.
-    notes: what is not understood in it, and which figures are therefore the compiler's totals.
-    program: the program; `None` if it could not be read.
-  """
-
-  compiled: Compiled
-  collectives: tuple[Collective, ...]
-  notes: tuple[Note, ...]
-  program: Program | None
-
-
 def read_program(
   made: CompiledProgram, arguments: Sequence[Argument], target: Target, kernels: Kernels
-) -> Reading:
+) -> tuple[Compiled, Program | None, tuple[Note, ...]]:
   """Reads a compiled program; if it cannot be read, the totals of the compiler's memory analysis are left.
 
   Args:
@@ -47,6 +29,10 @@ def read_program(
     arguments: the leaves of the step's arguments.
     target: the target of the compiler.
     kernels: FLOPs of fused kernels, as `traced_kernels` returns them.
+
+  Returns:
+    Totals, with parts and kernels if the program could be read; the program; and what is not understood in
+    it.
   """
   whole = _totals(made, arguments, target)
   weights = {shape for a in arguments if a.part == "master weights" for shape in (a.shape, a.local)}
@@ -56,24 +42,24 @@ def read_program(
     counts: collections.Counter[str] = collections.Counter()
     for operation, times in program.each():
       for product in operation.products:
-        counts[f"{product.kernel}: {' x '.join(product.operands)}"] += int(product.flops * times)
+        if product.operands:
+          counts[f"{product.kernel}: {' x '.join(product.operands)}"] += int(product.flops * times)
     kernels_by_flops = {name: n for name, n in counts.most_common() if n}
-    crossing = collectives_of(program)
+    notes = [*loops_of(program, "the compiled program")]
   except Exception as error:
     reason = ": ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0])))
     text = (
       f"the compiled program cannot be read ({reason[:200]}): the compiler's totals are shown, without "
-      "parts, kernels and collectives"
+      "parts and kernels, and the collectives that the step states"
     )
-    return Reading(whole, (), (Note(text, "program"),), None)
-  notes = [*loops_of(program, "the compiled program")]
+    return whole, None, (Note(text, "program"),)
   if explained < _EXPLAINED:
     missed = bytes_text((1 - explained) * whole.peak)
     text = f"temporaries: the buffers in the program do not explain {missed} of the compiler's "
     notes.append(Note(f"{text}{bytes_text(whole.temporaries)}, which are shown undivided", "program"))
     memory = whole.memory
   compiled = dataclasses.replace(whole, memory=memory, explained=explained, kernels=kernels_by_flops)
-  return Reading(compiled, crossing, tuple(notes), program)
+  return compiled, program, tuple(notes)
 
 
 def _divided(program: Program, whole: Compiled, known_live: int) -> tuple[Memory, float]:

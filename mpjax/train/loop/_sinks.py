@@ -16,7 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from mpjax._render.install_text import pip_install
+from mpjax._render.plain_text import pip_install
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import write_atomically
 from mpjax.train.config._config import Config
