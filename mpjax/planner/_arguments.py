@@ -21,7 +21,6 @@ import numpy as np
 
 from mpjax._types import PyTree
 from mpjax.optim import Quantized
-from mpjax.patterns import path_text
 from mpjax.planner._results import ARGUMENT_PARTS
 from mpjax.sharding import in_host_memory
 
@@ -44,13 +43,11 @@ class Argument:
 
   Attributes:
     part: one of `ARGUMENT_PARTS`.
-    path: path in the arguments, such as `0/params/blocks/0/up/kernel`.
     slot: slot of an optimiser's state, such as `mu`; empty for other parts.
     shape, dtype, sharding: as given.
   """
 
   part: str
-  path: str
   slot: str
   shape: tuple[int, ...]
   dtype: Any
@@ -114,14 +111,12 @@ def name_arguments(
     name = names[i] if i < len(names) else str(i)
     chosen = given.get(name, given.get(str(i)))
     for path, leaf, slot in _leaves(argument):
-      part = chosen or ("optimizer state" if slot else _by_name(name, path, leaf.dtype))
-      where = f"{i}/{path_text(path)}".rstrip("/")
+      otherwise = "" if i == 0 and jax.dtypes.issubdtype(leaf.dtype, np.inexact) else "batch"
+      part = chosen or ("optimizer state" if slot else _by_name(name, path, leaf.dtype)) or otherwise
       slot = slot if part == "optimizer state" else ""
-      sharding = getattr(leaf, "sharding", None)
-      found.append(Argument(part, where, slot, tuple(leaf.shape), leaf.dtype, sharding))
+      found.append(Argument(part, slot, tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None)))
   first = "batch" if any(a.part == "master weights" for a in found) else "master weights"
-  is_first = lambda a: a.path.partition("/")[0] == "0" and jax.dtypes.issubdtype(a.dtype, np.inexact)
-  return [a if a.part else dataclasses.replace(a, part=first if is_first(a) else "batch") for a in found]
+  return [a if a.part else dataclasses.replace(a, part=first) for a in found]
 
 
 def argument_bytes(argument: Argument, kind: str) -> int:
@@ -137,13 +132,11 @@ def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, 
   """Returns the bytes on a device by part, and the optimiser's bytes by slot and dtype."""
   parts: collections.Counter[str] = collections.Counter()
   slots: collections.Counter[str] = collections.Counter()
-  for argument in arguments:
-    if argument.on_host:
-      continue
-    nbytes = argument_bytes(argument, kind)
-    parts[argument.part] += nbytes
-    if argument.part == "optimizer state":
-      slots[f"{argument.slot} {argument.dtype}" if argument.elements > 1 else "scalars"] += nbytes
+  for a in arguments:
+    nbytes = 0 if a.on_host else argument_bytes(a, kind)
+    parts[a.part] += nbytes
+    if a.part == "optimizer state" and nbytes:
+      slots[f"{a.slot} {a.dtype}" if a.elements > 1 else "scalars"] += nbytes
   ordered = {name: parts[name] for name in ARGUMENT_PARTS if parts[name]}
   return ordered, dict(slots.most_common())
 
@@ -200,26 +193,15 @@ def tiled_bytes(shape: tuple[int, ...], dtype: object) -> int:
     return 0
   packing = max(1, int(4 // size)) if size else 1
   if len(shape) == 1:
-    tile = _power_of_two(shape[0], _LANES * packing, _LANES * _SUBLANES)
-    return int(_round_up(shape[0], tile) * size)
-  count = math.prod(shape)
-  best = min(
-    count
-    // (shape[i] * shape[j])
-    * _round_up(shape[i], _power_of_two(shape[i], packing, _SUBLANES))
-    * _round_up(shape[j], _LANES)
-    for i, j in itertools.permutations(range(len(shape)), 2)
-  )
-  return int(best * size)
+    return int(_in_tiles(shape[0], _LANES * packing, _LANES * _SUBLANES) * size)
+  pairs = list(itertools.permutations(shape, 2))  # rows, columns
+  best = min(_in_tiles(m, packing, _SUBLANES) * _in_tiles(n, _LANES, _LANES) / (m * n) for m, n in pairs)
+  return round(math.prod(shape) * best * size)
 
 
-def _power_of_two(n: int, least: int, most: int) -> int:
-  """Returns the smallest power of two that is at least n, within bounds."""
+def _in_tiles(n: int, least: int, most: int) -> int:
+  """Returns n rounded up to whole tiles: of the smallest power of two that holds it, within bounds."""
   tile = least
   while tile < min(n, most):
     tile *= 2
-  return tile
-
-
-def _round_up(n: int, step: int) -> int:
-  return -(-n // step) * step
+  return -(-n // tile) * tile

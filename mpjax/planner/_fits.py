@@ -89,18 +89,8 @@ def largest_batch(
     raise ValueError(f"most={most}: expected at least one multiple of {multiple}")
   plans: dict[int, Plan] = {}
 
-  def needs(units: int, how: bool | str) -> float:
-    """Returns the bytes of a size; infinity if the compiler gives up."""
-    try:
-      plans[units] = found = plan_of(units * multiple, how)
-    except CompileError as error:
-      if not error.out_of_memory:
-        raise
-      return math.inf
-    return math.inf if how is not False and found.out_of_memory else found.peak
-
   def search(how: bool | str, units: int) -> dict[int, float]:
-    """Returns the bytes of sizes, with the largest that fits, in the order of the search."""
+    """Returns the bytes of sizes, infinite if the compiler gives up, in the order of the search."""
     tried: dict[int, float] = {}
     while True:
       low, high = _bounds(tried, memory)
@@ -109,7 +99,14 @@ def largest_batch(
       units = min(_next(low, high, tried, memory) if tried else units, limit)
       if progress is not None:
         progress(units * multiple, low * multiple, high * multiple)
-      tried[units] = needs(units, how)
+      tried[units] = math.inf
+      try:
+        plans[units] = plan_of(units * multiple, how)
+        if how is False or not plans[units].out_of_memory:
+          tried[units] = plans[units].peak
+      except CompileError as error:
+        if not error.out_of_memory:
+          raise
 
   start = 1 if compile is False else max(1, _bounds(search(False, 1), memory)[0])
   tried = search(compile, start)

@@ -11,7 +11,6 @@ from mpjax.jaxpr import Trait, has, layer_pattern
 from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
 from mpjax.planner._products import list_products
 from mpjax.planner._program import (
-  Buffer,
   Operation,
   Program,
   by_part,
@@ -44,7 +43,9 @@ def analytic_memory(
   transient["outputs"] = total_bytes(results.intersection(peak.live))
   # Negative where a result takes its operand's place.
   transient["temporaries"] += peak.nbytes - total_bytes(peak.live)
-  transient["workspace"] += _workspace(traced, target)
+  if any(operation.flops for operation, _ in traced.each()):
+    most = _WORKSPACE if _compat.has_newer_xla() else target.workspace
+    transient["workspace"] += min(most, target.workspace)
   room = target.on_chip
   for name in ("temporaries", "gradients", "compute copies"):  # short-lived, and on a TPU's chip
     moved = min(room, transient[name])
@@ -53,21 +54,15 @@ def analytic_memory(
   fresh = total_bytes(results - program.given)
   missing = fresh - sum(transient[name] for name in ("outputs", "gradients", "activations", "temporaries"))
   transient["outputs"] += max(0, missing)
+  saved = [
+    Saved(layer_pattern(b.maker.path), b.maker.source, b.maker.name, str(b.dtype), b.shape, 1, b.nbytes)
+    for b in peak.saved
+    if b.maker is not None
+  ]
   parts, slots = argument_parts(arguments, target.kind)
   parts |= {name: transient[name] for name in TRANSIENT_PARTS if transient[name]}
-  return Memory(
-    parts, slots, tuple(_saved(peak.saved)[:_MOST_SAVED]), total_bytes(peak.saved), sum(parts.values())
-  )
-
-
-def _saved(buffers: Sequence[Buffer]) -> list[Saved]:
-  """Returns equal activations as one row each, the largest first."""
-  made = [(b, b.maker) for b in buffers if b.maker is not None]
-  rows = [
-    Saved(layer_pattern(o.path), o.source, o.name, str(b.dtype), b.shape, count=1, nbytes=b.nbytes)
-    for b, o in made
-  ]
-  return add_up(rows, "count", "nbytes")
+  rows = tuple(add_up(saved, "count", "nbytes")[:_MOST_SAVED])
+  return Memory(parts, slots, rows, total_bytes(peak.saved), sum(parts.values()))
 
 
 def host_memory(program: Program, arguments: Sequence[Argument], kind: str) -> HostMemory | None:
@@ -81,13 +76,6 @@ def host_memory(program: Program, arguments: Sequence[Argument], kind: str) -> H
     to_device=sum(made.whole * times for made, times in copies if not made.on_host),
     to_host=sum(made.whole * times for made, times in copies if made.on_host),
   )
-
-
-def _workspace(program: Program, target: Target) -> int:
-  """Returns the bytes of workspace for products."""
-  if not any(operation.flops for operation, _ in program.each()):
-    return 0
-  return min(target.workspace, _WORKSPACE) if _compat.has_newer_xla() else target.workspace
 
 
 def time_floor(
