@@ -170,7 +170,7 @@ def compile_for(target: str, program: Callable[..., Any], *shapes: Any, donate: 
   import jax
 
   from mpjax.planner import get_target
-  from mpjax.planner.compiled import compile_step
+  from mpjax.planner.compiled._compile import compile_step
 
   counts = [len(jax.tree.leaves(shape)) for shape in shapes]
   leaves = [i for n in donate for i in range(sum(counts[:n]), sum(counts[: n + 1]))]

@@ -20,8 +20,7 @@ import optax
 import mpjax
 from benchmarks._runner import ROOT, Row, compile_for, markdown, one, plan_figures
 from mpjax.planner import get_target
-from mpjax.planner.compiled import parse
-from mpjax.planner.compiled._hlo import HloInstruction, start_of
+from mpjax.planner.compiled._hlo import HloInstruction, parse, start_of
 from mpjax.train import Planner, load_config
 
 PACKAGES = ("flax", "optax", "libtpu", "jax-cuda13-plugin")

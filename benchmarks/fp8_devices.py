@@ -18,8 +18,8 @@ import mpjax
 from benchmarks._runner import Row, chosen, compile_for, markdown, memory
 from mpjax.planner import get_target
 from mpjax.planner._program import Product
-from mpjax.planner.compiled import HloModule, from_hlo, parse
-from mpjax.planner.compiled._hlo import numpy_name
+from mpjax.planner.compiled._from_hlo import from_hlo
+from mpjax.planner.compiled._hlo import HloModule, numpy_name, parse
 
 PACKAGES = ("libtpu", "jax-cuda13-plugin")
 ROWS, NARROW, WIDE, BLOCKS = 8192, 2048, 8192, 2

@@ -31,7 +31,7 @@ from mpjax.planner._targets import (
   presets_of,
   target_names,
 )
-from mpjax.planner.compiled import CompileError
+from mpjax.planner.compiled._compile import CompileError
 
 __all__ = [
   "ARGUMENT_PARTS",

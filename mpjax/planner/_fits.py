@@ -9,7 +9,7 @@ from typing import Any
 
 from mpjax._render.plain_text import bytes_text
 from mpjax.planner._report import Plan
-from mpjax.planner.compiled import CompileError
+from mpjax.planner.compiled._compile import CompileError
 
 # Plans a batch size: `plan_of(batch, compile)`, with `compile` as in `mpjax.plan`.
 PlanOf = Callable[[int, Any], Plan]

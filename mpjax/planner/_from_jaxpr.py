@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -49,40 +49,6 @@ from mpjax.planner._results import Collective
 from mpjax.planner._targets import Target, get_target
 
 _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
-
-
-class Sizes:
-  """Bytes of arrays on one device, from the layout of a step's arguments.
-
-  Args:
-    arguments: the leaves of the step's arguments.
-    kind: kind of the platform; a TPU pads.
-
-  Attributes:
-    weights: one device's share, with padding, of an array with a weight's shape: also transposed, or one
-      layer of a stack. Weights of one shape may lie on the mesh in several ways: all of them together have
-      the right bytes.
-  """
-
-  def __init__(self, arguments: Sequence[Argument] = (), kind: str = ""):
-    batch = [a for a in arguments if a.part == "batch"]
-    whole = sum(a.whole for a in batch)
-    self._share = sum(a.nbytes for a in batch) / whole if whole else 1.0  # of what depends on the batch
-    self._kind = kind
-    shares: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
-    for a in arguments:
-      if a.part == "master weights" and len(a.shape) > 1:
-        for shape in _like_weight(a.shape):
-          shares[shape].append(argument_bytes(a, kind) / max(1, a.whole))
-    self.weights = {shape: statistics.mean(several) for shape, several in shares.items()}
-
-  def of(self, shape: tuple[int, ...], dtype: Any, *, local: bool = False) -> int:
-    """Returns the bytes of an array on one device; a `local` one has the shape on a device already."""
-    nbytes = math.ceil(math.prod(shape) * itemsize(dtype))
-    if not local and shape in self.weights:
-      return int(nbytes * self.weights[shape])
-    padded = tiled_bytes(shape, dtype) if self._kind == "tpu" and shape else nbytes
-    return padded if local else int(padded * self._share)
 
 
 def _like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -134,10 +100,16 @@ class _Context(NamedTuple):
 
 class _Reader:
   def __init__(self, arguments: Sequence[Argument], target: Target, devices: int) -> None:
-    self._sizes = Sizes(arguments, target.kind)
-    self._arguments = arguments
-    self._target = target
-    self._devices = devices
+    self._arguments, self._target, self._devices = arguments, target, devices
+    batch = [a for a in arguments if a.part == "batch"]
+    # One device's share of what depends on the batch, and of an array with a weight's shape, with padding.
+    # Weights of one shape may lie on the mesh in several ways: all of them together have the right bytes.
+    self._share = sum(a.nbytes for a in batch) / max(1, sum(a.whole for a in batch)) if batch else 1.0
+    shares: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
+    for a in arguments:
+      for shape in _like_weight(a.shape) if a.part == "master weights" and len(a.shape) > 1 else ():
+        shares[shape].append(argument_bytes(a, target.kind) / max(1, a.whole))
+    self._shares = {shape: statistics.mean(several) for shape, several in shares.items()}
 
   def program(self, jaxpr: Jaxpr, context: _Context, given: Sequence[Buffer | None]) -> Program:
     """Returns the program of a jaxpr, whose arguments are the values `given`, or slices of them."""
@@ -218,7 +190,7 @@ class _Reader:
     weight = self._arguments[value.weight] if value.weight is not None else None
     if weight and phase != BACKWARD and value.dtype.itemsize <= weight.dtype.itemsize:
       return "compute copies"
-    return "gradients" if phase == BACKWARD and value.shape in self._sizes.weights else ""
+    return "gradients" if phase == BACKWARD and value.shape in self._shares else ""
 
   def _set_work(self, operation: Operation, here: _Context) -> None:
     """Sets what takes time: products, a kernel, a collective, or a transfer to or from the host."""
@@ -242,9 +214,14 @@ class _Reader:
       operation.part = "convolutions" if operation.products[0].convolution else "products"
 
   def _value(self, aval: AbstractValue, local: bool = False) -> Buffer:
+    """Returns a value with its bytes on one device, whose shape a `local` one has already."""
     on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
     shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(np.float32))
-    nbytes = self._sizes.of(shape, dtype, local=local)
+    nbytes, share = math.ceil(math.prod(shape) * itemsize(dtype)), self._shares.get(shape)
+    if local or share is None:
+      nbytes = tiled_bytes(shape, dtype) if self._target.kind == "tpu" and shape else nbytes
+      share = 1.0 if local else self._share
+    nbytes = int(nbytes * share)
     return Buffer(shape, dtype, 0 if on_host else nbytes, on_host=on_host, whole=nbytes)
 
 

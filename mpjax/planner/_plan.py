@@ -23,7 +23,9 @@ from mpjax.planner._stored import stored_program
 from mpjax.planner._targets import Target, get_target, missing
 from mpjax.planner._time import compiled_time, traced_time
 from mpjax.planner._traced_step import TracedStep, trace_step
-from mpjax.planner.compiled import CompileError, compile_step, read_program, traced_kernels
+from mpjax.planner.compiled._compile import CompileError, compile_step
+from mpjax.planner.compiled._from_hlo import traced_kernels
+from mpjax.planner.compiled._reading import read_program
 
 _WORTH_A_NOTE = 10**6
 _OTHER_HALF = {"bfloat16": "float16", "float16": "bfloat16"}

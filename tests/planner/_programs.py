@@ -2,7 +2,7 @@
 
 import json
 
-from mpjax.planner.compiled import HloModule, parse
+from mpjax.planner.compiled._hlo import HloModule, parse
 from mpjax.planner.compiled._proto import DTYPES, module_class
 
 _NUMBERS = {name: number for number, name in DTYPES.items()}

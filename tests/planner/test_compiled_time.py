@@ -7,7 +7,7 @@ import pytest
 import mpjax
 from mpjax.planner import TIME_PARTS, Collective, get_target
 from mpjax.planner._time import collective_seconds, compiled_time
-from mpjax.planner.compiled import from_hlo
+from mpjax.planner.compiled._from_hlo import from_hlo
 from tests.planner._programs import Program, cycles
 from tests.planner._steps import described
 

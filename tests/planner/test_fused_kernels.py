@@ -10,7 +10,7 @@ import mpjax
 from mpjax.planner import get_target
 from mpjax.planner._from_jaxpr import from_jaxpr
 from mpjax.planner._time import compiled_time
-from mpjax.planner.compiled import from_hlo, traced_kernels
+from mpjax.planner.compiled._from_hlo import from_hlo, traced_kernels
 from tests.planner._programs import Program
 from tests.planner._steps import F32, S
 

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 import mpjax
 from mpjax.planner import get_target
-from mpjax.planner.compiled import module_proto, parse
-from mpjax.planner.compiled._hlo import start_of, trips
+from mpjax.planner.compiled._hlo import parse, start_of, trips
+from mpjax.planner.compiled._worker import module_proto
 
 # Parts are whole tiles of a TPU, whose compiler pads others.
 WORDS, DIM, HIDDEN, ROWS = 512, 128, 512, 32

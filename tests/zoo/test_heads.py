@@ -8,7 +8,8 @@ from flax import nnx
 
 import mpjax
 from mpjax.planner import get_target, missing
-from mpjax.planner.compiled import compile_step, module_proto
+from mpjax.planner.compiled._compile import compile_step
+from mpjax.planner.compiled._worker import module_proto
 from mpjax.zoo.models import GPT, ViT, gpt_sharding, vit_sharding
 from tests.step.test_collectives import a_step, crossing
 

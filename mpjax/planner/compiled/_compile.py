@@ -90,21 +90,40 @@ def compile_step(
     return jax.tree.leaves(step(*jax.tree.unflatten(structure, leaves)))
 
   jitted = jax.jit(flat, donate_argnums=tuple(donated), keep_unused=True)
-  if target.is_here:
-    return _compile_here(jitted, leaves)
-  with tempfile.TemporaryDirectory(prefix="mpjax-plan-") as folder:
-    request = {"kind": target.kind, "topology": target.topology, "donated": list(donated)}
-    request["mesh"] = _mesh(leaves)
-    return _compile_apart(_exported(jitted, leaves, target), request, target, pathlib.Path(folder))
-
-
-def _compile_here(jitted: jax.stages.Wrapped, args: Sequence[Any]) -> CompiledProgram:
+  if not target.is_here:
+    return _compile_apart(jitted, leaves, donated, target)
   start = time.perf_counter()
   try:
-    compiled = jitted.lower(*args).compile()
+    compiled = jitted.lower(*leaves).compile()
     return CompiledProgram(**figures(compiled, time.perf_counter() - start))
   except RuntimeError as error:
     raise CompileError(_first_lines(str(error)), _is_memory(str(error))) from error
+
+
+def _compile_apart(
+  jitted: jax.stages.Wrapped, leaves: Sequence[Any], donated: Sequence[int], target: Target
+) -> CompiledProgram:
+  program = _exported(jitted, leaves, target)
+  meshes = [leaf.sharding.mesh for leaf in leaves if getattr(leaf, "sharding", None) is not None]
+  # Names, sizes and types of the axes; none for one device.
+  axes = [[*zip(m.shape, m.shape.values(), (t.name for t in m.axis_types), strict=True)] for m in meshes[:1]]
+  request = {"kind": target.kind, "topology": target.topology, "donated": list(donated)}
+  request |= {"mesh": axes[0] if axes else [], "description": target.gpu_description()}
+  message = ""
+  with tempfile.TemporaryDirectory(prefix="mpjax-plan-") as name:
+    folder = pathlib.Path(name)
+    (folder / "program").write_bytes(program)
+    (folder / "request.json").write_text(json.dumps(request))
+    for flags in _flags(target, program):
+      code, message = _run(folder, flags)
+      if code == 0:
+        result = json.loads((folder / "result.json").read_text())
+        if "error" not in result:
+          return CompiledProgram(**result, proto=(folder / "program.pb").read_bytes())
+        message = result["error"]
+        if _is_memory(message):
+          break
+  raise CompileError(f"{target.name}: {_first_lines(message)}", _is_memory(message))
 
 
 def _exported(jitted: jax.stages.Wrapped, args: Sequence[Any], target: Target) -> bytes:
@@ -122,35 +141,6 @@ def _exported(jitted: jax.stages.Wrapped, args: Sequence[Any], target: Target) -
         why = _first_lines(str(error))
         raise CompileError(f"the step cannot be taken to {target.name}: {why}") from error
       calls = found
-
-
-def _mesh(leaves: Sequence[Any]) -> list[tuple[str, int, str]]:
-  """Returns names, sizes and types of the axes of the arguments' mesh; empty for one device."""
-  meshes = [leaf.sharding.mesh for leaf in leaves if getattr(leaf, "sharding", None) is not None]
-  if not meshes:
-    return []
-  types = [kind.name for kind in meshes[0].axis_types]
-  return [(name, size, kind) for (name, size), kind in zip(meshes[0].shape.items(), types, strict=True)]
-
-
-def _compile_apart(
-  program: bytes, request: dict[str, Any], target: Target, folder: pathlib.Path
-) -> CompiledProgram:
-  (folder / "program").write_bytes(program)
-  if target.kind == "gpu":
-    request["description"] = target.gpu_description()
-  (folder / "request.json").write_text(json.dumps(request))
-  message = ""
-  for flags in _flags(target, program):
-    code, message = _run(folder, flags)
-    if code == 0:
-      result = json.loads((folder / "result.json").read_text())
-      if "error" not in result:
-        return CompiledProgram(**result, proto=(folder / "program.pb").read_bytes())
-      message = result["error"]
-      if _is_memory(message):
-        break
-  raise CompileError(f"{target.name}: {_first_lines(message)}", _is_memory(message))
 
 
 def _flags(target: Target, program: bytes) -> tuple[str, ...]:
@@ -175,16 +165,9 @@ def _run(folder: pathlib.Path, flags: str) -> tuple[int, str]:
   }
   # Run as a file, which imports only JAX; -P: imports nothing from the current folder.
   command = [sys.executable, "-P", _worker.__file__, str(folder)]
+  output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
   try:
-    done = subprocess.run(
-      command,
-      env=environment,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-      timeout=_TIMEOUT,
-      check=False,
-    )
+    done = subprocess.run(command, env=environment, timeout=_TIMEOUT, check=False, **output)
   except subprocess.TimeoutExpired as error:
     raise CompileError(f"the compiler was stopped after {_TIMEOUT} s") from error
   return done.returncode, done.stdout
@@ -196,5 +179,5 @@ def _is_memory(message: str) -> bool:
 
 def _first_lines(message: str) -> str:
   lines = [line.strip() for line in message.splitlines() if line.strip()]
-  told = [line for line in lines if "Error" in line or "error" in line or "RESOURCE" in line]
+  told = [line for line in lines if any(sign in line for sign in ("Error", "error", "RESOURCE"))]
   return (told[:1] or lines[-1:] or ["the compiler stopped without a message"])[0][:600]

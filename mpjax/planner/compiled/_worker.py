@@ -87,18 +87,15 @@ def _compile(folder: pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
     for aval, sharding in zip(exported.in_avals, shardings, strict=True)
   ]
   start = time.perf_counter()
-  compiled = (
-    jax.jit(exported.call, donate_argnums=tuple(request["donated"]), keep_unused=True).lower(*args).compile()
-  )
-  return figures(compiled, time.perf_counter() - start)
+  jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]), keep_unused=True)
+  return figures(jitted.lower(*args).compile(), time.perf_counter() - start)
 
 
 def _devices(request: dict[str, Any]) -> Any:
-  if request["kind"] == "tpu":
-    return topologies.get_topology_desc(platform="tpu", topology_name=request["topology"]).devices
-  return topologies.get_topology_desc(
-    platform="cuda", topology=request["topology"], target_config=request["description"]
-  ).devices
+  asked = {"platform": "tpu", "topology_name": request["topology"]}
+  if request["kind"] == "gpu":
+    asked = {"platform": "cuda", "topology": request["topology"], "target_config": request["description"]}
+  return topologies.get_topology_desc(**asked).devices
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import importlib
 import re
 
-from mpjax.planner.compiled import parse
+from mpjax.planner.compiled._hlo import parse
 
 SHORT = {
   "X": "f32[32,32]{1,0}",

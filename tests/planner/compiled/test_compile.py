@@ -20,7 +20,9 @@ from mpjax.planner import (
   get_target,
   tiled_bytes,
 )
-from mpjax.planner.compiled import _compile, _worker, compile_step, parse  # a process of its own is replaced
+from mpjax.planner.compiled import _compile, _worker
+from mpjax.planner.compiled._compile import compile_step
+from mpjax.planner.compiled._hlo import parse  # a process of its own is replaced
 from tests.planner._steps import (
   F32,
   S,

@@ -2,8 +2,8 @@
 
 from mpjax.jaxpr import BACKWARD, FORWARD, parse_scopes, split_scopes
 from mpjax.planner._program import collectives_of
-from mpjax.planner.compiled import from_hlo, parse
-from mpjax.planner.compiled._hlo import path_of_name, trips
+from mpjax.planner.compiled._from_hlo import from_hlo
+from mpjax.planner.compiled._hlo import parse, path_of_name, trips
 from tests.planner.compiled._hlo_text import computation, program, serialised
 
 

@@ -18,8 +18,9 @@ from mpjax.planner import (
   _plan as planning,  # whose compiler is replaced
 )
 from mpjax.planner._program import collectives_of, live_at_peak
-from mpjax.planner.compiled import from_hlo, read_program
+from mpjax.planner.compiled._from_hlo import from_hlo
 from mpjax.planner.compiled._proto import module_class  # to change a program
+from mpjax.planner.compiled._reading import read_program
 from tests.planner.compiled.programs import KEPT, STEPS, VERSIONS, kept, parsed
 
 UNREADABLE = "the compiled program cannot be read"

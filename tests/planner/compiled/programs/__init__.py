@@ -5,7 +5,8 @@ import json
 import lzma
 import pathlib
 
-from mpjax.planner.compiled import CompiledProgram, parse
+from mpjax.planner.compiled._compile import CompiledProgram
+from mpjax.planner.compiled._hlo import parse
 from tests.planner.compiled.programs._steps import CROSSINGS, STEPS, Step
 
 __all__ = ["CROSSINGS", "KEPT", "STEPS", "VERSIONS", "Step", "kept", "parsed"]

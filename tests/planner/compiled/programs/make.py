@@ -17,7 +17,8 @@ import sys
 import jax
 
 from mpjax.planner import get_target
-from mpjax.planner.compiled import Program, compile_step
+from mpjax.planner.compiled import Program
+from mpjax.planner.compiled._compile import compile_step
 from mpjax.planner.compiled._proto import module_class
 from tests.planner.compiled.programs import programs_of
 from tests.planner.compiled.programs._steps import STEPS
