@@ -1,12 +1,14 @@
-"""Numbers and tables as plain text: units with decimal prefixes, shares, aligned columns, folded lines."""
+"""Numbers and tables as plain text: units with decimal prefixes, shares, aligned columns; data for JSON."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-_GAP = 2
+GAP = 2  # between columns
 
 
 def bytes_text(count: float) -> str:
@@ -54,7 +56,10 @@ def table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> lis
   """
   columns = zip(*rows, strict=True)
   widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
-  return [_row_lines(row, widths, left) for row in rows]
+  pad = lambda i, cell: cell.ljust(widths[i]) if i in left else cell.rjust(widths[i])
+  lines_of = lambda row: itertools.zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
+  gap = " " * GAP
+  return [[gap.join(map(pad, range(len(line)), line)).rstrip() for line in lines_of(row)] for row in rows]
 
 
 def fold(text: str, width: int) -> str:
@@ -77,19 +82,19 @@ def fold(text: str, width: int) -> str:
   return "\n".join(indent + line.rstrip() for line in folded if line)
 
 
-def _row_lines(row: Sequence[str], widths: Sequence[int], left: Collection[int]) -> list[str]:
-  split = [cell.split("\n") for cell in row]
-  lines = []
-  for i in range(max(map(len, split))):
-    cells = [cell[i] if i < len(cell) else "" for cell in split]
-    padded = [
-      cell.ljust(width) if column in left else cell.rjust(width)
-      for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    lines.append((" " * _GAP).join(padded).rstrip())
-  return lines
-
-
 def pip_install(extras: str) -> str:
   """Returns the command that installs extras of mpjax, such as `plan` or `train,plan`."""
   return f'pip install "mpjax[{extras}]", or in a checkout pip install -e ".[{extras}]"'
+
+
+def plain_data(value: Any) -> Any:
+  """Returns data for JSON: NaN and the infinities as the strings that `float` reads, arrays as lists."""
+  if isinstance(value, Mapping):
+    return {str(key): plain_data(item) for key, item in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [plain_data(item) for item in value]
+  if hasattr(value, "tolist"):  # arrays and scalars of NumPy
+    return plain_data(value.tolist())
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(value)
+  return value

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mpjax._gone import instead
-from mpjax._render.plain_text import fold, table
+from mpjax._render.plain_text import GAP, fold, table
 from mpjax.dtypes import did_you_mean
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 TEXT_WIDTH = 116  # of a text that is not on a terminal
 ANSWER_LINES = 11  # of an answer, without the line that says how to ask for more
 
-_GAP = 2  # between columns
 _LEAST_WIDTH = 10  # of a column of text
 _MOST_IN_NOTEBOOK = 16_000  # letters, since a notebook's file keeps them
 
@@ -58,12 +57,10 @@ class Table:
     widths = [max(map(len, cells)) for cells in columns]
     words = lambda cells: (len(word.rstrip()) for cell in cells for word in re.split(r"(?<=[ ,/])", cell))
     least = [
-      max(_LEAST_WIDTH, *words(cells))
-      if i in self.left
-      else max(map(len, (*cells[0].split(), "", *cells[1:])))
-      for i, cells in enumerate(columns)
+      max(_LEAST_WIDTH, *words(c)) if i in self.left else max(map(len, (*c[0].split(), "", *c[1:])))
+      for i, c in enumerate(columns)
     ]
-    while sum(widths) + _GAP * (len(widths) - 1) > width:
+    while sum(widths) + GAP * (len(widths) - 1) > width:
       broad = [i for i, room in enumerate(least) if widths[i] > room]
       if not broad:
         break

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import yaml
 
-from mpjax._render.plain_data import plain_data
-from mpjax._render.plain_text import fold, percent, power_of_two_text
+from mpjax._render.plain_text import fold, percent, plain_data, power_of_two_text
 from mpjax._render.tables import TEXT_WIDTH, Shown, Table, answer_lines
 from mpjax._version import __version__
 from mpjax.formats import FORMATS

@@ -98,7 +98,9 @@ class Gradients:
 
   def error(self, policy: Policy) -> GradientError:
     """Measures a policy; FP8 products are emulated if the device does not have units for them."""
-    step = self._step.with_policy(_emulated(policy))
+    policy = policy.without_histories()
+    recipe = policy.fp8 and dataclasses.replace(policy.fp8, emulate=True)
+    step = self._step.with_policy(dataclasses.replace(policy, fp8=recipe))
     state = step.adopt(self._state, self._step, warn=False)
     differences = []
     for batch, reference in zip(self._batches, self._grads, strict=True):
@@ -113,13 +115,11 @@ class Gradients:
 
   def _update_error(self, policy: Policy) -> float:
     """Returns the relative error of the weights' change under a policy's storage, against float32."""
-    stored = {
-      key: getattr(policy, key)
-      for key in ("param_dtype", "vector_dtype", "optimizer_dtype", "master_weights")
-    }
+    keys = ("param_dtype", "vector_dtype", "optimizer_dtype", "master_weights")
+    stored = {key: getattr(policy, key) for key in keys}
     if stored["param_dtype"] == np.dtype("float32") and stored["optimizer_dtype"] is None:
       return 0.0
-    wide, way = (self._way({"base": "fp32", **keys}) for keys in ({}, stored))
+    wide, way = (self._way({"base": "fp32", **fields}) for fields in ({}, stored))
     return _ratio(_square([_minus(way, wide)]), _square([wide]))
 
   def _way(self, policy: dict[str, object]) -> PyTree:
@@ -172,13 +172,6 @@ class Gradients:
 def _square(trees: Iterable[PyTree]) -> float:
   """Returns the sum of the squares of all entries."""
   return _total(_added(map(_squares, trees)))
-
-
-def _emulated(policy: Policy) -> Policy:
-  policy = policy.without_histories()
-  if policy.fp8 is None or policy.fp8.emulate:
-    return policy
-  return dataclasses.replace(policy, fp8=dataclasses.replace(policy.fp8, emulate=True))
 
 
 def _finite_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[PyTree, TrainState]:

@@ -33,11 +33,6 @@ class Module:
   paths: tuple[str, ...]
   fp8: frozenset[str] = frozenset()
 
-  @property
-  def levels(self) -> tuple[str, ...]:
-    """The levels at which its program differs, the most exact first."""
-    return LEVELS if self.fp8 else LEVELS[:-1]
-
 
 def list_modules(half: Explanation, fp8: Explanation) -> list[Module]:
   """Returns the modules in which a policy changes a dtype, in program order.
@@ -61,9 +56,7 @@ def mixed_policy(levels: Mapping[Module, str], among: Sequence[str]) -> Policy:
     levels: one of `LEVELS` by module.
     among: all module paths of the program; a pattern must match only those of its module.
   """
-  count: Counter[str] = Counter()
-  for module, level in levels.items():
-    count[level] += len(module.paths)
+  count = Counter(level for module, level in levels.items() for _ in module.paths)
   has_fp8 = "fp8" in count
   halves = {level: n for level, n in count.items() if level in ("bf16", "fp16")}
   base = "fp8" if has_fp8 else max(halves, key=lambda level: halves[level]) if halves else "fp32"
@@ -81,15 +74,12 @@ def mixed_policy(levels: Mapping[Module, str], among: Sequence[str]) -> Policy:
   return get_policy(spec)
 
 
-def _part(names: Sequence[str]) -> str:
-  """Returns a regular expression for a component of paths that differ only in numbers."""
-  escaped = re.escape(names[0])
-  return escaped if len(set(names)) == 1 else re.sub(r"\d+", r"\\d+", escaped)
-
-
 def pattern_of(module: Module, among: Sequence[str]) -> str:
   """Returns the shortest regular expression that matches only the paths of a module."""
-  parts = [_part(names) for names in zip(*(path.split("/") for path in module.paths), strict=True)]
+  parts = []  # of which those that differ, do so only in numbers
+  for name, *others in zip(*(path.split("/") for path in module.paths), strict=True):
+    part = re.escape(name)
+    parts.append(re.sub(r"\d+", r"\\d+", part) if {*others} - {name} else part)
   for start in range(len(parts) - 1, -1, -1):
     pattern = "/".join(parts[start:])
     if pattern and set(filter(component_regex(pattern).search, among)) == set(module.paths):

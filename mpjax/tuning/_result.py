@@ -9,10 +9,8 @@ from typing import Any, Self
 
 import yaml
 
-from mpjax._render.plain_data import plain_data
-from mpjax._render.plain_text import bytes_text, fold, table, with_prefix
+from mpjax._render.plain_text import bytes_text, fold, plain_data, table, with_prefix
 from mpjax._render.tables import TEXT_WIDTH, Shown, Table, answer_lines
-from mpjax.planner import Plan
 from mpjax.policy import Policy, as_changes
 from mpjax.tuning._gradient_error import GradientError, Noise
 
@@ -40,12 +38,6 @@ class Cost:
   saved: int
   fits: bool
 
-  @classmethod
-  def of(cls, plan: Plan) -> Cost:
-    """Returns the cost from a plan."""
-    seconds = None if plan.time is None else plan.time.seconds
-    return cls(seconds, plan.peak, plan.memory.saved_bytes, not plan.room or plan.peak <= plan.room)
-
   def figures(self, objective: str) -> tuple[float, float]:
     """Returns the figure that decides, and the one that decides between equals."""
     time, memory = self.seconds or 0.0, float(self.peak)
@@ -57,7 +49,7 @@ class Cost:
 
   def spent(self, objective: str) -> float:
     """Returns a figure of the same kind that is nearly a sum over modules."""
-    return float(self.saved) if self.by_memory(objective) else self.figures(objective)[0]
+    return float(self.saved) if self.by_memory(objective) else self.seconds or 0.0
 
   def cheaper(self, other: Cost, objective: str) -> bool:
     """Returns whether the cost is lower by more than the error of a plan."""
@@ -157,7 +149,7 @@ class TuneResult(Shown):
 
   def _spec(self) -> Any:
     changes = as_changes(self.policy)
-    return changes["base"] if len(changes) == 1 else changes
+    return changes if changes.keys() - {"base"} else changes["base"]
 
   def _answer(self) -> list[str]:
     noise = "" if self.noise is None else f" (the gradients' own noise is {_share(self.noise.total)})"

@@ -167,9 +167,8 @@ class Search:
     own = self._recipe(policy)
     if policy.fp8 is None or own is None:
       return None
-    if option.applies == "blocks" and not runs_on(self.units, "nvfp4"):
-      return None
-    if option.applies == "tensors" and not own.of_tensors:
+    lacks_blocks = option.applies == "blocks" and not runs_on(self.units, "nvfp4")
+    if lacks_blocks or (option.applies == "tensors" and not own.of_tensors):
       return None
     recipe = dataclasses.replace(own if "recipe" in option.fields else policy.fp8, **option.fields)
     return get_policy({"base": policy, "fp8": recipe})
@@ -209,7 +208,7 @@ class Search:
 
   def _single(self, base: Trial, module: Module, level: str) -> _Change | None:
     """Measures the base with a module at another level; `None` if that saves nothing."""
-    if level not in module.levels:
+    if level == "fp8" and not module.fp8:
       return None
     policy, label = self._mixed(base, {module: level})
     spent = base.cost.spent(self.objective)

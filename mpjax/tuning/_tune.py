@@ -124,7 +124,10 @@ def tune(
       search.notes.append(
         f"{device.name} has {device.devices} devices, and the step runs on {size}: a mesh uses the others"
       )
-    chosen = search.run(_presets(device)) if policies is None else search.among(policies)
+    # This machine can measure them, and the target has units for them.
+    measurable = [name for name in PRESETS if name != "tf32" or jax.default_backend() == "gpu"]
+    presets = [name for name in measurable if name in presets_of(device)]
+    chosen = search.run(presets) if policies is None else search.among(policies)
   ended = tuple(dataclasses.replace(t, why=_why(t, chosen, objective)) for t in search.trials)
   return TuneResult(
     policy=chosen.policy,
@@ -159,8 +162,8 @@ def _named(candidates: Sequence[PolicyLike]) -> list[tuple[str, Policy]]:
   if jax.default_backend() != "gpu" and any(p.matmul_precision == "tensorfloat32" for p in policies):
     raise ValueError("candidates: tf32 can be measured only on a GPU; leave it out here")
   labels = [policy.label for policy in policies]
-  alike = lambda i: f"{labels[i]} ({labels[: i + 1].count(labels[i])})"
-  return [(label if labels.count(label) == 1 else alike(i), policies[i]) for i, label in enumerate(labels)]
+  number = lambda i: f" ({labels[: i + 1].count(labels[i])})" if labels.count(labels[i]) > 1 else ""
+  return [(f"{policy.label}{number(i)}", policy) for i, policy in enumerate(policies)]
 
 
 def parse_tolerance(tolerance: float | str | None) -> tuple[float, float | None]:
@@ -177,13 +180,6 @@ def parse_tolerance(tolerance: float | str | None) -> tuple[float, float | None]
   if not 0 < number < math.inf:
     raise ValueError(f"tolerance={tolerance!r}: expected a positive number, or a share such as '0.1 noise'")
   return (number, None) if text.endswith("noise") else (0.0, number)
-
-
-def _presets(device: Target) -> list[str]:
-  """Returns the presets to try: the target has units for them, and this machine can measure them."""
-  names = presets_of(device)
-  measurable = [name for name in PRESETS if name != "tf32" or jax.default_backend() == "gpu"]
-  return [name for name in measurable if name in names]
 
 
 def modules_of(step: TrainStep, state: TrainState, batch: PyTree) -> list[Module]:
@@ -206,25 +202,24 @@ def _costs(step: TrainStep, state: TrainState, batch: PyTree, device: Target) ->
 
   @functools.cache
   def cost(policy: Policy) -> Cost:
-    found = Cost.of(plan(step, *shapes, policy=policy, target=device, compile=False))
+    made = plan(step, *shapes, policy=policy, target=device, compile=False)
+    seconds = None if made.time is None else made.time.seconds
     recipe = policy.fp8 and on_units(policy.fp8, device.matrix_units)
     slower = fp8_time(device.device, recipe.recipe) if recipe else 0.0
-    seconds = cost(dataclasses.replace(policy, fp8=None)).seconds if slower > 1 else None
-    return found if seconds is None else dataclasses.replace(found, seconds=slower * seconds)
+    if slower > 1 and (of_half := cost(dataclasses.replace(policy, fp8=None)).seconds):
+      seconds = slower * of_half
+    return Cost(seconds, made.peak, made.memory.saved_bytes, not made.room or made.peak <= made.room)
 
   return cost
 
 
 def _why(trial: Trial, chosen: Trial, objective: str) -> str:
-  if trial is chosen:
-    return "chosen"
-  if not math.isfinite(trial.error.total):
-    return "not finite"
-  if not trial.passes:
-    what = "update" if trial.error.update > trial.error.gradient else "gradient"
-    return f"{what} too far off"
-  if not trial.cost.fits:
-    return "does not fit the target"
-  if chosen.cost.cheaper(trial.cost, objective):
-    return "dearer"
-  return "no cheaper"
+  what = "update" if trial.error.update > trial.error.gradient else "gradient"
+  reasons = {
+    "chosen": trial is chosen,
+    "not finite": not math.isfinite(trial.error.total),
+    f"{what} too far off": not trial.passes,
+    "does not fit the target": not trial.cost.fits,
+    "dearer": chosen.cost.cheaper(trial.cost, objective),
+  }
+  return next((reason for reason, holds in reasons.items() if holds), "no cheaper")

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mpjax._render.plain_data import plain_data
+from mpjax._render.plain_text import plain_data
 
 _VERSION = 1
 

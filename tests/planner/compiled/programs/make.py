@@ -17,8 +17,7 @@ import sys
 import jax
 
 from mpjax.planner import get_target
-from mpjax.planner.compiled import Program
-from mpjax.planner.compiled._compile import compile_step
+from mpjax.planner.compiled._compile import CompiledProgram, compile_step
 from mpjax.planner.compiled._proto import module_class
 from tests.planner.compiled.programs import programs_of
 from tests.planner.compiled.programs._steps import STEPS
@@ -38,7 +37,9 @@ def without_folders(proto: bytes) -> bytes:
 
 def main(names: list[str]) -> None:
   about, protos = FOLDER / f"{jax.__version__}.json", FOLDER / f"{jax.__version__}.pb.xz"
-  programs: dict[str, Program] = dict(programs_of(jax.__version__)) if names and about.exists() else {}
+  programs: dict[str, CompiledProgram] = (
+    dict(programs_of(jax.__version__)) if names and about.exists() else {}
+  )
   for name in names or STEPS:
     make, targets = STEPS[name]
     step = make()
