@@ -30,6 +30,7 @@ from mpjax.jaxpr import (
   call_kind,
   call_layout,
   default_branch,
+  dtype_of,
   facts,
   flops,
   has,
@@ -38,6 +39,7 @@ from mpjax.jaxpr import (
   module_path,
   open_jaxpr,
   phase_of,
+  shape_of,
   source_line,
   times_run,
   variables_of,
@@ -48,7 +50,7 @@ from mpjax.planner._program import Buffer, Operation, Program, fused_kernel
 from mpjax.planner._results import Collective
 from mpjax.planner._targets import Target, get_target
 
-_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
+_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
 
 
 def _like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -78,15 +80,8 @@ def from_jaxpr(
     # there, so that few are on the device at once. The latency-hiding scheduler may hold more.
     for copy, _ in program.each():
       for value in (*copy.operands, *copy.writes) if copy.part == "host" else ():
-        _viewed(value).nbytes = 0
+        value.nbytes = 0
   return program
-
-
-def _viewed(value: Buffer) -> Buffer:
-  """Returns the value that a value is a view of."""
-  while value.maker is not None and has(value.maker.origin, Trait.ALIAS):
-    value = value.maker.operands[0]
-  return value
 
 
 class _Context(NamedTuple):
@@ -130,13 +125,17 @@ class _Reader:
       here = _at(equation, context)
       body = _call(equation)
       if body is None:
-        out.append(self._operation(equation, environment, here))
+        operands = [environment[v] for v in variables_of(equation.invars)]
+        if _is_view(equation, operands):
+          environment.update(zip(equation.outvars, operands, strict=False))
+        else:
+          out.append(self._operation(equation, operands, environment, here))
         continue
       opened = open_jaxpr(body)
       # The first operand of a choice by platform is the choice.
-      operands = equation.invars[len(equation.invars) - len(opened.invars) :]
+      given = equation.invars[len(equation.invars) - len(opened.invars) :]
       inner = {variable: self._value(variable.aval) for variable in opened.constvars}
-      inner |= self._passed(opened.invars, operands, environment)
+      inner |= self._passed(opened.invars, given, environment)
       self._run(opened, inner, here, out)
       environment |= self._passed(equation.outvars, opened.outvars, inner)
 
@@ -147,9 +146,10 @@ class _Reader:
     pairs = zip(variables, atoms, strict=True)
     return {v: known[atom] if is_variable(atom) else self._value(v.aval) for v, atom in pairs}
 
-  def _operation(self, equation: JaxprEqn, environment: dict[Var, Buffer], here: _Context) -> Operation:
+  def _operation(
+    self, equation: JaxprEqn, operands: list[Buffer], environment: dict[Var, Buffer], here: _Context
+  ) -> Operation:
     kind = call_kind(equation)
-    operands = [environment[v] for v in variables_of(equation.invars)]
     if "originals" in equation.params and not has(equation, Trait.PRODUCT):
       operands[1:] = operands[:1]  # the other one is there for a gradient alone
     results = [self._value(variable.aval, bool(here.axes)) for variable in equation.outvars]
@@ -178,7 +178,7 @@ class _Reader:
       chooses=kind is CallKind.COND,
       devices=math.prod(here.axes[axis] for axis in here.left) if here.axes else self._devices,
     )
-    is_form = has(equation, Trait.ALIAS | Trait.CAST) or equation.primitive in _SLICES
+    is_form = has(equation, Trait.CAST) or equation.primitive in _SLICES
     for value in results:
       value.maker = operation
       value.weight = operands[0].weight if operands and is_form else None
@@ -231,6 +231,18 @@ def _call(equation: JaxprEqn) -> AnyJaxpr | None:
   if (branch := default_branch(equation)) is not None or kind is None or kind.is_control_flow:
     return branch
   return next((body.jaxpr for body in call_layout(equation).bodies), None)
+
+
+def _is_view(equation: JaxprEqn, operands: Sequence[Buffer]) -> bool:
+  """Returns whether the results of an equation are the memory of its operands."""
+  if has(equation, Trait.ALIAS):
+    return len(operands) == len(equation.outvars)
+  if len(operands) != 1 or len(equation.outvars) != 1:
+    return False
+  result = equation.outvars[0]
+  if equation.primitive is jax.lax.broadcast_in_dim_p:
+    return math.prod(operands[0].shape) == math.prod(shape_of(result))
+  return equation.primitive is jax.lax.convert_element_type_p and operands[0].dtype == dtype_of(result)
 
 
 def _group(equation: JaxprEqn, sizes: Mapping[str, int]) -> int:

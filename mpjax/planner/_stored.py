@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -33,23 +33,20 @@ def stored_program(program: Program, kind: str = "gpu", donated: Sequence[Buffer
     donated: arguments whose memory results may take.
   """
   storage = _Storage(program, kind)
-  results = [storage.root(value) for value in program.results]
-  arguments = [storage.root(value) for value in program.arguments]
   operations = [
     _operation(operation, writes, storage, kind)
     for operation in program.operations
-    if not is_view(operation)
-    and ((writes := [v for v in operation.writes if storage.is_stored(v)]) or operation.origin.effects)
+    if (writes := [v for v in operation.writes if storage.is_stored(v)]) or operation.origin.effects
   ]
-  operations += _copies(program, storage, donated)
-  given = {*arguments, *_in_place(results, arguments, donated)}
-  return Program(_updates_early(operations), results, given)
+  operations += _copies(program, donated)
+  given = {*program.arguments, *_in_place(program, donated)}
+  return Program(_updates_early(operations), program.results, given)
 
 
 def _operation(operation: Operation, writes: list[Buffer], storage: _Storage, kind: str) -> Operation:
   reads: dict[Buffer, float] = {}
   for value in operation.operands:
-    for source, nbytes in storage.sources(storage.root(value)).items():
+    for source, nbytes in storage.sources(value).items():
       reads[source] = min(source.nbytes, reads.get(source, 0) + nbytes)
   extra = 0
   if is_fp8(operation.origin):  # the quantised operands
@@ -66,19 +63,13 @@ def _operation(operation: Operation, writes: list[Buffer], storage: _Storage, ki
   )
 
 
-def _copies(program: Program, storage: _Storage, donated: Sequence[Buffer]) -> list[Operation]:
-  """Returns copies that a compiler adds: results that are views of arguments, and what is updated."""
-  copied = [(value, value.maker) for value in dict.fromkeys(program.results) if value.maker is not None]
-  copied = [(value, maker) for value, maker in copied if storage.root(value).argument is not None]
-  for operation in program.operations:
-    if has(operation.origin, Trait.IN_PLACE) and operation.operands and not operation.bodies:
-      whole = storage.root(operation.operands[0])
+def _copies(program: Program, donated: Sequence[Buffer]) -> Iterator[Operation]:
+  """Yields the copies that a compiler adds of arguments that are updated and not donated."""
+  for o in program.operations:
+    if has(o.origin, Trait.IN_PLACE) and o.operands and not o.bodies:
+      whole = o.operands[0]
       if whole.argument is not None and whole not in donated:
-        copied.append((whole, operation))
-  return [
-    Operation(maker.origin, path=maker.path, reads={value: 2.0 * value.nbytes}, part="copies")
-    for value, maker in copied
-  ]
+        yield Operation(o.origin, path=o.path, reads={whole: 2.0 * whole.nbytes}, part="copies")
 
 
 def _updates_early(operations: list[Operation]) -> list[Operation]:
@@ -101,35 +92,22 @@ class _Storage:
   def __init__(self, program: Program, kind: str):
     self._program = program
     self._on_tpu = kind == "tpu"
-    self._view: dict[Buffer, Buffer] = {}
     self._reach: dict[Buffer, dict[Buffer, float]] = {}
-    for operation in program.operations:
-      if is_view(operation):
-        for result, operand in zip(operation.writes, operation.operands, strict=False):
-          self._view[result] = self.root(operand)
-    self._stored = {self.root(v) for v in (*program.arguments, *program.results)}
+    self._stored = {*program.arguments, *program.results}
     self._readers: dict[Buffer, list[Operation]] = collections.defaultdict(list)
     for operation in program.operations:
-      if is_view(operation):
-        continue
       for value in operation.operands:
-        self._readers[self.root(value)].append(operation)
+        self._readers[value].append(operation)
       if is_heavy(operation) or has(operation.origin, Trait.STORES_RESULT):
         self._stored.update(operation.writes)
       if is_heavy(operation):
-        self._stored.update(
-          v for v in map(self.root, operation.operands) if not self._fused_cast(operation, v)
-        )
+        self._stored.update(v for v in operation.operands if not self._fused_cast(operation, v))
     self._keep_shared()
     if self._on_tpu:
       self._store_read_often()
       self._reach.clear()
       for value in filter(self._only_multiplied, [*self._readers]):
         value.nbytes //= 2
-
-  def root(self, value: Buffer) -> Buffer:
-    """Returns the value whose memory this is a view of."""
-    return self._view.get(value, value)
 
   def is_stored(self, value: Buffer) -> bool:
     """Returns whether a value is in memory."""
@@ -145,7 +123,7 @@ class _Storage:
       if value.maker is not None and value.maker.origin.primitive in _SLICES:
         most = value.nbytes
       for operand in value.maker.operands if value.maker else ():
-        for source, nbytes in self.sources(self.root(operand)).items():
+        for source, nbytes in self.sources(operand).items():
           found[source] = max(found.get(source, 0), min(nbytes, most))
       self._reach[value] = found
     return self._reach[value]
@@ -168,7 +146,7 @@ class _Storage:
   def _store_read_often(self) -> None:
     """Stores what takes more bytes to compute again for each of its readers."""
     for operation in self._program.operations:
-      for value in () if is_view(operation) else operation.writes:
+      for value in operation.writes:
         times = len(self._readers[value])
         if times > 1 and not self.is_stored(value):
           again = sum(self.sources(value).values())
@@ -178,10 +156,10 @@ class _Storage:
 
   def _keep_shared(self) -> None:
     """Stores what is dearer to recompute: costly operations, and small values computed from large ones."""
-    needed_later = {self.root(v) for o in self._program.operations if o.phase == BACKWARD for v in o.operands}
+    needed_later = {v for o in self._program.operations if o.phase == BACKWARD for v in o.operands}
     for operation in self._program.operations:
       for value in operation.writes:
-        if self.is_stored(value) or value in self._view:
+        if self.is_stored(value):
           continue
         readers = self._readers[value]
         if has(operation.origin, Trait.COSTLY) and len(readers) > 1:
@@ -201,25 +179,11 @@ def is_heavy(operation: Operation) -> bool:
   return has(operation.origin, Trait.READS_STORED) or bool(operation.bodies) or operation.part == "host"
 
 
-def is_view(operation: Operation) -> bool:
-  """Returns whether the result of an operation is the memory of its operand."""
-  if has(operation.origin, Trait.ALIAS):
-    return True
-  if len(operation.operands) != 1 or len(operation.writes) != 1:
-    return False
-  operand, result = operation.operands[0], operation.writes[0]
-  if operation.origin.primitive is jax.lax.broadcast_in_dim_p:
-    return math.prod(operand.shape) == math.prod(result.shape)
-  is_cast = operation.origin.primitive is jax.lax.convert_element_type_p
-  return is_cast and operand.dtype == result.dtype
-
-
-def _in_place(results: list[Buffer], arguments: list[Buffer], donated: Sequence[Buffer]) -> set[Buffer]:
-  """Returns the results that take the memory of a donated argument of the same shape and dtype."""
-  free = collections.Counter((v.shape, v.dtype, v.on_host) for v in donated)
-  fixed, found = set(arguments), set[Buffer]()
-  for v in results:
-    if v not in fixed and v not in found and free[v.shape, v.dtype, v.on_host]:
-      free[v.shape, v.dtype, v.on_host] -= 1
-      found.add(v)
-  return found
+def _in_place(program: Program, donated: Sequence[Buffer]) -> Iterator[Buffer]:
+  """Yields the results that take the memory of a donated argument of the same shape and dtype."""
+  kind = lambda value: (value.shape, value.dtype, value.on_host)
+  free = collections.Counter(map(kind, donated))
+  for v in dict.fromkeys(program.results):
+    if v.argument is None and free[kind(v)]:
+      free[kind(v)] -= 1
+      yield v

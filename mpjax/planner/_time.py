@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from mpjax.formats import narrow_bits, padded
-from mpjax.jaxpr import Trait, has, layer_pattern
+from mpjax.jaxpr import Trait, has, layer_pattern, shape_of
 from mpjax.planner._program import Buffer, Operation, Product, Program, total_bytes
 from mpjax.planner._results import TIME_PARTS, Collective, Time
 from mpjax.planner._stored import is_heavy
@@ -217,8 +217,8 @@ def _moved(kernel: Operation) -> float:
 
 def _of_rows(operation: Operation) -> bool:
   """Returns whether an operation reduces the last dimension: a kernel does so, and goes on with the row."""
-  axes = operation.origin.params.get("axes", ())
-  return len(operation.operands) == 1 and axes == (len(operation.operands[0].shape) - 1,)
+  last = len(shape_of(operation.origin.invars[0])) - 1 if len(operation.operands) == 1 else -1
+  return operation.origin.params.get("axes") == (last,)
 
 
 def _quantised_bytes(product: Operation) -> float:
