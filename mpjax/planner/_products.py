@@ -19,9 +19,6 @@ from mpjax.planner._results import ProductGroup, add_up
 from mpjax.planner._targets import Target
 from mpjax.products import Spec, is_fp8, plain_primitive
 
-# The number of bfloat16 passes of a TPU for a float32 product, by precision.
-_TPU_PASSES = {"": 1, "HIGH": 3, "HIGHEST": 6}
-
 
 def product_of(equation: JaxprEqn, stated: int, devices: int, target: Target) -> Product:
   """Returns the products of an equation that states so many FLOPs on all devices together."""
@@ -85,11 +82,13 @@ def _units_of(equation: JaxprEqn, target: Target) -> tuple[str, int]:
   passes = passes_of(equation.params.get("precision"))
   if passes and plain_primitive(equation.primitive) is jax.lax.dot_general_p:  # JAX drops those of others
     return passes.dtype, passes.products
-  precision = _precision_of(equation)
+  asked = equation.params.get("precision")
+  names = [getattr(one, "name", str(one)) for one in (asked if isinstance(asked, tuple) else (asked,))]
+  highest = any("HIGHEST" in name or "F32_F32" in name for name in names)
   if target.kind == "tpu":
-    return "bfloat16", _TPU_PASSES[precision]
+    return "bfloat16", 6 if highest else 3 if "HIGH" in names else 1
   on_units = target.kind == "gpu" and formats.runs_on(target.matrix_units, "tensorfloat32")
-  return ("tensorfloat32" if on_units and precision != "HIGHEST" else "float32"), 1
+  return ("tensorfloat32" if on_units and not highest else "float32"), 1
 
 
 def _operand_dtype(equation: JaxprEqn) -> np.dtype:
@@ -111,18 +110,6 @@ def _narrow_dtype(spec: Spec, target: Target) -> str:
   return max(kinds, key=lambda kind: (not formats.runs_on(target.matrix_units, kind), "e5m2" in kind))
 
 
-def _precision_of(equation: JaxprEqn) -> str:
-  """Returns `HIGH` or `HIGHEST` where a product asks for it; empty for the device's default."""
-  asked = equation.params.get("precision")
-  if asked is None:
-    return ""
-  both = asked if isinstance(asked, tuple) else (asked,)
-  names = [getattr(one, "name", str(one)) for one in both]
-  if any("HIGHEST" in name or "F32_F32" in name for name in names):
-    return "HIGHEST"
-  return "HIGH" if "HIGH" in names else ""
-
-
 def _row(operation: Operation, product: Product, target: Target, times: int) -> ProductGroup:
   """Returns products, or a kernel that runs so many times, as a row without FLOPs."""
   path, source, phase = layer_pattern(operation.path), operation.source, operation.phase
@@ -131,21 +118,12 @@ def _row(operation: Operation, product: Product, target: Target, times: int) -> 
     floats = [dtype.name for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
     name, named = operation.origin.params.get("name") or operation.name, ", ".join(dict.fromkeys(floats))
     return ProductGroup(path, source, phase, "kernel", named, batch=times, kernel=str(name))
-  wanted = formats.padded(target.matrix_units, product.dtype, *product.shape)
-  fits = formats.eligible(target.matrix_units, product.dtype, *product.shape)
-  return ProductGroup(
-    path,
-    source,
-    phase,
-    operation.name,
-    product.dtype,
-    product.shape,
-    wanted,
-    product.batch,
-    eligible=fits,
-    why="" if fits else _why(product.dtype, product.shape, wanted, target),
-    passes=product.passes,
-  )
+  dtype, shape = product.dtype, product.shape
+  padded = formats.padded(target.matrix_units, dtype, *shape)
+  fits = formats.eligible(target.matrix_units, dtype, *shape)
+  why = "" if fits else _why(dtype, shape, padded, target)
+  row = ProductGroup(path, source, phase, operation.name, dtype, shape, padded, product.batch)
+  return dataclasses.replace(row, eligible=fits, why=why, passes=product.passes)
 
 
 def _why(dtype: str, sizes: tuple[int, int, int], wanted: tuple[int, int, int], target: Target) -> str:
