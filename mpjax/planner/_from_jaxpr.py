@@ -11,7 +11,7 @@ import collections
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -74,7 +74,9 @@ def from_jaxpr(
   given = [
     Buffer((), None, weight=i if a.part == "master weights" else None) for i, a in enumerate(arguments)
   ]
-  program = _Reader(arguments, target, devices).program(open_jaxpr(closed), _Context(), given)
+  jaxpr = open_jaxpr(closed)
+  context = _Context(copied={*variables_of(jaxpr.outvars)})
+  program = _Reader(arguments, target, devices).program(jaxpr, context, given)
   if target.kind == "gpu":
     # Kernels read the host's memory themselves, and XLA's memory scheduler copies each result when it is
     # there, so that few are on the device at once. The latency-hiding scheduler may hold more.
@@ -91,6 +93,7 @@ class _Context(NamedTuple):
   # Inside a `shard_map`: the number of devices on each axis of its mesh, and the axes left to the compiler.
   axes: Mapping[str, int] = MappingProxyType({})
   left: frozenset[str] = frozenset()
+  copied: Collection[Var] = ()  # the results of the step, where views of arguments need memory of their own
 
 
 class _Reader:
@@ -126,7 +129,8 @@ class _Reader:
       body = _call(equation)
       if body is None:
         operands = [environment[v] for v in variables_of(equation.invars)]
-        if _is_view(equation, operands):
+        is_result = any(v in context.copied for v in equation.outvars)
+        if _is_view(equation, operands) and not (is_result and operands[0].argument is not None):
           environment.update(zip(equation.outvars, operands, strict=False))
         else:
           out.append(self._operation(equation, operands, environment, here))
@@ -136,7 +140,9 @@ class _Reader:
       given = equation.invars[len(equation.invars) - len(opened.invars) :]
       inner = {variable: self._value(variable.aval) for variable in opened.constvars}
       inner |= self._passed(opened.invars, given, environment)
-      self._run(opened, inner, here, out)
+      pairs = zip(equation.outvars, opened.outvars, strict=True)
+      copied = {v for outer, v in pairs if outer in context.copied and is_variable(v)}
+      self._run(opened, inner, here._replace(copied=copied), out)
       environment |= self._passed(equation.outvars, opened.outvars, inner)
 
   def _passed(

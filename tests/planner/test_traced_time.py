@@ -109,7 +109,6 @@ def test_updates_and_lookups_move_a_part_and_a_kept_argument_is_copied():
   update = lambda x, few: jax.lax.dynamic_update_slice(x, few, (3, 0))
   for fun, args in ((lambda x: x.T, (x,)), (update, (x, few))):
     assert 1 < seconds(fun, *args) / copy < 1.35
-    assert time_of(fun, *args).parts["copies"] > 0.9 * copy
   assert seconds(update, x, few, donate_argnums=0) < copy / 4
   assert seconds(lambda x, i: x[i], x, S((8,), jnp.int32)) < copy / 4
 
