@@ -1,16 +1,26 @@
-"""Folds over a traced step: the bytes at its peak, by part, the host's memory, and a floor for its time."""
+"""The memory of a traced step: the stored buffers, by a small model of XLA, the bytes at the peak by part.
+
+The result of an elementwise operation is computed where it is read; it is stored only if a matrix product, a
+loop or the caller needs it in memory. Operations run in program order, but an update as soon as what it reads
+is there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 
 from mpjax import _compat
-from mpjax.jaxpr import Trait, has, layer_pattern
+from mpjax.formats import narrow_bits
+from mpjax.jaxpr import BACKWARD, OTHER, Trait, has, layer_pattern
 from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
-from mpjax.planner._products import list_products
 from mpjax.planner._program import (
+  Buffer,
   Operation,
   Program,
   by_part,
@@ -18,12 +28,13 @@ from mpjax.planner._program import (
   read_backward,
   total_bytes,
 )
-from mpjax.planner._results import TRANSIENT_PARTS, Collective, Floor, HostMemory, Memory, Saved, add_up
+from mpjax.planner._results import TRANSIENT_PARTS, HostMemory, Memory, Saved, add_up
 from mpjax.planner._targets import Target
+from mpjax.products import is_fp8
 
 _WORKSPACE = 4 << 20
 _MOST_SAVED = 20
-_IN_PARTS = (jax.lax.dynamic_slice_p, jax.lax.gather_p, jax.lax.slice_p)
+_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
 
 
 def analytic_memory(
@@ -78,50 +89,167 @@ def host_memory(program: Program, arguments: Sequence[Argument], kind: str) -> H
   )
 
 
-def time_floor(
-  program: Program,
-  arguments: Sequence[Argument],
-  memory: Memory,
-  collectives: Sequence[Collective],
-  target: Target,
-) -> Floor | None:
-  """Returns the shortest time of a step, or `None` if the target has no published peak rates.
-
-  Every step reads its state and its batch from memory, and writes its results there. Arrays of which it reads
-  or writes only a part do not count. Only activations that wait for the backward pass may stay in a cache
-  instead.
+def stored_program(program: Program, kind: str = "gpu", donated: Sequence[Buffer] = ()) -> Program:
+  """Returns the operations of a program that store a result, with all that they read from memory.
 
   Args:
-    program: the traced step.
-    arguments: the leaves of its arguments.
-    memory: memory of the step, the compiler's if there is one.
-    collectives: the collectives of the step.
-    target: the target with the peak rates.
+    program: the traced program.
+    kind: kind of the platform. A TPU's compiler fuses casts into products, and stores in half precision what
+      only products of default precision read.
+    donated: arguments whose memory results may take.
   """
-  if not target.flops or not target.bandwidth:
-    return None
-  read = {
-    value.argument
+  storage = _Storage(program, kind)
+  operations = [
+    _operation(operation, writes, storage, kind)
     for operation in program.operations
-    for i, value in enumerate(operation.operands)
-    if i or not (_in_place(operation) or operation.origin.primitive in _IN_PARTS)
-  }
-  moved = sum(argument_bytes(a, target.kind) for i, a in enumerate(arguments) if i in read and not a.on_host)
-  written = [value for value in set(program.results) if value.argument is None]
-  moved += total_bytes([value for value in written if value.maker is None or not _in_place(value.maker)])
-  moved += 2 * max(0, memory.saved_bytes - target.cache)
-  # A kernel may state more FLOPs than it runs: the masked half of causal attention.
-  products = list_products(program, target, least=True)
-  parts = {
-    "matrix units": sum(p.flops * p.passes / target.unit_rate(p.dtype)[1] for p in products if not p.kernel),
-    "memory": moved / target.bandwidth,
-  }
-  if collectives and target.interconnect:
-    parts["interconnect"] = sum(c.sent for c in collectives) / target.interconnect
-  bound = max(parts, key=lambda name: parts[name])
-  return Floor(parts[bound], parts, bound, moved)
+    if (writes := [v for v in operation.writes if storage.is_stored(v)]) or operation.origin.effects
+  ]
+  operations += _copies(program, donated)
+  given = {*program.arguments, *_in_place(program, donated)}
+  return Program(_updates_early(operations), program.results, given)
 
 
-def _in_place(operation: Operation) -> bool:
-  """Returns whether an operation writes a part of its first operand."""
-  return has(operation.origin, Trait.IN_PLACE) and not operation.bodies
+def _operation(operation: Operation, writes: list[Buffer], storage: _Storage, kind: str) -> Operation:
+  reads: dict[Buffer, float] = {}
+  for value in operation.operands:
+    for source, nbytes in storage.sources(value).items():
+      reads[source] = min(source.nbytes, reads.get(source, 0) + nbytes)
+  extra = 0
+  if is_fp8(operation.origin):  # the quantised operands
+    spec = operation.origin.params["spec"]
+    for value, dtype in zip(operation.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), strict=True):
+      extra += math.prod(value.shape) * narrow_bits(dtype) // 8
+  return dataclasses.replace(
+    operation,
+    reads=reads,
+    writes=writes,
+    spare=() if is_heavy(operation) and not has(operation.origin, Trait.IN_PLACE) else reads,
+    extra=extra,
+    bodies=[stored_program(body, kind, body.arguments) for body in operation.bodies],
+  )
+
+
+def _copies(program: Program, donated: Sequence[Buffer]) -> Iterator[Operation]:
+  """Yields the copies that a compiler adds of arguments that are updated and not donated."""
+  for o in program.operations:
+    if has(o.origin, Trait.IN_PLACE) and o.operands and not o.bodies:
+      whole = o.operands[0]
+      if whole.argument is not None and whole not in donated:
+        yield Operation(o.origin, path=o.path, reads={whole: 2.0 * whole.nbytes}, part="copies")
+
+
+def _updates_early(operations: list[Operation]) -> list[Operation]:
+  """Returns operations in program order, but an update right behind the last that it waits for."""
+  ready: dict[Buffer, int] = {}  # places of what the backward pass and updates write
+  places = []
+  for i, operation in enumerate(operations):
+    place = (
+      max((ready[b] for b in operation.reads if b in ready), default=i) if operation.phase == OTHER else i
+    )
+    places.append(place)
+    if operation.phase == BACKWARD or place != i:
+      ready.update(dict.fromkeys(operation.writes, place))
+  return [operations[i] for i in sorted(range(len(operations)), key=places.__getitem__)]
+
+
+class _Storage:
+  """Which values of a graph are stored, and where those are computed from that are not."""
+
+  def __init__(self, program: Program, kind: str):
+    self._program = program
+    self._on_tpu = kind == "tpu"
+    self._reach: dict[Buffer, dict[Buffer, float]] = {}
+    self._stored = {*program.arguments, *program.results}
+    self._readers: dict[Buffer, list[Operation]] = collections.defaultdict(list)
+    for operation in program.operations:
+      for value in operation.operands:
+        self._readers[value].append(operation)
+      if is_heavy(operation) or has(operation.origin, Trait.STORES_RESULT):
+        self._stored.update(operation.writes)
+      if is_heavy(operation):
+        self._stored.update(v for v in operation.operands if not self._fused_cast(operation, v))
+    self._keep_shared()
+    if self._on_tpu:
+      self._store_read_often()
+      self._reach.clear()
+      for value in filter(self._only_multiplied, [*self._readers]):
+        value.nbytes //= 2
+
+  def is_stored(self, value: Buffer) -> bool:
+    """Returns whether a value is in memory."""
+    return value in self._stored
+
+  def sources(self, value: Buffer) -> dict[Buffer, float]:
+    """Returns the value if it is stored, else the stored values that it is computed from, with bytes read."""
+    if self.is_stored(value):
+      return {value: value.nbytes}
+    if value not in self._reach:
+      found: dict[Buffer, float] = {}
+      most = math.inf
+      if value.maker is not None and value.maker.origin.primitive in _SLICES:
+        most = value.nbytes
+      for operand in value.maker.operands if value.maker else ():
+        for source, nbytes in self.sources(operand).items():
+          found[source] = max(found.get(source, 0), min(nbytes, most))
+      self._reach[value] = found
+    return self._reach[value]
+
+  def _fused_cast(self, operation: Operation, value: Buffer) -> bool:
+    """Returns whether a TPU's product computes an operand itself."""
+    maker = value.maker
+    if not self._on_tpu or maker is None or not has(operation.origin, Trait.PRODUCT):
+      return False
+    return not (is_heavy(maker) or has(maker.origin, Trait.STORES_RESULT))
+
+  def _only_multiplied(self, value: Buffer) -> bool:
+    """Returns whether only products read a value, and round it to half precision anyway."""
+    rounds = lambda r: has(r.origin, Trait.PRODUCT) and r.origin.params.get("precision") is None
+    readers = self._readers[value]
+    return (
+      value.argument is None and value.dtype == np.float32 and bool(readers) and all(map(rounds, readers))
+    )
+
+  def _store_read_often(self) -> None:
+    """Stores what takes more bytes to compute again for each of its readers."""
+    for operation in self._program.operations:
+      for value in operation.writes:
+        times = len(self._readers[value])
+        if times > 1 and not self.is_stored(value):
+          again = sum(self.sources(value).values())
+          if times * again > again + (1 + times) * value.nbytes:
+            self._stored.add(value)
+            self._reach.clear()
+
+  def _keep_shared(self) -> None:
+    """Stores what is dearer to recompute: costly operations, and small values computed from large ones."""
+    needed_later = {v for o in self._program.operations if o.phase == BACKWARD for v in o.operands}
+    for operation in self._program.operations:
+      for value in operation.writes:
+        if self.is_stored(value):
+          continue
+        readers = self._readers[value]
+        if has(operation.origin, Trait.COSTLY) and len(readers) > 1:
+          self._stored.add(value)
+        elif operation.phase != BACKWARD and any(r.phase == BACKWARD for r in readers):
+          sources = self.sources(value)
+          more = sum(s.nbytes for s in sources if s not in needed_later and s.argument is None)
+          if more > value.nbytes:
+            self._stored.add(value)
+            self._reach.clear()
+          else:
+            needed_later.update(sources)
+
+
+def is_heavy(operation: Operation) -> bool:
+  """Returns whether an operation reads its operands from memory, and writes its results to it."""
+  return has(operation.origin, Trait.READS_STORED) or bool(operation.bodies) or operation.part == "host"
+
+
+def _in_place(program: Program, donated: Sequence[Buffer]) -> Iterator[Buffer]:
+  """Yields the results that take the memory of a donated argument of the same shape and dtype."""
+  kind = lambda value: (value.shape, value.dtype, value.on_host)
+  free = collections.Counter(map(kind, donated))
+  for v in dict.fromkeys(program.results):
+    if v.argument is None and free[kind(v)]:
+      free[kind(v)] -= 1
+      yield v

@@ -14,14 +14,13 @@ from mpjax._types import PolicyLike, PyTree
 from mpjax.formats import narrow_bits, runs_on
 from mpjax.jaxpr import constants_of
 from mpjax.planner._from_jaxpr import from_jaxpr
-from mpjax.planner._memory import analytic_memory, host_memory, time_floor
+from mpjax.planner._memory import analytic_memory, host_memory, stored_program
 from mpjax.planner._products import list_products, model_flops, serving_dtype
 from mpjax.planner._program import Program, collectives_of, loops_of
 from mpjax.planner._report import Plan
 from mpjax.planner._results import Compiled, Note, ProductGroup
-from mpjax.planner._stored import stored_program
 from mpjax.planner._targets import Target, get_target, missing
-from mpjax.planner._time import compiled_time, traced_time
+from mpjax.planner._time import compiled_time, time_floor, traced_time
 from mpjax.planner._traced_step import TracedStep, trace_step
 from mpjax.planner.compiled._compile import CompileError, compile_step
 from mpjax.planner.compiled._from_hlo import traced_kernels

@@ -1,4 +1,4 @@
-"""The time of a step: one clock for a compiled program, and for the kernels that a traced one becomes.
+"""The time of a step: a floor, and one clock for compiled programs and the kernels that traced ones become.
 
 On a TPU the compiler notes the cycles that it expects of most instructions. All else takes the longer of its
 FLOPs at the rate of the units and its bytes at the bandwidth of the memory. What starts and ends in two
@@ -17,9 +17,11 @@ import jax
 
 from mpjax.formats import narrow_bits, padded
 from mpjax.jaxpr import Trait, has, layer_pattern, shape_of
+from mpjax.planner._arguments import Argument, argument_bytes
+from mpjax.planner._memory import is_heavy
+from mpjax.planner._products import list_products
 from mpjax.planner._program import Buffer, Operation, Product, Program, total_bytes
-from mpjax.planner._results import TIME_PARTS, Collective, Time
-from mpjax.planner._stored import is_heavy
+from mpjax.planner._results import TIME_PARTS, Collective, Floor, Memory, Time
 from mpjax.planner._targets import Target
 from mpjax.products import is_fp8
 
@@ -28,6 +30,7 @@ _SOURCES = {"tpu": "compiler's cycles", "gpu": "roofline of the compiled program
 _ERROR, _ERROR_TRACED = 0.2, 0.5
 
 
+_IN_PARTS = (jax.lax.dynamic_slice_p, jax.lax.gather_p, jax.lax.slice_p)
 _Spent = dict[Any, float]  # seconds by part and module
 _HIDDEN = "", ""  # the place of those that other work hides
 
@@ -85,6 +88,55 @@ def traced_time(program: Program, target: Target) -> Time | None:
       spent[_HIDDEN] += spent[part, path] * HIDDEN
       spent[part, path] *= 1 - HIDDEN
   return _time(spent, "roofline of the traced program", _ERROR_TRACED)
+
+
+def time_floor(
+  program: Program,
+  arguments: Sequence[Argument],
+  memory: Memory,
+  collectives: Sequence[Collective],
+  target: Target,
+) -> Floor | None:
+  """Returns the shortest time of a step, or `None` if the target has no published peak rates.
+
+  Every step reads its state and its batch from memory, and writes its results there. Arrays of which it reads
+  or writes only a part do not count. Only activations that wait for the backward pass may stay in a cache
+  instead.
+
+  Args:
+    program: the traced step.
+    arguments: the leaves of its arguments.
+    memory: memory of the step, the compiler's if there is one.
+    collectives: the collectives of the step.
+    target: the target with the peak rates.
+  """
+  if not target.flops or not target.bandwidth:
+    return None
+  read = {
+    value.argument
+    for operation in program.operations
+    for i, value in enumerate(operation.operands)
+    if i or not (_in_place(operation) or operation.origin.primitive in _IN_PARTS)
+  }
+  moved = sum(argument_bytes(a, target.kind) for i, a in enumerate(arguments) if i in read and not a.on_host)
+  written = [value for value in set(program.results) if value.argument is None]
+  moved += total_bytes([value for value in written if value.maker is None or not _in_place(value.maker)])
+  moved += 2 * max(0, memory.saved_bytes - target.cache)
+  # A kernel may state more FLOPs than it runs: the masked half of causal attention.
+  products = list_products(program, target, least=True)
+  parts = {
+    "matrix units": sum(p.flops * p.passes / target.unit_rate(p.dtype)[1] for p in products if not p.kernel),
+    "memory": moved / target.bandwidth,
+  }
+  if collectives and target.interconnect:
+    parts["interconnect"] = sum(c.sent for c in collectives) / target.interconnect
+  bound = max(parts, key=lambda name: parts[name])
+  return Floor(parts[bound], parts, bound, moved)
+
+
+def _in_place(operation: Operation) -> bool:
+  """Returns whether an operation writes a part of its first operand."""
+  return has(operation.origin, Trait.IN_PLACE) and not operation.bodies
 
 
 def _has_rates(target: Target) -> bool:

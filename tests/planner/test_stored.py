@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from hypothesis import given, settings, strategies as st
 
 from mpjax.planner._from_jaxpr import from_jaxpr
+from mpjax.planner._memory import stored_program
 from mpjax.planner._program import live_at_peak, total_bytes  # a plan shows the peak of a whole step alone
-from mpjax.planner._stored import stored_program
 
 F32 = jnp.float32
 S = jax.ShapeDtypeStruct
