@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Never
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax._calls import refuse_keywords
@@ -93,6 +93,9 @@ def plan(
   program = stored_program(step, device.kind, donated)
   memory = analytic_memory(step, program, traced.arguments, device)
   products = list_products(step, device)
+  weights = [a for a in traced.arguments if a.part == "master weights"]
+  served = traced.policy.compute_dtype if traced.policy is not None else serving_dtype(step)
+  served_bytes = lambda a: a.elements * served.itemsize if jnp.issubdtype(a.dtype, np.floating) else a.whole
   compiled, by_compiler, notes = _by_the_compiler(traced, step, device, compile)
   crossing = by_compiler or step
   sent = collectives_of(crossing, least=True)
@@ -103,10 +106,10 @@ def plan(
     devices=traced.devices,
     device_memory=device.memory,
     usable_memory=device.usable,
-    parameters=traced.parameters,
+    parameters=sum(a.elements for a in weights),
     memory=memory,
     compiled=compiled,
-    inference=_inference(traced, step),
+    inference=sum(map(served_bytes, weights)),
     checkpoint=sum(a.whole for a in traced.arguments if a.part != "batch"),
     products=products,
     collectives=collectives_of(crossing),
@@ -162,15 +165,6 @@ def _gathered(traced: TracedStep, step: Program) -> Iterator[Note]:
     yield Note(f"{text}left out; compile=True counts them", "gathered")
 
 
-def _inference(traced: TracedStep, step: Program) -> int:
-  """Returns the bytes of the weights in the dtype for serving."""
-  dtype = traced.policy.compute_dtype if traced.policy is not None else serving_dtype(step)
-  return sum(
-    a.elements * np.dtype(dtype).itemsize if jax.dtypes.issubdtype(a.dtype, np.floating) else a.whole
-    for a in traced.weights
-  )
-
-
 def _notes(
   traced: TracedStep, step: Program, products: Sequence[ProductGroup], device: Target
 ) -> Iterator[Note]:
@@ -180,7 +174,7 @@ def _notes(
       f"target {device.name} has {device.devices} devices and the step runs on {traced.devices}: give its "
     )
     yield Note(f"{text}arguments shardings over a mesh to use them all", "devices")
-  if not traced.weights:
+  if all(a.part != "master weights" for a in traced.arguments):
     text = "no argument was recognised as the weights: name it, as in parts={'params': 'master weights'}"
     yield Note(text, "weights")
   half = serving_dtype(step).name

@@ -51,16 +51,6 @@ class TracedStep:
   label: str
   fp8: str
 
-  @property
-  def weights(self) -> list[Argument]:
-    """Returns the leaves that are weights."""
-    return [a for a in self.arguments if a.part == "master weights"]
-
-  @property
-  def parameters(self) -> int:
-    """Returns the number of trained parameters."""
-    return sum(a.elements for a in self.weights)
-
 
 def trace_step(
   step: Callable[..., Any],

@@ -1,6 +1,5 @@
 """What is read of compiled programs: instructions, sizes, aliases, lines, loops, names."""
 
-from mpjax.jaxpr import BACKWARD, FORWARD, parse_scopes, split_scopes
 from mpjax.planner._program import collectives_of
 from mpjax.planner.compiled._from_hlo import from_hlo
 from mpjax.planner.compiled._hlo import parse, path_of_name, trips
@@ -32,28 +31,14 @@ def test_bytes_of_a_type_are_of_whole_tiles_and_elements_below_a_byte_are_packed
     assert shapes(text)[0][2] == nbytes, text
 
 
-NAMES = [
-  # name, modules, phase, operation
-  ("jit(step)/jvp(GPT)/blocks/5/down/dot_general", "GPT/blocks/5/down", FORWARD, "dot_general"),
-  ("jit(step)/transpose(jvp(GPT))/blocks/5/down/dot_general", "GPT/blocks/5/down", BACKWARD, "dot_general"),
-  ("jit(step)/transpose(jvp(GPT))/h0/checkpoint/rematted_computation/tanh", "GPT/h0", BACKWARD, "tanh"),
-  ("jit(step)/jvp(GPT)/h0/BTNH,BSNH->BNTS/dot_general", "GPT/h0", FORWARD, "dot_general"),
-  ("jit(step)/jvp()/while/body/closed_call/mul", "", FORWARD, "mul"),
-  ("jit(step)/jvp(vmap(Net))/fc/pjit(relu)/max", "Net/fc", FORWARD, "max"),
-  ("jit(call)/call_exported/jit(flat)/jit(_step)/optimizer/add", "optimizer", "", "add"),
-  ("jit(step)/jit(f)(a/b)/add", "", "", "add"),
-  ("", "", "", ""),
-]
-
-
 def test_what_a_name_says():
-  for name, *want in NAMES:
-    found = (
-      path_of_name(name),
-      parse_scopes(name).phase,
-      split_scopes(name)[-1],
-    )
-    assert found == tuple(want), name
+  for name, modules in (
+    ("jit(step)/transpose(jvp(GPT))/blocks/5/down/dot_general", "GPT/blocks/5/down"),
+    ("jit(step)/jvp()/while/body/closed_call/mul", ""),
+    ("jit(call)/call_exported/jit(flat)/jit(_step)/optimizer/add", "optimizer"),
+    ("", ""),
+  ):
+    assert path_of_name(name) == modules, name
   joined = 'ROOT %x = V parameter(0), metadata={op_name="jit(f)/A/mul;jit(f)/B/add"}'.replace(";", "SEMI")
   module = parse(
     serialised(f"HloModule m\n\n{computation('ENTRY %main', joined)}".replace("SEMI", ";"))
