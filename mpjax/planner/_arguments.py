@@ -200,7 +200,7 @@ def tiled_bytes(shape: tuple[int, ...], dtype: object) -> int:
 
 
 def _in_tiles(n: int, least: int, most: int) -> int:
-  """Returns n rounded up to whole tiles: of the smallest power of two that holds it, within bounds."""
+  """Returns n rounded up to tiles of the smallest power of two that holds it, within bounds."""
   tile = least
   while tile < min(n, most):
     tile *= 2

@@ -257,7 +257,7 @@ def _merged(program: Program) -> Iterator[Operation]:
 
 
 def _moved(kernel: Operation) -> float:
-  """Returns the bytes that a kernel reads and writes; of a part of a value, no more than that."""
+  """Returns the bytes that a kernel reads and writes: a part of a value where it needs no more."""
   reads, written = sum(kernel.reads.values()), float(total_bytes(kernel.writes))
   if kernel.origin.primitive is jax.lax.gather_p:
     reads = sum(min(nbytes, written) for nbytes in kernel.reads.values())
