@@ -17,8 +17,8 @@ from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train._errors import one_line
 from mpjax.train.config._config import DistributedConfig
 from mpjax.train.config._config_file import read_waits
-from mpjax.train.loop._output import LOGGER, Output
 from mpjax.train.loop._run import train_together
+from mpjax.train.loop._sinks import LOGGER, Output
 from mpjax.train.processes import LOST, Processes
 
 

@@ -20,7 +20,6 @@ import numpy as np
 import pydantic
 import safetensors
 import safetensors.flax
-from jax.tree_util import KeyPath
 from jaxtyping import Float
 
 from mpjax._render.plain_text import bytes_text
@@ -30,19 +29,19 @@ from mpjax.dtypes import cast_floating
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import BLOCKS
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
-from mpjax.patterns import named_leaves, path_text
+from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy
 from mpjax.registry._kinds import MODELS, checked
 from mpjax.registry._task import DataInfo, Task
 from mpjax.step import TrainState
-from mpjax.train._errors import ConfigError
-from mpjax.train._files import write_atomically
+from mpjax.train._errors import ConfigError, write_atomically
 from mpjax.train.config._config import Config, export_dtype
 from mpjax.train.setup._experiment import Experiment, Place, apply
 
 _FP8 = "float8_e4m3fn"
 WIDE = ("float32", "float16", _FP8)  # dtypes of an export of master weights
 _SCALE = "_scale"
+_STORED_FP8 = "F8_E4M3"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -190,24 +189,11 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     ConfigError: if the file is missing, is not such an export, or lacks a tensor of the model.
   """
   path = pathlib.Path(path)
-  try:
-    with safetensors.safe_open(path, framework="flax") as file:
-      metadata = file.metadata() or {}
-      dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-      tensors = {name: file.get_tensor(name) for name, of in dtypes.items() if of != "F8_E4M3"}
-    if len(tensors) < len(dtypes):  # arrays are read through NumPy, which has no FP8
-      tensors |= _widened(path, tensors)
-  except (OSError, safetensors.SafetensorError) as error:
-    raise ConfigError(f"cannot read {path}: {error}") from error
-  if metadata.get("format") != "mpjax-1":
-    raise ConfigError(
-      f"{path}: not an export of mpjax (format={metadata.get('format')!r}, expected 'mpjax-1')"
-    )
+  metadata, tensors = _read(path)
   try:
     config = checked(Config, json.loads(metadata["config"]))
     info = pydantic.TypeAdapter(DataInfo).validate_json(metadata["data"])
-    policy = config.resolve_policy()
-    options = config.model.options
+    policy, options = config.resolve_policy(), config.model.options
     layers = options.get("layers") or sum(options.get("stages", ()))
     # Tracing takes as long as the file's config says, which may be for ever.
     if MODELS.find(config.model.kind).is_own and layers > len(tensors):
@@ -218,31 +204,58 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     raise ConfigError(f"{path}: {error}") from error
   except (KeyError, ValueError, RecursionError) as error:
     raise ConfigError(f"{path}: damaged metadata ({' '.join(str(error).split())})") from error
-
-  def read(key: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    name = path_text(key)
-    if name not in tensors or tensors[name].shape != leaf.shape:
-      found = f"shape {tensors[name].shape}" if name in tensors else "nothing"
-      raise ConfigError(f"{path}: tensor {name!r}: expected shape {leaf.shape}, found {found}")
-    return tensors[name]
-
-  trees = jax.tree_util.tree_map_with_path(read, {"params": like.arrays, "model_state": like.model_state})
+  params, model_state = _fitted(path, tensors, like)
   like = like.replace(opt_state={}, fp8_state={}, rng=None, step=0)
-  return ExportedModel(config, policy, trees["params"], trees["model_state"], task, like)
+  return ExportedModel(config, policy, params, model_state, task, like)
 
 
-def _widened(path: pathlib.Path, tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """Returns the FP8 tensors of a file times their scales, in float32."""
-  found = {}
-  for name, stored in safetensors.deserialize(path.read_bytes()):
-    if stored["dtype"] == "F8_E4M3":
-      if name + _SCALE not in tensors:
-        raise ConfigError(f"{path}: tensor {name!r} is FP8, and its scale {name + _SCALE!r} is missing")
-      if tensors[name + _SCALE].shape:
-        raise ConfigError(f"{path}: tensor {name + _SCALE!r}: expected one number")
-      q = np.frombuffer(stored["data"], jnp.float8_e4m3fn).reshape(stored["shape"])
-      found[name] = jnp.asarray(q.astype(np.float32)) * tensors[name + _SCALE]
-  return found
+def load_weights(path: pathlib.Path, like: TrainState) -> tuple[PyTree, PyTree]:
+  """Reads the parameters and the model state of an export, in its dtypes, for a model of `like`'s shapes.
+
+  Raises:
+    ConfigError: if the file cannot be read, is not such an export, or is of another model.
+  """
+  return _fitted(path, _read(path)[1], like)
+
+
+def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, Array]]:
+  """Returns the metadata of an export, and its tensors by name; FP8 ones times their scales, in float32."""
+  try:
+    with safetensors.safe_open(path, framework="flax") as file:
+      metadata = file.metadata() or {}
+      dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+      tensors = {name: file.get_tensor(name) for name, dtype in dtypes.items() if dtype != _STORED_FP8}
+    # Arrays are read through NumPy, which has no FP8.
+    stored = safetensors.deserialize(path.read_bytes()) if len(tensors) < len(dtypes) else []
+  except (OSError, safetensors.SafetensorError) as error:
+    raise ConfigError(f"cannot read {path}: {error}") from error
+  if metadata.get("format") != "mpjax-1":
+    raise ConfigError(
+      f"{path}: not an export of mpjax (format={metadata.get('format')!r}, expected 'mpjax-1')"
+    )
+  for name, tensor in stored:
+    if tensor["dtype"] == _STORED_FP8:
+      scale = tensors.pop(name + _SCALE, None)
+      if scale is None or scale.shape:
+        raise ConfigError(f"{path}: tensor {name!r} is FP8: expected one number as {name + _SCALE!r}")
+      codes = np.frombuffer(tensor["data"], jnp.float8_e4m3fn).reshape(tensor["shape"])
+      tensors[name] = jnp.asarray(codes.astype(np.float32)) * scale
+  return metadata, tensors
+
+
+def _fitted(path: pathlib.Path, tensors: dict[str, Array], like: TrainState) -> tuple[PyTree, PyTree]:
+  """Returns the tensors of a file as the parameters and the model state of a model of `like`'s shapes."""
+  trees = {"params": like.arrays, "model_state": like.model_state}
+  expected = dict(named_leaves(trees))
+  for name in sorted(tensors.keys() | expected.keys()):
+    found, here = (list(tree[name].shape) if name in tree else "nothing" for tree in (tensors, expected))
+    if found != here:
+      raise ConfigError(
+        f"{path}: tensor {name!r}: expected {here}, found {found}: an export fits the same model section and "
+        "data"
+      )
+  fitted = jax.tree.unflatten(jax.tree.structure(trees), [tensors[name] for name in expected])
+  return fitted["params"], fitted["model_state"]
 
 
 def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:

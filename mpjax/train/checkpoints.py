@@ -1,4 +1,4 @@
-"""Checkpoints with checksums: asynchronous, atomic and finite; the newest and the best are kept.
+"""Checkpoints with checksums: asynchronous, atomic and without NaN; the newest and the best are kept.
 
 An `AsyncCheckpointer` of orbax writes each. Which ones to keep is decided here, because orbax's
 `CheckpointManager` opens no folder with a damaged checkpoint, and waits for a process that cannot write.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -27,18 +26,17 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from mpjax.sharding._checksums import Examined, NonFiniteLeaves, examine, kinds
 from mpjax.step import TrainState
-from mpjax.train._errors import CheckpointError, one_line
-from mpjax.train._files import how_to_go_on
+from mpjax.train._checksums import Examined, examine, kinds
+from mpjax.train._errors import CheckpointError, how_to_go_on, one_line
 from mpjax.train.config._config_file import run_mismatch
 from mpjax.train.processes import everyone
 
 # The operating system's errors for files that cannot be written or read.
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
-# Fields that must be finite. Counters and keys are integers, and FP8 histories forget NaN.
-_FINITE_FIELDS = ("params", "model_state", "opt_state")
+# Fields that must hold no NaN. Counters and keys are integers, and FP8 histories forget NaN.
+_FIELDS_WITHOUT_NAN = ("params", "model_state", "opt_state")
 # Seconds. orbax counts time in which the process is stopped, which the watchdog of a run does not.
 _FOR_EVER = 200 * 365 * 24 * 3600
 # More bytes than orbax writes in addition to the arrays.
@@ -46,7 +44,7 @@ _A_LITTLE = 2**20
 
 
 class Damaged(CheckpointError):
-  """A checkpoint is not what was saved, or not finite: an older one may be good."""
+  """A checkpoint is not what was saved, or holds NaN: an older one may be good."""
 
 
 class Restored(NamedTuple):
@@ -68,9 +66,8 @@ class Checkpoints:
   A checkpoint is written under a temporary name and renamed when complete, so a kill at any moment leaves
   the last good one. It has two parts: `state`, the arrays, and `record`, everything else, with checksums of
   the arrays, computed on the devices before any copy, and its own. What is read is compared with them. A
-  state with NaN or infinity is not saved, other than what the run's first state had, `begun_with`; a saved
-  one counts as damaged, as does one of another run than the config `run`. In a run of several processes, each
-  process calls every method, at the same steps.
+  state with NaN is not saved; a saved one counts as damaged, as does one of another run than the config
+  `run`. In a run of several processes, each process calls every method, at the same steps.
 
   The newest `keep` stay, the best one, and the newest whose step was not skipped. The next save, `wait` or
   `close` deletes the others.
@@ -84,31 +81,23 @@ class Checkpoints:
     directory: pathlib.Path,
     keep: int = 2,
     *,
-    timeout_s: int = 600,
     read_only: bool = False,
     run: dict[str, Any] | None = None,
   ):
-    self._directory, self._keep, self._timeout_s = directory.absolute(), keep, timeout_s
+    self._directory, self._keep = directory.absolute(), keep
     self._read_only, self._run = read_only, run
-    self.begun_with: NonFiniteLeaves = {}
     self._writing: int | None = None
     found, problem = [], ""
     try:
       found = self._open() if jax.process_index() == 0 else []
     except OSError as error:
-      problem = _reason(error)
-    found, problem = everyone((found, problem), timeout_s)[0]
+      problem = f"{directory} cannot be opened for checkpoints: {_reason(error)}; no checkpoint was changed"
+    found, problem = everyone((found, problem))[0]
     if problem:
-      raise CheckpointError(
-        f"{self._directory} cannot be opened for checkpoints: {problem}; no checkpoint was changed"
-      )
+      raise CheckpointError(problem)
     # The evaluation loss of each, infinity for none, and how many steps in a row were skipped.
     self._ranks: dict[int, tuple[float, int]] = {step: (loss, skips) for step, loss, skips in found}
     self._writer = _writer()
-
-  def nonfinite(self, state: TrainState) -> NonFiniteLeaves:
-    """Returns the leaves of a state that hold NaN or infinity and did not when the run began."""
-    return _nonfinite(examine(_to_tree(state)), self.begun_with)
 
   def save(
     self,
@@ -118,35 +107,35 @@ class Checkpoints:
     loop: dict[str, Any],
     eval_loss: float | None,
     skips: int = 0,
-  ) -> NonFiniteLeaves:
-    """Starts writing a checkpoint of a finite state; the arrays are copied before this returns.
+  ) -> str:
+    """Starts writing a checkpoint of a state without NaN; the arrays are copied before this returns.
 
     `data` is the data iterator's state, `loop` the loop's own numbers: JSON values. `eval_loss` is the
     state's, if it was evaluated; `skips` says how many steps in a row, up to this one, were skipped.
 
-    Returns the leaves that hold NaN or infinity. If there are any, nothing is written.
+    Returns which leaves hold NaN. If there are any, nothing is written.
 
     Raises:
       CheckpointError: if this checkpoint, or the one before, cannot be written.
     """
     self.wait()
     if step in self._ranks:
-      return {}
+      return ""
     tree = _to_tree(state)
     examined = examine(tree)
-    if held := _nonfinite(examined, self.begun_with):
-      return held
+    if nan := _nan(examined):
+      return nan
     # Without a finite evaluation loss, a checkpoint is never the best.
     rank = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf, skips
     record = {"step": step, "run": self._run, "data": data, "loop": loop, "rank": rank}
-    record |= {"leaves": examined.leaves, "begun_with": self.begun_with}
+    record["leaves"] = examined.leaves
     copy = json.loads(json.dumps(record | {"checksum": _digest(record)}))  # it is written later
     parts = ocp.args.Composite(state=ocp.args.StandardSave(tree), record=ocp.args.JsonSave(copy))
     with self._explained(step):
       _write_a_little(self._directory)
       self._writer.save(self._path(step), args=parts, force=True)
     self._ranks[step], self._writing = rank, step
-    return {}
+    return ""
 
   def steps(self) -> list[int]:
     """Returns the steps of the checkpoints, in order."""
@@ -166,7 +155,7 @@ class Checkpoints:
     The shardings, the mesh and the number of processes may differ from those of the run that saved it.
 
     Raises:
-      CheckpointError: in every process, if it is damaged or not finite, or its state does not match `like`.
+      CheckpointError: in every process, if it is damaged or holds NaN, or its state does not match `like`.
     """
     self.wait()
     record: dict[str, Any] = {}
@@ -181,20 +170,19 @@ class Checkpoints:
       tree = _read_state(self._path(step), _to_tree(like), record)
     except CheckpointError as error:
       fault = isinstance(error, Damaged), str(error)
-    for is_damaged, text in filter(None, everyone(fault, self._timeout_s)):
+    for is_damaged, text in filter(None, everyone(fault)):
       raise (Damaged if is_damaged else CheckpointError)(f"the checkpoint of step {step} {text}")
     if problem := _difference(record, examine(tree)):
       raise Damaged(f"the checkpoint of step {step} {problem}")
-    self.begun_with = record["begun_with"]
     return Restored(step, like.replace(**tree), record["data"], record["loop"])
 
   def restore_latest(self, like: TrainState) -> Restored | None:
     """Returns the newest good checkpoint, as `restore` does; `None` if there are no checkpoints.
 
-    Newer checkpoints that are damaged or not finite are no longer counted: their steps are saved again.
+    Newer checkpoints that are damaged or hold NaN are no longer counted: their steps are saved again.
 
     Raises:
-      CheckpointError: if every checkpoint is damaged or not finite, or the newest does not match `like`.
+      CheckpointError: if every checkpoint is damaged or holds NaN, or the newest does not match `like`.
         Nothing was changed.
     """
     self.wait()
@@ -210,10 +198,9 @@ class Checkpoints:
       return restored._replace(damaged=list(damaged.values()))
     if not damaged:
       return None
-    raise CheckpointError(
-      f"no checkpoint in {self._directory} can be used ({'; '.join(damaged.values())}); nothing was changed: "
-      "bring one back from a copy, or choose another out= to start over"
-    )
+    none = f"no checkpoint in {self._directory} can be used ({'; '.join(damaged.values())})"
+    over = "bring one back from a copy, or choose another out= to start over"
+    raise CheckpointError(f"{none}; nothing was changed: {over}")
 
   def wait(self) -> None:
     """Blocks until the saved checkpoint is on disk; then deletes those that are not to be kept.
@@ -278,12 +265,8 @@ class Checkpoints:
     taken = [step for step in steps if self._ranks[step][1] == 0]
     for step in {*steps} - {*steps[-self._keep :], *taken[-1:], self.best()}:
       del self._ranks[step]
-      if jax.process_index() == 0:
-        try:
-          shutil.rmtree(self._path(step))
-        except OSError as error:
-          what = f"the old checkpoint of step {step} in {self._directory}"
-          raise CheckpointError(f"{what} cannot be deleted: {_reason(error)}") from error
+      if jax.process_index() == 0 and self._path(step).exists():
+        shutil.rmtree(self._path(step))
 
   def _delete_unfinished(self) -> None:
     for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
@@ -319,12 +302,10 @@ def quiet() -> Iterator[None]:
   report = sys.unraisablehook
 
   def hook(dropped: sys.UnraisableHookArgs) -> None:
-    of = dropped.object
     # A call by tensorstore, after asyncio's loop is closed, has no Python object.
-    given_up = of is None and str(dropped.exc_value) == "Event loop is closed"
-    if inspect.iscoroutine(of):
-      given_up = os.path.join("orbax", "checkpoint", "") in of.cr_code.co_filename
-    if not given_up:
+    code = getattr(dropped.object, "cr_code", None)
+    is_last_call = dropped.object is None and str(dropped.exc_value) == "Event loop is closed"
+    if not is_last_call and (code is None or os.path.join("orbax", "checkpoint", "") not in code.co_filename):
       report(dropped)
 
   sys.unraisablehook = hook
@@ -360,10 +341,9 @@ def _read_state(folder: pathlib.Path, like: dict[str, Any], record: Mapping[str,
   there, here = {path: text.split()[0] for path, text in record["leaves"].items()}, kinds(like)
   if differ := sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path)):
     saved, now = (found.get(differ[0], "not there") for found in (there, here))
-    raise CheckpointError(
-      f"is of another state: {differ[0]} is {saved} in the checkpoint and {now} in this run; nothing was "
-      "changed: restore it with the model, policy and optimizer that it was saved with"
-    )
+    other = f"is of another state: {differ[0]} is {saved} in the checkpoint and {now} in this run"
+    with_its_own = "restore it with the model, policy and optimizer that it was saved with"
+    raise CheckpointError(f"{other}; nothing was changed: {with_its_own}")
   try:
     # A checkpointer's barriers would wait for a process that found damage and left.
     return ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(like))
@@ -372,29 +352,25 @@ def _read_state(folder: pathlib.Path, like: dict[str, Any], record: Mapping[str,
 
 
 def _difference(record: Mapping[str, Any], found: Examined) -> str:
-  """Returns how a state that was read is not the one of its record, or not finite; empty if it is both."""
+  """Returns how a state that was read is not the one of its record, or holds NaN; empty if neither."""
   # A PRNG key whose description is lost comes back as numbers with the same bits.
   if differ := [path for path, leaf in record["leaves"].items() if found.leaves.get(path) != leaf]:
     more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
     return f"is damaged: state/{differ[0]}{more}: not what was saved"
-  held = _nonfinite(found, record["begun_with"])
-  return f"is not finite: {nonfinite_text(held)}" if held else ""
+  nan = _nan(found)
+  return f"is not finite: {nan}" if nan else ""
 
 
-def _nonfinite(examined: Examined, begun_with: NonFiniteLeaves) -> NonFiniteLeaves:
-  """Returns the leaves of an examined state that hold NaN or infinity and did not when the run began.
-
-  Some leaves may start with infinity: the best loss so far (`optax.contrib.reduce_on_plateau`), a mask.
-  """
-  fields = {path: x for path, x in examined.nonfinite.items() if path.split("/")[0] in _FINITE_FIELDS}
-  new = {path: [x for x in held if x not in begun_with.get(path, ())] for path, held in fields.items()}
-  return {path: held for path, held in new.items() if held}
+def nan_in(state: TrainState) -> str:
+  """Names the leaves of a state that hold NaN; empty for none."""
+  return _nan(examine(_to_tree(state)))
 
 
-def nonfinite_text(nonfinite: NonFiniteLeaves) -> str:
-  """Describes the first three leaves that are not finite, and says how many more there are."""
-  shown = [f"{path} holds {' and '.join(held)}" for path, held in list(nonfinite.items())[:3]]
-  return ", ".join(shown) + (f", and {len(nonfinite) - 3} more" if len(nonfinite) > 3 else "")
+def _nan(examined: Examined) -> str:
+  """Names the first three leaves that hold NaN and says how many more do; empty for none."""
+  paths = [path for path in examined.nan if path.split("/")[0] in _FIELDS_WITHOUT_NAN]
+  more = f", and {len(paths) - 3} more" if len(paths) > 3 else ""
+  return ", ".join(f"{path} holds NaN" for path in paths[:3]) + more
 
 
 def _write_a_little(directory: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ from mpjax._types import ArrayLike
 from mpjax.registry._kinds import DATASETS
 from mpjax.registry._task import DataInfo
 from mpjax.sharding import Rows
-from mpjax.train._errors import DataError
+from mpjax.train._errors import DataError, described
 from mpjax.train.config._config import DataConfig
 
 if TYPE_CHECKING:
@@ -73,15 +73,6 @@ class Data:
       yield _read(self.eval_rows, np.arange(i * size, (i + 1) * size)[rows])
 
 
-def describe(error: Exception) -> str:
-  """Describes an error of reading rows in one line; file and reason for one of the operating system's."""
-  if isinstance(error, DataError):
-    return str(error)
-  if isinstance(error, OSError) and error.filename is not None:
-    return f"{error.filename}: {error.strerror}"
-  return " ".join(f"{type(error).__name__}: {error}".split())
-
-
 def load_data(spec: DataConfig, *, seed: int) -> Data:
   """Loads the dataset of a config's `data` section; `seed` decides the order of training batches alone.
 
@@ -94,31 +85,26 @@ def load_data(spec: DataConfig, *, seed: int) -> Data:
   except DataError:
     raise
   except (OSError, ValueError) as error:  # from a user's function
-    raise DataError(f"{title}: {describe(error)}") from error
+    raise DataError(f"{title}: {described(error)}") from error
   if not isinstance(made, tuple) or len(made) not in (2, 3):
     raise DataError(
       f"{title}: its function returned a {type(made).__name__}: expected (train_rows, eval_rows) or "
       "(train_rows, eval_rows, info)"
     )
   train, held_out, facts = (*made, {})[:3]
-  for split, rows in (("training", train), ("evaluation", held_out)):
-    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, Mapping):
-      raise DataError(
-        f"{title}: the {split} rows are a {type(rows).__name__}: expected len(rows) and rows[i], which is a "
-        "dict of the arrays of one row"
-      )
-    if len(rows) < spec.batch_size:
-      raise DataError(
-        f"data.batch_size={spec.batch_size}: the {split} split has {len(rows)} rows only; use a smaller batch"
-      )
-  row = _layout(_first(train, 0, "training", title))
-  if (other := _layout(_first(held_out, 0, "evaluation", title))) != row:
+  rows = {f"{title}: the training rows": train, f"{title}: the evaluation rows": held_out}
+  for where, split in rows.items():
+    if hasattr(split, "__len__") and len(split) < spec.batch_size:
+      few = f"data.batch_size={spec.batch_size}: {where} are {len(split)} only"
+      raise DataError(f"{few}; use a smaller batch")
+  row, other = (_layout(_row(split, 0, where)) for where, split in rows.items())
+  if row != other:
     raise DataError(f"{title}: evaluation rows hold {other}, training rows {row}: expected the same")
   known = _facts(facts, title)
   info = DataInfo(
     train_examples=len(train),
     eval_examples=len(held_out),
-    fingerprint=known.pop("fingerprint", None) or _fingerprint(train, held_out, title),
+    fingerprint=known.pop("fingerprint", None) or _fingerprint(rows),
     description=known.pop("description", None)
     or f"{spec.kind}: {len(train):,} rows to train on, {len(held_out):,} held out",
     row=row,
@@ -148,21 +134,20 @@ def _stack(arrays: list[np.ndarray]) -> np.ndarray:
   return stacked.astype(jax.dtypes.canonicalize_dtype(stacked.dtype), copy=False)
 
 
-def _first(rows: RowSource, index: int, split: str, title: str) -> Batch:
-  """Reads and checks a row, to find the layout of rows."""
+def _row(rows: RowSource, index: int, where: str) -> Batch:
+  """Reads and checks a row; `where` says for a person which rows these are."""
   try:
-    row = rows[index]
+    row = {str(name): np.asarray(value) for name, value in dict(rows[index]).items()}
+    kinds = {name: array.dtype for name, array in row.items()}
+    # V: bfloat16 and FP8.
+    if not len(rows) or not row or any(kind.kind not in "biufcV" or kind.names for kind in kinds.values()):
+      raise TypeError(f"it holds {kinds}")
   except Exception as error:  # a user's data source can raise anything
-    raise DataError(f"{title}: row {index} of the {split} rows cannot be read: {describe(error)}") from error
-  if not isinstance(row, Mapping) or not row:
     raise DataError(
-      f"{title}: row {index} of the {split} rows is a {type(row).__name__}: expected a dict of arrays by name"
-    )
-  arrays = {str(name): np.asarray(value) for name, value in row.items()}
-  for name, array in arrays.items():
-    if array.dtype.kind not in "biufcV" or array.dtype.names:  # V: bfloat16 and FP8
-      raise DataError(f"{title}: {name!r} of the {split} rows is {array.dtype}: expected numbers")
-  return arrays
+      f"{where} cannot be used: row {index}: {described(error)}: expected len(rows), and rows[i], a dict of "
+      "arrays of numbers by name"
+    ) from error
+  return row
 
 
 def _layout(row: Batch) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -184,18 +169,19 @@ def _facts(facts: object, title: str) -> dict[str, Any]:
   return {name: value for name, value in plain.items() if value is not None}
 
 
-def _fingerprint(train: RowSource, held_out: RowSource, title: str) -> str:
+def _fingerprint(rows: Mapping[str, RowSource]) -> str:
   """Returns a digest of the lengths and some rows of both splits."""
-  digest = hashlib.blake2b(repr((len(train), len(held_out))).encode(), digest_size=8)
-  for split, rows in (("training", train), ("evaluation", held_out)):
-    for index in np.unique(np.linspace(0, len(rows) - 1, _SAMPLED).astype(int)):
-      row = _first(rows, int(index), split, title)
-      if index == 0 and _bytes(row) != _bytes(_first(rows, 0, split, title)):
+  lengths = tuple(len(split) for split in rows.values())
+  digest = hashlib.blake2b(repr(lengths).encode(), digest_size=8)
+  for where, split in rows.items():
+    for index in np.unique(np.linspace(0, len(split) - 1, _SAMPLED).astype(int)):
+      row = _bytes(_row(split, int(index), where))
+      if index == 0 and row != _bytes(_row(split, 0, where)):
         raise DataError(
-          f"{title}: row 0 of the {split} rows is not the same twice, and a run could not resume exactly: "
-          "make rows depend on the index alone, as with np.random.default_rng(index)"
+          f"{where}: row 0 is not the same twice, and a run could not resume exactly: make rows depend on "
+          "the index alone, as with np.random.default_rng(index)"
         )
-      digest.update(_bytes(row))
+      digest.update(row)
   return digest.hexdigest()
 
 

@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax import _compat
-from mpjax._types import Array, PyTree
+from mpjax._types import PyTree
 from mpjax.train._errors import (
   MENDABLE,
   TOGETHER,
@@ -35,10 +35,10 @@ from mpjax.train._errors import (
   ConfigError,
   Interrupt,
   Interrupted,
+  how_to_go_on,
   one_line,
   outcome_of,
 )
-from mpjax.train._files import how_to_go_on
 from mpjax.train.config._config import DistributedConfig
 from mpjax.train.config._config_file import mismatch
 
@@ -50,6 +50,7 @@ PARTS = ("start", "compile", "data", "step", "evaluation", "checkpoint")
 
 # How long the others, which the coordinator in process 0 serves, may take to speak before it ends.
 _ANSWER_S = 2.0
+_FOR_EVER_MS = 10**9
 _meetings = itertools.count()
 
 
@@ -126,25 +127,21 @@ class Processes:
       if self.count == 1:
         raise
       told = {"problem": str(error), "status": error.exit_status}
-    if self.count == 1:
-      return result, told["told"]
-    told_by = everyone(told, max(self.settings.start_timeout_s, self.settings.hang_timeout_s))
-    for i, told in enumerate(told_by):
+    first, *others = everyone(told)
+    for i, told in enumerate([first, *others]):
       if "problem" in told:
         raise Agreed(f"process {i}: {told['problem']}" if i else told["problem"], told["status"])
-    for i, told in enumerate(told_by[1:] if same else [], 1):
-      if (problem := mismatch(told_by[0]["told"], told["told"], i)) is not None:
+    for i, told in enumerate(others if same else [], 1):
+      if differ := mismatch(first["told"], told["told"], "in process 0", f"in process {i}"):
+        problem = f"the processes differ ({differ}): give all the same config, code and data"
         raise Agreed(problem, ConfigError.exit_status)
-    return result, told_by[0]["told"]
+    return result, first["told"]
 
   def fetch(self, tree: PyTree) -> PyTree:
     """Returns global arrays as complete NumPy arrays in every process."""
-
-    def gather(x: Array | np.ndarray) -> np.ndarray:
-      whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-      return np.asarray(x) if whole else multihost_utils.process_allgather(x, tiled=True)
-
-    return jax.tree.map(gather, tree)
+    whole = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+    gather = lambda x: multihost_utils.process_allgather(x, tiled=True)
+    return jax.tree.map(lambda x: np.asarray(x) if whole(x) else gather(x), tree)
 
   def end(self, run: Callable[[], object]) -> int:
     """Runs a command in all processes, and returns its exit status.
@@ -218,24 +215,21 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def everyone(value: object, timeout_s: float) -> list[Any]:
+def everyone(value: object) -> list[Any]:
   """Returns the JSON values of all processes, in their order. Every process has to call this.
 
-  They go through the coordination service: no device takes part. Raises `TimeoutError` if one does not call.
+  They go through the coordination service: no device takes part. The watch over the run ends a long wait.
   """
   client, process, count = _compat.coordination()
   text = json.dumps(value)
   if client is None:
     return [json.loads(text)]
-  key, milliseconds = f"mpjax/everyone/{next(_meetings)}", max(1, round(timeout_s * 1000))
-  try:
-    client.key_value_set(f"{key}/{process}", text)
-    if process == 0:  # so that each of thousands of processes asks only once
-      texts = [client.blocking_key_value_get(f"{key}/{i}", milliseconds) for i in range(count)]
-      client.key_value_set(f"{key}/all", f"[{','.join(texts)}]")
-    found: list[Any] = json.loads(client.blocking_key_value_get(f"{key}/all", milliseconds))
-  except jax.errors.JaxRuntimeError as error:
-    raise TimeoutError(f"another process did not come within {timeout_s:g} s") from error
+  key = f"mpjax/everyone/{next(_meetings)}"
+  client.key_value_set(f"{key}/{process}", text)
+  if process == 0:  # so that each of thousands of processes asks only once
+    texts = [client.blocking_key_value_get(f"{key}/{i}", _FOR_EVER_MS) for i in range(count)]
+    client.key_value_set(f"{key}/all", f"[{','.join(texts)}]")
+  found: list[Any] = json.loads(client.blocking_key_value_get(f"{key}/all", _FOR_EVER_MS))
   return found
 
 

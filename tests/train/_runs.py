@@ -1,5 +1,6 @@
-"""Runs of half a second, of a line through points, and what tests ask of runs, states and errors."""
+"""Runs of half a second, of a line and of a plug-in, and what tests ask of runs, states and errors."""
 
+import pathlib
 import re
 
 import jax
@@ -25,6 +26,7 @@ LINE = {
   "mesh": {"data": 1},
   "train": {"steps": 20, "log_every": 1, "eval_every": 10, "checkpoint_every": 4},
 }
+PLUGIN = str(pathlib.Path(__file__).with_name("_own_models.py"))
 # Some steps of a line are skipped, and not all.
 OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 1048576, growth_interval: 5}}"
 
@@ -80,6 +82,21 @@ def write_line(folder, **changes):
   file = folder / "line.yaml"
   file.write_text(yaml.safe_dump(LINE | changes))
   return [str(file)]
+
+
+def write_config(folder, kind):
+  config = {
+    "policy": "fp16",
+    "seed": 1,
+    "model": {"kind": f"own_{kind}"},
+    "data": {"kind": "blobs", "batch_size": 16},
+    "optimizer": {"learning_rate": 1e-2},
+    "mesh": {"data": 1},
+    "train": {"steps": 12, "log_every": 1, "eval_every": 6, "checkpoint_every": 4, "checkpoint_wait": True},
+  }
+  file = folder / f"{kind}.yaml"
+  file.write_text(yaml.safe_dump(config))
+  return str(file)
 
 
 def train(arguments, out, *more):

@@ -18,11 +18,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax.cli import main
-
-# Checksums are written nowhere by themselves.
-from mpjax.sharding._checksums import examine
 from mpjax.step import TrainState
 from mpjax.train import CheckpointError, checkpoints as saving
+
+# Checksums are written nowhere by themselves.
+from mpjax.train._checksums import examine
 from mpjax.train.checkpoints import Checkpoints, quiet
 from tests.train._runs import raises_one_line, refused, write_line
 

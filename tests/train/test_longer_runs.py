@@ -105,14 +105,6 @@ def test_a_finished_run_grows_and_its_schedule_with_it(line, first, copied, caps
   refused(["train", *line, f"out={copied}"], ["train.steps: 30 there, 20 here"], capsys)
 
 
-def test_a_run_that_grew_is_bit_for_bit_the_longer_run(line, tmp_path):
-  constant = "optimizer.schedule=constant"
-  whole = train(line, tmp_path / "whole", constant, "train.steps=14")
-  train(line, tmp_path / "parts", constant, "train.steps=7")
-  parts = train(line, tmp_path / "parts", constant, "train.steps=14")
-  assert losses(parts) == losses(whole)
-
-
 def test_a_run_goes_on_with_other_intervals(line, first, tmp_path):
   out = tmp_path / "run"
   train(line, out, "train.steps=10", UNTIL_20)

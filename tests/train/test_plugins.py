@@ -9,14 +9,18 @@ import sys
 import jax
 import numpy as np
 import pytest
+import rich.console
 import yaml
 from flax import nnx
 
 import mpjax
 from mpjax.cli import main
+
+# What is registered is to be forgotten.
+from mpjax.registry._kinds import TARGETS
 from mpjax.train import ConfigError, load_config, load_plugins, load_safetensors, make_setup
-from tests.train._own_config import PLUGIN, write_config
-from tests.train._runs import curve, raises_one_line, refused, train_until_killed
+from tests.train import _runs
+from tests.train._runs import PLUGIN, curve, raises_one_line, refused, train_until_killed, write_config
 
 OF_FILE = ["--plugin", PLUGIN]
 # Parameters and a state; a module.
@@ -131,6 +135,48 @@ def test_two_plugins_with_one_kind_are_refused(tmp_path):
     load_plugins([str(tmp_path / "a.py"), str(tmp_path / "b.py")])
 
 
+CONFIG = {
+  "policy": "bf16",
+  "model": {"kind": "own_plain"},
+  "data": {"kind": "blobs", "batch_size": 16},
+  "mesh": {"data": 1},
+  "train": {"steps": 3, "log_every": 1},
+}
+
+
+def test_it_does_what_the_command_does(tmp_path, capsys):
+  file = tmp_path / "own.yaml"
+  file.write_text(json.dumps(CONFIG))
+  result = mpjax.train.run(file, ["train.steps=2", f"out={tmp_path / 'a'}"], plugins=[PLUGIN])
+  assert "run finished" in capsys.readouterr().out
+  assert main(["train", str(file), "train.steps=2", f"out={tmp_path / 'b'}", "--plugin", PLUGIN]) == 0
+  assert result.directory == tmp_path / "a"
+  assert curve(tmp_path / "a") == curve(tmp_path / "b")
+  assert (result.steps, result.final_loss) == (2, curve(tmp_path / "b")[-1][1])
+  assert np.isfinite(result.eval_loss)
+  assert result.summary == json.loads((tmp_path / "a" / "summary.json").read_text())
+  assert result.export is None
+  assert repr(result).startswith(f"RunResult({tmp_path / 'a'}: 2 steps, loss ")
+
+
+def test_it_takes_a_mapping_and_a_config(tmp_path):
+  load_plugins([PLUGIN])
+  assert load_config(CONFIG).out == "runs/own_plain-bf16"
+  quiet = rich.console.Console(quiet=True)
+  tree = CONFIG | {"policy": mpjax.get_policy("fp16"), "train": {"steps": 2, "export": "safetensors"}}
+  first = mpjax.train.run(tree, [f"out={tmp_path / 'a'}"], console=quiet)
+  second = mpjax.train.run(load_config(tree, [f"out={tmp_path / 'b'}"]), console=quiet)
+  assert curve(first.directory) == curve(second.directory)
+  assert first["resolved_policy"]["compute_dtype"] == "float16"
+  assert first.export == tmp_path / "a" / "model.safetensors"
+
+
+def test_what_is_wrong_is_raised():
+  for plugins in ([PLUGIN], PLUGIN):
+    with pytest.raises(ConfigError, match="unknown key 'trian'"):
+      mpjax.train.run(CONFIG | {"trian": 3}, plugins=plugins)
+
+
 def task(**changes):
   return mpjax.train.Task(**({"init": lambda key: {"w": jax.numpy.ones(8)}, "loss_fn": loss_fn} | changes))
 
@@ -143,14 +189,7 @@ def train(folder, make, **options):
   """Runs a model made by a function on the blobs, and returns the result."""
   load_plugins([PLUGIN])
   mpjax.train.register_model("of_a_test")(make)
-  config = {
-    "policy": "bf16",
-    "out": str(folder / "run"),
-    "model": {"kind": "of_a_test"},
-    "data": {"kind": "blobs", "batch_size": 16},
-    "train": {"steps": 2},
-    "mesh": {"data": 1},
-  }
+  config = CONFIG | {"out": str(folder / "run"), "model": {"kind": "of_a_test"}, "train": {"steps": 2}}
   return mpjax.train.run(config | options)
 
 
@@ -246,3 +285,90 @@ def test_a_model_says_where_its_parameters_lie(tmp_path):
   shardings = setup.shapes()[0].params
   assert shardings["up"]["kernel"].sharding.spec == jax.P(None, "fsdp")
   assert shardings["head"]["kernel"].sharding.spec == jax.P("fsdp")
+
+
+# Optimisers: `optimizer.target`.
+
+OPTIMIZERS = """
+import optax
+import mpjax
+
+@mpjax.train.register_optimizer("signed")
+def signed(learning_rate, *, momentum: float = 0.9, decay: float):
+  return optax.chain(optax.trace(momentum), optax.add_decayed_weights(decay), optax.scale_by_sign(),
+                     optax.scale_by_learning_rate(learning_rate))
+
+@mpjax.train.register_optimizer("nothing")
+def nothing(learning_rate):
+  return 3
+
+@mpjax.train.register_optimizer("picky")
+def picky(learning_rate, *, alpha: float = 5.0):
+  if alpha < 0:
+    raise ValueError("alpha must be positive")
+  return optax.sgd(learning_rate)
+"""
+
+
+@pytest.fixture
+def optimizers(tmp_path, monkeypatch):
+  monkeypatch.setattr(TARGETS, "_kinds", {})
+  (tmp_path / "optimizers.py").write_text(OPTIMIZERS)
+  return ["--plugin", str(tmp_path / "optimizers.py")]
+
+
+@pytest.fixture
+def line(tmp_path):
+  (tmp_path / "line").mkdir()
+  return _runs.write_line(tmp_path / "line")
+
+
+def test_an_optimizer_trains_resumes_and_is_exported(optimizers, line, tmp_path, capsys, monkeypatch):
+  chosen = ["optimizer.target=signed", "optimizer.options.decay=0.01", "optimizer.schedule_steps=20"]
+  command = [*line, *optimizers, *chosen]
+  lines = _runs.train(command, tmp_path / "whole")
+  assert "signed, learning rate 0.1, warm-up" in capsys.readouterr().out
+  for count in (10, 20):
+    _runs.train(command, tmp_path / "parts", f"train.steps={count}")
+  assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+  assert lines[-1]["loss"] < lines[0]["loss"]
+  written = yaml.safe_load((tmp_path / "whole" / "config.yaml").read_text())["optimizer"]
+  assert (written["name"], written["target"]) == (None, "signed")
+  assert written["options"] == {"momentum": 0.9, "decay": 0.01}
+  assert main(["export", str(tmp_path / "whole"), *optimizers]) == 0
+  monkeypatch.setattr(TARGETS, "_kinds", {})
+  assert load_safetensors(tmp_path / "whole" / "model.safetensors").config.model.kind == "line"
+  refused(["export", str(tmp_path / "whole")], ["--plugin"], capsys)
+
+
+UNFIT_OPTIMIZERS = [
+  (["target=singed"], ["optimizer.target 'singed'", "did you mean 'signed'", "--plugin"]),
+  (["target=signed"], ["missing key 'optimizer.options.decay'", "optimizer.target=signed needs"]),
+  (
+    ["target=signed", "options={decay: 1, momentun: 1}"],
+    ["unknown key 'optimizer.options.momentun'", "did you mean 'momentum'"],
+  ),
+  (["target=signed", "options.decay=much"], ["optimizer.options.decay='much'"]),
+  (["target=nothing"], ["returned a int", "optax transform"]),
+  (["target=picky", "options.alpha=-1"], ["target=picky: alpha must be positive (optimizers.py:"]),
+  (["target=nothing", "options.x=1"], ["optimizer.options.x", "it has none"]),
+  (["target=nothing", "name=lion"], ["name='lion' and target='nothing'"]),
+  (["target=nothing", "name=adamw"], ["'adamw' and target", "name=null removes the name"]),
+  (["name=null"], ["unknown optimizer.name None", "adamw"]),
+  (["name=signed"], ["optimizer.name 'signed'", "optimizer.target"]),
+]
+
+
+def test_an_optimizer_that_does_not_fit_is_one_line(optimizers, line, tmp_path, capsys):
+  for options, words in UNFIT_OPTIMIZERS:
+    options = [f"optimizer.{option}" for option in options]
+    refused(["train", *line, *optimizers, *options, f"out={tmp_path / 'run'}"], words, capsys)
+
+
+def test_without_the_plugin_a_config_says_how_it_comes(line, capsys, monkeypatch):
+  monkeypatch.setattr(TARGETS, "_kinds", {})
+  assert main(["train", *line, "optimizer.target=signed"]) == 2
+  assert capsys.readouterr().err == (
+    "error: unknown optimizer.target 'signed': a target of your own needs --plugin FILE.py or --plugin "
+    "package.module on every command, as a config never loads code (in Python: mpjax.train.load_plugins)\n"
+  )

@@ -235,7 +235,7 @@ def test_processes_go_on_only_if_the_work_went_well_in_all_of_them_and_they_agre
     ("bad", {"problem": "full", "status": 4}, "bad", 2),
     ("ok", {"problem": "SIGTERM: stopped", "status": 143}, "process 1: SIGTERM: stopped", 143),
   ]:
-    monkeypatch.setattr(several, "everyone", lambda told, timeout_s: [told, other])
+    monkeypatch.setattr(several, "everyone", lambda told: [told, other])
     processes = several.Processes()
     if said is None:
       assert processes.agree(ours[work], tell, same=True) == ("mine", {"data": "MINE"}), other

@@ -83,9 +83,9 @@ class OptimizerConfig(Section):
           f"{key}={'null' if key == 'name' else 0} removes the {key} of a file"
         )
     options = value.get("options") or {}
-    if not isinstance(options, Mapping):
-      return value  # the annotation's check reports it
-    return {**value, "name": None, "options": TARGETS.check(value["target"], options)}
+    if isinstance(options, Mapping):  # the annotation's check reports others
+      options = TARGETS.check(value["target"], options)
+    return {**value, "name": None, "options": options}
 
 
 def _number_of_devices(size: int) -> int:
@@ -191,10 +191,9 @@ class TrainConfig(Section):
   @pydantic.model_validator(mode="after")
   def _check(self) -> TrainConfig:
     steps = self.profile_steps
-    if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
-      raise ValueError(f"profile_steps={list(steps)}: expected the first step and the last, as in [10, 12]")
-    if steps is not None and steps[0] > self.steps:
-      raise ValueError(f"profile_steps={list(steps)}: the run ends after step {self.steps}")
+    if steps is not None and (len(steps) != 2 or not steps[0] <= min(steps[1], self.steps)):
+      first = f"expected the first step, of {self.steps}, and the last, as in [10, 12]"
+      raise ValueError(f"profile_steps={list(steps)}: {first}")
     if len(set(self.trackers)) < len(self.trackers):
       raise ValueError(f"trackers={list(self.trackers)}: expected each only once")
     if self.init_optimizer and self.init_from is None:

@@ -1,14 +1,21 @@
-"""Reads a config from YAML with `key=value` overrides, or an example; says how two configs differ.
+"""Reads a config from YAML with `key=value` overrides, or an example; loads plug-ins; compares two configs.
 
-Every mistake is a `ConfigError` of one line that names the file or the key.
+Every mistake is a `ConfigError` of one line that names the file, the key or the plug-in. Plug-ins are your
+own code that registers models, data and optimisers; a config never names one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import importlib.util
 import json
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import jmp
@@ -17,9 +24,9 @@ import yaml
 from mpjax._gone import instead, without_old_keys
 from mpjax.dtypes import did_you_mean
 from mpjax.policy import get_policy
-from mpjax.registry._kinds import checked
+from mpjax.registry._kinds import DATASETS, MODELS, TARGETS, Registered, checked
 from mpjax.registry._names import examples
-from mpjax.train._errors import ConfigError
+from mpjax.train._errors import ConfigError, described
 from mpjax.train.config._config import Config, DistributedConfig
 
 # A file, the name of an example, a mapping of keys or a config.
@@ -72,49 +79,44 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
       f"overrides={overrides!r}: expected a list of texts, as in ['policy=bf16', 'train.steps=200']"
     )
   title = None
-  if isinstance(source, Config) and source.out and "out" not in source.model_fields_set:
+  if isinstance(source, (str, pathlib.Path)):
+    source = find_config(source)
+    title = source.stem
+  elif isinstance(source, Config) and source.out and "out" not in source.model_fields_set:
     title = source.out.removeprefix("runs/").rpartition("-")[0]
     source = source.changed({"out": None})
-  source = _located(source)
   config = checked(Config, read_tree(source, overrides))
   if config.out is None:
-    title = title or (source.stem if isinstance(source, pathlib.Path) else config.model.kind)
     name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
-    config = config.changed({"out": f"runs/{title}-{name}"})
+    config = config.changed({"out": f"runs/{title or config.model.kind}-{name}"})
     config.model_fields_set.remove("out")  # nobody gave it: with another policy it is another one
   return config
 
 
-def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-  """Returns a YAML file with `key=value` overrides as plain data. Checks no key.
+def read_tree(source: ConfigSource, overrides: Sequence[str] = ()) -> dict[str, Any]:
+  """Returns the keys of a config with `key=value` overrides as plain data. Checks no key.
 
   Raises:
     ConfigError: as for `load_config`.
   """
+  if isinstance(source, (str, pathlib.Path)):
+    source = find_config(source)
+  elif isinstance(source, Config):
+    source = source.model_dump(mode="json") | {"policy": source.policy}
+  elif not isinstance(source, Mapping):
+    raise ConfigError(f"config={source!r}: expected a YAML file, the name of an example, or a mapping")
   title = source if isinstance(source, pathlib.Path) else "the config"
   try:
-    data = _parsed(source.read_bytes()) if isinstance(source, pathlib.Path) else _plain(dict(source))
+    tree = _parsed(source.read_bytes()) if isinstance(source, pathlib.Path) else _plain(dict(source))
   except _UNREADABLE as error:
     raise ConfigError(f"cannot read {title}: {_said(error)}") from error
-  tree = {} if data is None else data
-  if not isinstance(tree, dict):
+  if not isinstance(tree, (dict, NoneType)):
     raise ConfigError(f"{title}: expected a mapping of keys at the top level")
+  tree = tree or {}
   for override in overrides:
     _apply(tree, override)
   known: dict[str, Any] = without_old_keys(tree)
   return known
-
-
-def _located(source: ConfigSource) -> pathlib.Path | Mapping[str, Any]:
-  """Returns the file of a config, or its keys as plain data."""
-  if isinstance(source, Config):
-    source = source.model_dump(mode="json") | {"policy": source.policy}
-  if isinstance(source, (str, pathlib.Path)):
-    return find_config(source)
-  if not isinstance(source, Mapping):
-    raise ConfigError(f"config={source!r}: expected a YAML file, the name of an example, or a mapping")
-  policy = source.get("policy")
-  return {**source, "policy": get_policy(policy).to_dict()} if isinstance(policy, jmp.Policy) else source
 
 
 def read_waits(source: ConfigSource, overrides: Sequence[str] = ()) -> DistributedConfig:
@@ -123,7 +125,7 @@ def read_waits(source: ConfigSource, overrides: Sequence[str] = ()) -> Distribut
   Returns the defaults if the section cannot be read: `load_config` raises later, in all processes.
   """
   try:
-    return checked(DistributedConfig, read_tree(_located(source), overrides).get("distributed", {}))
+    return checked(DistributedConfig, read_tree(source, overrides).get("distributed", {}))
   except ConfigError:
     return DistributedConfig()
 
@@ -192,7 +194,9 @@ def _parsed(text: str | bytes) -> Any:
 def _plain(data: object) -> Any:
   """Returns a copy of plain data; raises one of `_UNREADABLE` for any other."""
 
-  def refuse(value: object) -> None:
+  def refuse(value: object) -> dict[str, Any]:
+    if isinstance(value, jmp.Policy):
+      return get_policy(value).to_dict()
     raise TypeError(f"expected numbers, text, lists and mappings, not a {type(value).__name__}")
 
   return json.loads(json.dumps(data, default=refuse))
@@ -209,6 +213,88 @@ def _said(error: Exception) -> str:
   if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
     return f"line {error.problem_mark.line + 1}: {error.problem}"
   return " ".join(str(error).split())
+
+
+# Names of the modules that are plug-ins.
+_LOADED: set[str] = set()
+
+
+def load_plugins(names: str | Iterable[str]) -> None:
+  """Imports plug-ins, which register models, data and optimisers of your own.
+
+  ```python
+  mpjax.train.load_plugins(["waves.py", "my_package.models"])
+  config = mpjax.train.load_config({"model": {"kind": "waves_mlp"}, "data": {"kind": "waves"}})
+  ```
+
+  Args:
+    names: a file `FILE.py`, a module `package.module`, or several. The working directory is searched for
+      modules, too.
+
+  Raises:
+    ConfigError: if a plug-in is missing or cannot be imported, or two of them register the same kind.
+  """
+  owners: dict[str, str] = {}
+  for name in dict.fromkeys([names] if isinstance(names, str) else names):
+    before = _registered()
+    _load(name)
+    for kind, made in _registered().items():
+      if before.get(kind) is not made and owners.setdefault(kind, name) != name:
+        raise ConfigError(f"--plugin {name}: {kind} is registered by --plugin {owners[kind]}, too")
+
+
+def plugin_digests() -> dict[str, str]:
+  """Returns a digest of the source of each plug-in, by module name."""
+  files = {name: getattr(sys.modules.get(name), "__file__", None) for name in _LOADED}
+  read = {name: pathlib.Path(file).read_bytes() for name, file in files.items() if file is not None}
+  return {name: hashlib.blake2b(source, digest_size=8).hexdigest() for name, source in read.items()}
+
+
+def _registered() -> dict[str, Registered]:
+  return {
+    f"{kinds.section}.{kinds.key}={name}": kind
+    for kinds in (MODELS, DATASETS, TARGETS)
+    for name, kind in kinds.registered().items()
+  }
+
+
+def _load(name: str) -> None:
+  path = pathlib.Path(name)
+  is_file = path.suffix == ".py" or path.exists()
+  if is_file and not path.is_file():
+    raise ConfigError(f"--plugin {name}: no such file")
+  # At the end of the path, so that nothing there hides an installed package.
+  folder = str(path.resolve().parent if is_file else pathlib.Path.cwd())
+  if folder not in sys.path:
+    sys.path.append(folder)
+  module = f"mpjax_plugin_{path.stem}" if is_file else name
+  _LOADED.add(module)
+  try:
+    _run_file(module, path) if is_file else importlib.import_module(module)
+  except (Exception, SystemExit) as error:  # a user's code can raise anything
+    if isinstance(error, ModuleNotFoundError) and not is_file and name.startswith(str(error.name)):
+      raise ConfigError(
+        f"--plugin {name}: no such module; expected a file FILE.py, or a module that can be imported"
+      ) from error
+    where = "" if isinstance(error, SyntaxError) else place(error)  # a SyntaxError names its line
+    raise ConfigError(f"--plugin {name}: {described(error)}{where}") from error
+
+
+def _run_file(name: str, path: pathlib.Path) -> None:
+  """Runs a file as a module, also if it was run before."""
+  spec = importlib.util.spec_from_file_location(name, path.resolve())
+  if spec is None or spec.loader is None:
+    raise ImportError("not a Python file")
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module  # where dataclasses and pickle look for it
+  spec.loader.exec_module(module)
+
+
+def place(error: BaseException) -> str:
+  """Returns the last line of a plug-in in an error's traceback, as ` (own.py:12)`, or an empty string."""
+  frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+  own = [frame for frame in frames if frame.f_globals.get("__name__") in _LOADED]
+  return f" ({pathlib.Path(own[-1].f_code.co_filename).name}:{own[-1].f_lineno})" if own else ""
 
 
 # Keys that may differ between processes.
@@ -233,42 +319,43 @@ _FREE = _OWN | {
 _GROWING = {"train.steps", "optimizer.schedule_steps"}
 
 
-def mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
-  """Returns an error text if configs, code or data differ between process 0 and another; otherwise `None`."""
-  found = _differences(first, other, "in process 0", f"in process {process}", _OWN)
-  if not found:
-    return None
-  return f"the processes differ ({'; '.join(found[:3])}): give all the same config, code and data"
+def has_grown(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+  """Returns whether one config of a run has fewer steps than another."""
+  try:
+    return bool(theirs["train"]["steps"] < ours["train"]["steps"])
+  except (KeyError, TypeError):  # of a file that somebody has changed
+    return False
 
 
-def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any], *, may_grow: bool = True) -> str | None:
-  """Says how the configs of two runs differ in the keys that a run keeps; `None` if they do not.
-
-  With `may_grow`, the number of steps may differ.
-  """
+def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+  """Says how the configs of two runs differ in the keys that a run keeps; `None` if they do not."""
   theirs, ours = without_old_keys(theirs), without_old_keys(ours)
-  found = _differences(theirs, ours, "there", "here", _FREE | _GROWING if may_grow else _FREE)
+  return mismatch(theirs, ours, free=_FREE | _GROWING if has_grown(theirs, ours) else _FREE)
+
+
+def mismatch(
+  theirs: dict[str, Any],
+  ours: dict[str, Any],
+  there: str = "there",
+  here: str = "here",
+  free: frozenset[str] = _OWN,
+) -> str | None:
+  """Says how two configs differ, with what else is compared; `None` if they do not.
+
+  `there` and `here` say for a person where each is; keys in `free` may differ, by default those of a process.
+  """
+  one, other = _flat(theirs), _flat(ours)
+  found = [
+    f"{key}: {one.get(key)!r} {there}, {other.get(key)!r} {here}"
+    for key in sorted(one.keys() | other.keys())
+    if one.get(key) != other.get(key) and not any(f"{key}.".startswith(f"{each}.") for each in free)
+  ]
   return "; ".join([*found[:3], "..."] if len(found) > 3 else found) or None
 
 
-def _differences(
-  theirs: object, ours: object, there: str, here: str, free: frozenset[str], key: str = ""
-) -> list[str]:
-  """Returns a line for each difference between two configs, or between their parts at `key`.
-
-  `there` and `here` say for a person where each config is; keys in `free` may differ.
-  """
-  if not (isinstance(theirs, dict) and isinstance(ours, dict)):
-    return [] if theirs == ours else [f"{key}: {_short(theirs)} {there}, {_short(ours)} {here}"]
-  found = []
-  for name in sorted(theirs.keys() | ours.keys()):
-    path = f"{key}.{name}" if key else name
-    if path not in free:
-      found += _differences(theirs.get(name), ours.get(name), there, here, free, path)
-  return found
-
-
-def _short(value: object) -> str:
-  """Returns a value as text, and a mapping by at most its beginning."""
-  text = repr(value)
-  return f"{text[:60]}...}}" if isinstance(value, dict) and len(text) > 60 else text
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Returns the values of a config by dotted key."""
+  flat: dict[str, Any] = {}
+  for name, value in tree.items():
+    flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+  return flat

@@ -14,25 +14,34 @@ import jax
 import numpy as np
 from grain import DatasetIterator
 
+from mpjax._render.plain_text import plain_data
 from mpjax._types import PyTree
 from mpjax.numerics import Watcher
-from mpjax.sharding._checksums import NonFiniteLeaves
 from mpjax.step import TrainState
-from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck, signal_name
-from mpjax.train._export import WIDE, export_text, save_safetensors
-from mpjax.train._files import how_to_go_on
-from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, nonfinite_text
-from mpjax.train.data import Batch, describe
-from mpjax.train.loop._output import LOGGER, Output, Progress, show_header, show_summary
-from mpjax.train.loop._records import (
-  Profile,
-  Records,
-  plain,
-  step_report,
-  way_on,
-  why_stuck,
+from mpjax.train._errors import (
+  CheckpointError,
+  ConfigError,
+  DataError,
+  Interrupted,
+  Stuck,
+  described,
+  how_to_go_on,
+  signal_name,
 )
-from mpjax.train.loop._sinks import MetricsFile, Tracker, Trackers
+from mpjax.train._export import WIDE, export_text, save_safetensors
+from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, nan_in
+from mpjax.train.data import Batch
+from mpjax.train.loop._records import Profile, Records, step_report, why_stuck
+from mpjax.train.loop._sinks import (
+  LOGGER,
+  MetricsFile,
+  Output,
+  Progress,
+  Tracker,
+  Trackers,
+  show_header,
+  show_summary,
+)
 from mpjax.train.processes import Processes, signal_of_any
 from mpjax.train.setup._experiment import Setup, mean_of_batches, weights_of
 from mpjax.train.setup._saved_run import RunDirectory, start_from
@@ -93,7 +102,8 @@ class TrainingRun:
         self._profile.close()
         return self._finish()
     except OSError as error:
-      if error.errno not in STORAGE_ERRORS and path.exists():
+      is_of_run = str(error.filename).startswith(str(path)) or error.errno in STORAGE_ERRORS
+      if path.exists() and not is_of_run:
         raise
       failed = f"{path} cannot be written: {error.strerror}; {how_to_go_on(path)}"
       raise CheckpointError(f"{failed} once there is room and permission to write") from error
@@ -108,8 +118,7 @@ class TrainingRun:
     self.directory.begin(self.data.info)
     show_header(self.setup, self.state, path, begins, processes.count)
     processes.phase("start", "the trackers")
-    units, has_scale = self.setup.task.units[0], self.policy.loss_scaling is not None
-    self._progress = Progress(self._output.console, settings.steps, self.step, units, has_scale)
+    self._progress = Progress(self._output.console, self.setup, self.step)
     self._trackers = Trackers(self.config, path, self.step, self._own_trackers if processes.first else None)
     opened.callback(self._trackers.close, None)
     if processes.first:
@@ -123,9 +132,8 @@ class TrainingRun:
   def _resume(self, opened: contextlib.ExitStack) -> str:
     """Restores the newest good checkpoint, or makes the first state; says where the state is from."""
     self.processes.phase("start", "the checkpoint to resume from")
-    timeout_s, keep = round(self.config.distributed.hang_timeout_s) or 1, self.config.train.keep_checkpoints
-    folder = self.directory.path / "checkpoints"
-    self.checkpoints = Checkpoints(folder, keep, timeout_s=timeout_s, run=self.config.tree)
+    folder, keep = self.directory.path / "checkpoints", self.config.train.keep_checkpoints
+    self.checkpoints = Checkpoints(folder, keep, run=self.config.tree)
     opened.push(self._close_checkpoints)
     resumed = self.checkpoints.restore_latest(self.setup.shapes()[0])
     if resumed is None:
@@ -148,14 +156,11 @@ class TrainingRun:
 
   def _first_state(self) -> str:
     self.state, self._records = self.setup.first_state(), Records(self.setup, 0, {})
-    self.checkpoints.begun_with = self.checkpoints.nonfinite(self.state)
     if (given := self.config.train.init_from) is None:
       return ""
     self.state, source = start_from(self.setup, self.state)
-    if nonfinite := self.checkpoints.nonfinite(self.state):
-      raise ConfigError(
-        f"train.init_from={given}: {nonfinite_text(nonfinite)}: expected a finite run or export"
-      )
+    if nan := nan_in(self.state):
+      raise ConfigError(f"train.init_from={given}: {nan}: expected a run or export without NaN")
     return source
 
   def _take(self, step: int) -> None:
@@ -183,8 +188,7 @@ class TrainingRun:
     for value in metrics.values():
       value.copy_to_host_async()
     self._pending.append(_Pending(step, metrics, batch, seen))
-    while len(self._pending) > LAG:
-      self._tell(self._fetch())
+    self._tell_but(LAG)
 
   def _next_rows(self, batches: Iterator[Batch], what: str, *, save: bool = False) -> Batch:
     """Returns this process's rows of the next batch, none at the end; may save a checkpoint if it fails."""
@@ -192,11 +196,11 @@ class TrainingRun:
       return next(batches, {})
     except Exception as error:  # a user's data source can raise anything
       if save:
-        self._tell_all()
+        self._tell_but(0)
         self._save()
         self.checkpoints.wait()
       then = f"{how_to_go_on(self.directory.path)} once the data is back"
-      raise DataError(f"{what} cannot be read: {describe(error)}; {then}") from error
+      raise DataError(f"{what} cannot be read: {described(error)}; {then}") from error
 
   def _fetch(self) -> dict[str, Any]:
     """Returns the record of the oldest pending step; waits for it, and stops a run that is stuck there."""
@@ -216,8 +220,9 @@ class TrainingRun:
     for write in self._sinks:
       write(record, is_logged)
 
-  def _tell_all(self) -> None:
-    while self._pending:
+  def _tell_but(self, left: int) -> None:
+    """Tells the records of pending steps but the newest `left`."""
+    while len(self._pending) > left:
       self._tell(self._fetch())
 
   def _at_boundary(self, signum: int | None) -> None:
@@ -231,18 +236,17 @@ class TrainingRun:
     save = last or step % settings.checkpoint_every == 0 or signum is not None
     if not (evaluate or save):
       return
-    while len(self._pending) > 1:
-      self._tell(self._fetch())
+    self._tell_but(1)
     record, eval_loss = self._fetch(), None
     if evaluate:
       scores = self._evaluate()
-      record |= {name: plain(value) for name, value in scores.items()}
+      record |= plain_data(scores)
       eval_loss = scores["eval_loss"]
     self._tell(record)
     save |= eval_loss is not None and self._records.is_best(eval_loss)
-    if save and (nonfinite := self._save(eval_loss)):
+    if save and (nan := self._save(eval_loss)):
       # NaN spreads and does not go away: further steps would be useless.
-      raise Stuck(f"stopped at step {step}: {_not_saved(nonfinite)}\n{self._way_on()}")
+      raise Stuck(f"stopped at step {step}: {_not_saved(nan)}\n{self._way_on()}")
     self._records.restart_clock()
     if signum is not None and not last:
       self.checkpoints.wait()
@@ -254,19 +258,19 @@ class TrainingRun:
     self._tell(record)
     for later in self._pending:
       self._tell(self._records.of(later.step, later.metrics))
-    nonfinite = self._save()
+    nan = self._save()
     file = self.directory.path / f"nonfinite_batch_{pending.step}.npz"
     arrays: dict[str, Any] = self.processes.fetch(pending.batch)
     if self.processes.first:
       np.savez(file, **arrays)
-    if nonfinite:
-      report = _not_saved(nonfinite)
+    if nan:
+      report = _not_saved(nan)
     elif self.processes.count > 1:  # the search runs operations on this process's devices only
       report = "the run was one of several processes: the command below says which operation began it"
     else:
       report = step_report(self.setup.step, self.state, pending.batch)
     self.checkpoints.wait()
-    saved = "" if nonfinite else f"a checkpoint of step {self.step}, up to which steps were under way, and "
+    saved = "" if nan else f"a checkpoint of step {self.step}, up to which steps were under way, and "
     raise Stuck(
       f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps {why}\n"
       f"{report}\n"
@@ -275,7 +279,15 @@ class TrainingRun:
     )
 
   def _way_on(self) -> str:
-    return way_on(self.checkpoints.latest(), self.directory.path, self.config.train.skip_nonfinite)
+    """Returns which checkpoint, none of which has NaN, is the last, and how to start from it."""
+    step, path = self.checkpoints.latest(), self.directory.path
+    skips = self.config.train.skip_nonfinite
+    change = "a lower optimizer.learning_rate" if skips else "train.skip_nonfinite=true"
+    if step is None:
+      return f"no finite checkpoint was saved: start over with another out= and, for example, {change}"
+    other = f"train.init_from={path} with another out= starts from it, for example with {change}"
+    again = "the same command resumes there and takes the same steps again"
+    return f"the last finite checkpoint is of step {step}: {other}; {again}"
 
   def _evaluate(self) -> dict[str, float]:
     """Returns the evaluation of the state. Saves nothing: a run resumed from here would skip it."""
@@ -291,18 +303,18 @@ class TrainingRun:
       self.processes.phase("evaluation", f"batch {number} of the evaluation")
     return {name: mean_of_batches(values) for name, values in totals.items()}
 
-  def _save(self, eval_loss: float | None = None) -> NonFiniteLeaves:
-    """Saves a checkpoint, or returns the leaves of the state that are not finite."""
+  def _save(self, eval_loss: float | None = None) -> str:
+    """Saves a checkpoint, or returns which leaves of the state hold NaN."""
     self.processes.phase("checkpoint", f"the checkpoint of step {self.step}")
     if self.processes.first:
       self._metrics.sync()
     last = self._records.last
     loop = {"fingerprint": self.data.info.fingerprint, "last": last}
     skips, data = int(last.get("consecutive_skips", 0)), self.iterator.get_state()
-    nonfinite = self.checkpoints.save(self.step, self.state, data, loop, eval_loss, skips)
+    nan = self.checkpoints.save(self.step, self.state, data, loop, eval_loss, skips)
     if self.config.train.checkpoint_wait:
       self.checkpoints.wait()
-    return nonfinite
+    return nan
 
   def _finish(self) -> dict[str, Any]:
     """Waits for the last checkpoint, exports the weights if asked to, and writes and returns the summary."""
@@ -331,5 +343,5 @@ class TrainingRun:
     return summary
 
 
-def _not_saved(nonfinite: NonFiniteLeaves) -> str:
-  return f"the state is not finite, and no checkpoint of it was saved: {nonfinite_text(nonfinite)}"
+def _not_saved(nan: str) -> str:
+  return f"the state is not finite, and no checkpoint of it was saved: {nan}"

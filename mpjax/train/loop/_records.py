@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._types import ArrayLike, Metrics, PyTree
+from mpjax._render.plain_text import plain_data
+from mpjax._types import Metrics, PyTree
 from mpjax.fp8._hardware import in_force
 from mpjax.numerics import find_nonfinite
 from mpjax.policy import LossScaling
 from mpjax.step import TrainState, TrainStep
-from mpjax.train.loop._output import LOGGER, goes_on_without
+from mpjax.train.loop._sinks import LOGGER, goes_on_without
 from mpjax.train.setup._experiment import Setup
 
 _AVERAGED = 20  # steps over which time and speed are averaged
@@ -43,7 +44,7 @@ class Records:
 
   def of(self, step: int, metrics: Metrics) -> dict[str, Any]:
     """Returns the record of a step; waits for its metrics."""
-    values = {name: plain(value) for name, value in metrics.items()}
+    values = plain_data({name: np.asarray(value) for name, value in metrics.items()})
     if step > self.start + 1:
       now = time.perf_counter()
       self._times.append(now - self._clock)
@@ -99,14 +100,6 @@ class Records:
     A single step's time would be wrong: the host sees the end of a step two steps late, and of some at once.
     """
     return float(np.mean(self._times[-steps:])) if self._times else None
-
-
-def plain(value: ArrayLike) -> Any:
-  """Returns a JSON value for an array scalar, exact for float32; non-finite floats become strings."""
-  item = np.asarray(value).item()
-  if isinstance(item, float) and not np.isfinite(item):
-    return str(item)  # "nan", "inf", "-inf": JSON has no such numbers
-  return item
 
 
 def peak_memory() -> int | None:
@@ -181,17 +174,3 @@ def why_stuck(record: Mapping[str, Any], scaling: LossScaling | None, max_skips:
   if scaling.kind != "static" and record["loss_scale"] * scaling.backoff_factor >= scaling.min_scale:
     return None
   return f"had non-finite gradients, and the loss scale of {record['loss_scale']:g} cannot fall further"
-
-
-def way_on(step: int | None, directory: pathlib.Path, skips: bool) -> str:
-  """Returns which checkpoint is the last, `step` if there is one, and how to start from it.
-
-  Every checkpoint is finite. `skips`: the run skips steps that are not finite.
-  """
-  change = "a lower optimizer.learning_rate" if skips else "train.skip_nonfinite=true"
-  if step is None:
-    return f"no finite checkpoint was saved: start over with another out= and, for example, {change}"
-  return (
-    f"the last finite checkpoint is of step {step}: train.init_from={directory} with another out= starts "
-    f"from it, for example with {change}; the same command resumes there and takes the same steps again"
-  )

@@ -14,11 +14,15 @@ import rich.console
 from mpjax.train._errors import Interrupt
 from mpjax.train.checkpoints import quiet
 from mpjax.train.config._config import Config
-from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
-from mpjax.train.config._plugins import load_plugins, plugin_digests
+from mpjax.train.config._config_file import (
+  ConfigSource,
+  load_config,
+  load_plugins,
+  plugin_digests,
+  read_waits,
+)
 from mpjax.train.loop._loop import TrainingRun
-from mpjax.train.loop._output import LOGGER, Output, show_summary
-from mpjax.train.loop._sinks import Tracker, check_trackers, require_trackers
+from mpjax.train.loop._sinks import LOGGER, Output, Tracker, check_trackers, require_trackers, show_summary
 from mpjax.train.processes import Processes, versions
 from mpjax.train.setup._experiment import Setup, make_setup
 from mpjax.train.setup._saved_run import RunDirectory
@@ -98,8 +102,7 @@ def run(
     The run directory and the summary of the run.
 
   Raises:
-    ConfigError: if the config cannot be run. Nothing was written, or the config alone if only the source
-      `train.init_from` is wrong.
+    ConfigError: if the config cannot be run. Nothing was written; the directory may have been made.
     DataError: if data is missing or wrong, before anything is written; or if it cannot be read in mid-run.
     CheckpointError: if a checkpoint cannot be written, or none can be read.
     Interrupted: after SIGTERM, SIGHUP or Ctrl-C; a checkpoint was saved if a step was taken.

@@ -51,7 +51,7 @@ from mpjax.step import (
   unrounded,
 )
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config
-from mpjax.train.config._plugins import place
+from mpjax.train.config._config_file import place
 from mpjax.train.data import Data, load_data
 from mpjax.train.setup._optimizers import make_optimizer, make_schedule
 
@@ -82,12 +82,7 @@ class Place:
     """
     with config_errors("mesh."):
       mesh = make_mesh(config.mesh.sizes, jax.devices())
-    batch, parts = config.data.batch_size, config.train.accumulate
-    if (batch // parts) % batch_shards(mesh):
-      raise ConfigError(
-        f"data.batch_size={batch} in train.accumulate={parts} micro-batches of {batch // parts} rows is not "
-        f"divisible by {batch_shards(mesh)} devices (mesh.data x mesh.fsdp)"
-      )
+    require_rows(config, batch_shards(mesh))
     if config.mesh.offload and (why := lacks_host_memory(mesh)):
       raise ConfigError(f"mesh.offload={config.mesh.offload}: {why}")
     return Place(mesh, offload=config.mesh.offload)
@@ -125,6 +120,14 @@ class Place:
     return Place(make_mesh(dict.fromkeys(AXES, 1), jax.devices()))
 
 
+def require_rows(config: Config, shards: int) -> None:
+  """Raises `ConfigError` unless micro-batches divide a batch, and `shards` devices a micro-batch."""
+  rows, parts = config.data.batch_size, config.train.accumulate
+  if rows % (parts * shards):
+    times = f"train.accumulate={parts} times {shards} devices (mesh.data x mesh.fsdp)"
+    raise ConfigError(f"data.batch_size={rows}: expected a multiple of {parts * shards}, which is {times}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Experiment:
   """What a config computes, under a policy, which may differ from its own, at a place.
@@ -145,14 +148,14 @@ class Experiment:
       ConfigError: if the model does not take such data, or its sizes do not fit together.
     """
     config = self.config
-    kind = MODELS.find(config.model.kind)
+    make = MODELS.find(config.model.kind).fun
     facts = {field.name: getattr(self.info, field.name) for field in dataclasses.fields(DataInfo)}
     backend, recompute = platform(self.at.backend), config.train.recompute
     told = ModelInfo(**facts, policy=self.policy, backend=backend, recompute=recompute)
     with self.model_errors():
-      task = kind.fun(told, **config.model.options)
+      task = make(told, **config.model.options)
       if not isinstance(task, Task):
-        raise ValueError(f"{kind.fun.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
+        raise ValueError(f"{make.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
       jax.eval_shape(lambda: (task.init(jax.random.key(0)), None)[1])  # a module cannot be a result
     return task
 
@@ -253,10 +256,9 @@ class Experiment:
     except ConfigError:
       raise
     except MissingFact as error:
-      raise ConfigError(
-        f"model.kind={self.config.model.kind} does not take the data of data.kind={self.config.data.kind}, "
-        f"rows of {', '.join(self.info.row) or 'nothing'}: {error}"
-      ) from error
+      model, data, rows = self.config.model.kind, self.config.data.kind, ", ".join(self.info.row) or "nothing"
+      does_not = f"model.kind={model} does not take the data of data.kind={data}, rows of {rows}"
+      raise ConfigError(f"{does_not}: {error}") from error
     except (ValueError, MemoryError, OverflowError) as error:  # the last two: sizes do not fit into memory
       text = " ".join(str(error).split()) or type(error).__name__
       raise ConfigError(f"model: {text}{place(error)}") from error
@@ -288,11 +290,24 @@ class Experiment:
 
   @functools.cached_property
   def evaluate(self) -> Callable[[TrainState, PyTree], dict[str, Array | Average]]:
-    """Jitted: (state of `for_evaluation`, batch) -> means over the batch."""
+    """Jitted: (state of `for_evaluation`, batch) -> `eval_loss` and the task's other metrics, in float32.
+
+    An `Average` stays one, so that `mean_of_batches` is exact. Delayed FP8 scaling takes its histories from
+    the state; without them, each tensor is scaled by its own amax. Raises `ValueError` if there is no loss.
+    """
+    fun, policy = self.task.evaluate or self.task.loss_fn, self.policy.with_output_dtype(jnp.float32)
 
     def run(state: TrainState, batch: PyTree) -> dict[str, Array | Average]:
       with self.layout.in_mesh():
-        return evaluate(self.task, self.policy, state, batch)
+        out = apply(fun, policy, state, batch)
+      if not isinstance(out, dict):
+        loss, *rest = out if isinstance(out, tuple) else (out,)
+        out = {"loss": loss, **(rest[0] if rest else {})}
+      named = {f"eval_{name.removeprefix('eval_')}": _in_float32(value) for name, value in out.items()}
+      if "eval_loss" not in named:
+        found = ", ".join(named) or "nothing"
+        raise ValueError(f"evaluate returned {found}: expected a loss among the metrics")
+      return named
 
     return jax.jit(run)
 
@@ -358,30 +373,6 @@ def weights_of(
   if is_other:
     weights = evaluation_weights(weights, state_of(layers))
   return merged(weights if masters else step.policy.cast_to_param(weights), state.arrays)
-
-
-def evaluate(
-  task: Task, policy: Policy, state: TrainState, batch: PyTree
-) -> dict[str, Float32[Array, ""] | Average]:
-  """Computes `eval_loss` and the task's other metrics for a batch, under the policy, in float32.
-
-  An `Average` stays one, so that `mean_of_batches` is exact. Delayed FP8 scaling takes its histories from the
-  state; without them, each tensor is scaled by its own amax.
-
-  Raises:
-    ValueError: if the evaluation does not return a loss, with or without metrics.
-  """
-  fun = task.evaluate or task.loss_fn
-  out = apply(fun, policy.with_output_dtype(jnp.float32), state, batch)
-  if isinstance(out, dict):
-    metrics = dict(out)
-  else:
-    loss, *rest = out if isinstance(out, tuple) else (out,)
-    metrics = {"loss": loss, **(rest[0] if rest else {})}
-  named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
-  if "eval_loss" not in named:
-    raise ValueError(f"evaluate returned {', '.join(named) or 'nothing'}: expected a loss among the metrics")
-  return {name: _in_float32(value) for name, value in named.items()}
 
 
 def _in_float32(value: ArrayLike | Average) -> Float32[Array, ""] | Average:

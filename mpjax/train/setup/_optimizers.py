@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._types import PyTree
 from mpjax.dtypes import did_you_mean
 from mpjax.registry._kinds import TARGETS
 from mpjax.train._errors import ConfigError
 from mpjax.train.config._config import OptimizerConfig
-from mpjax.train.config._plugins import place
+from mpjax.train.config._config_file import place
 
 _OF_OPTAX = (
   "adafactor adagrad adam adamax adamw adan amsgrad lamb lars lion muon nadam nadamw radam rmsprop sgd yogi"
@@ -43,28 +43,31 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
   Raises:
     ConfigError: for an unknown optimiser, or an option that it does not take.
   """
-  optimizer = _of_optax(config, steps) if config.target is None else _of_plugin(config, steps)
+  schedule = make_schedule(config, steps)
+  if config.target is not None:
+    title, build, options = f"target={config.target}", TARGETS.find(config.target).fun, dict(config.options)
+  else:
+    title, (build, options) = f"options={config.options}", _of_optax(config)
+  # A TypeError of a plug-in needs its traceback.
+  mistakes = (ValueError, TypeError) if config.target is None else (ValueError,)
+  try:
+    made = build(schedule, **options)
+    if not (hasattr(made, "init") and hasattr(made, "update")):
+      raise ValueError(f"its function returned a {type(made).__name__}: expected an optax transform")
+    if config.target is None:
+      # An update of small parameters finds options of a wrong type before training.
+      tx, small = optax.with_extra_args_support(made), {"w": jnp.ones((2, 2))}
+      jax.eval_shape(lambda x: tx.update(x, tx.init(x), x, value=jnp.ones(())), small)
+  except mistakes as error:
+    raise ConfigError(f"optimizer.{title}: {' '.join(str(error).split())}{place(error)}") from error
+  optimizer: optax.GradientTransformation = made
   return (
     optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer) if config.clip_norm else optimizer
   )
 
 
-def _of_plugin(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-  try:
-    made = TARGETS.find(config.target).fun(make_schedule(config, steps), **config.options)
-  except ValueError as error:
-    said = " ".join(str(error).split())
-    raise ConfigError(f"optimizer.target={config.target}: {said}{place(error)}") from error
-  if not (hasattr(made, "init") and hasattr(made, "update")):
-    raise ConfigError(
-      f"optimizer.target={config.target}: its function returned a {type(made).__name__}: expected an optax "
-      "transform"
-    )
-  transform: optax.GradientTransformation = made
-  return transform
-
-
-def _of_optax(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def _of_optax(config: OptimizerConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
+  """Returns the function of an optimiser of optax, and its options."""
   if config.name not in OPTIMIZERS:
     raise ConfigError(
       f"unknown optimizer.name {config.name!r}: expected one of {', '.join(OPTIMIZERS)}"
@@ -72,28 +75,19 @@ def _of_optax(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
       + "; for an optimizer of a plug-in, write optimizer.target"
     )
   build = getattr(optax, config.name, None) or getattr(optax.contrib, config.name)
-  takes = inspect.signature(build).parameters
+  takes = [name for name in inspect.signature(build).parameters if name != "learning_rate"]
   options: dict[str, Any] = dict(config.options)
   for key in options:
-    if key not in takes or key == "learning_rate":
-      names = ", ".join(name for name in takes if name != "learning_rate")
-      raise ConfigError(f"unknown key 'optimizer.options.{key}': {config.name} takes {names}")
+    if key not in takes:
+      raise ConfigError(f"unknown key 'optimizer.options.{key}': {config.name} takes {', '.join(takes)}")
   decay_key = next((key for key in ("weight_decay", "weight_decay_rate") if key in takes), None)
   if decay_key is not None:
     options.setdefault(decay_key, config.weight_decay)
   elif config.weight_decay:
     raise ConfigError(f"optimizer.weight_decay={config.weight_decay}: {config.name} has no weight decay")
-  for mask in ("mask", "weight_decay_mask"):
-    if mask in takes:
-      options.setdefault(mask, _matrices)
-  try:
-    optimizer: optax.GradientTransformation = build(make_schedule(config, steps), **options)
-    # An update of small parameters finds options of a wrong type before training.
-    tx, small = optax.with_extra_args_support(optimizer), {"w": jnp.ones((2, 2))}
-    jax.eval_shape(lambda x: tx.update(x, tx.init(x), x, value=jnp.ones(())), small)
-  except (TypeError, ValueError) as error:
-    raise ConfigError(f"optimizer.options={config.options}: {' '.join(str(error).split())}") from error
-  return optimizer
+  for mask in {"mask", "weight_decay_mask"}.intersection(takes):
+    options.setdefault(mask, lambda params: jax.tree.map(lambda p: p.ndim > 1, params))
+  return build, options
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -135,7 +129,3 @@ def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
   if config.clip_norm:
     parts.append(f"gradients clipped to norm {config.clip_norm:g}")
   return ", ".join(parts)
-
-
-def _matrices(params: PyTree) -> PyTree:
-  return jax.tree.map(lambda p: p.ndim > 1, params)

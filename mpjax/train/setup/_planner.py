@@ -9,12 +9,12 @@ import math
 from mpjax._types import PolicyLike
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
-from mpjax.registry._names import ConfigError, config_errors
+from mpjax.registry._names import config_errors
 from mpjax.registry._task import DataInfo
 from mpjax.sharding import BATCH_AXES
 from mpjax.step import GATHERS, Layout
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config
-from mpjax.train.setup._experiment import Experiment, Place
+from mpjax.train.setup._experiment import Experiment, Place, require_rows
 from mpjax.train.setup._saved_run import facts_of
 
 
@@ -74,7 +74,11 @@ class Planner:
       asked = get_policy(config.policy if policy is None else policy, backend=self.target.kind)
       resolved, fp8 = policy_on_target(asked, self.target)
       experiment = self._experiment(config, resolved)
-      label = label or _label(asked, config)
+      chosen = {"recompute": config.train.recompute, "gather": config.mesh.gather}
+      usual = (DEFAULT_RECOMPUTE, GATHERS[0])
+      label = label or " ".join(
+        [asked.full_label, *(f"{key}={value}" for key, value in chosen.items() if value not in usual)]
+      )
       made = plan(experiment.step, *experiment.shapes(), target=self.target, compile=compile, label=label)
     rows, (item, per_row) = config.data.batch_size, experiment.task.units
     subject = f"{config.model.kind} of {made.parameters:,} parameters, batch of {rows}"
@@ -95,17 +99,5 @@ class Planner:
     return self._experiment(self.config, get_policy("fp32")).step.layout
 
   def _experiment(self, config: Config, policy: Policy) -> Experiment:
-    rows, parts = config.data.batch_size, config.train.accumulate
-    if rows % self.multiple:
-      raise ConfigError(
-        f"data.batch_size={rows}: expected a multiple of {self.multiple}, which is train.accumulate={parts} "
-        f"times {self.multiple // parts} devices"
-      )
+    require_rows(config, math.prod(self.sizes[axis] for axis in BATCH_AXES))
     return Experiment(config, self._info, policy, self._place)
-
-
-def _label(policy: Policy, config: Config) -> str:
-  chosen = [("recompute", config.train.recompute), ("gather", config.mesh.gather)]
-  return " ".join(
-    [policy.full_label, *(f"{k}={v}" for k, v in chosen if v not in (DEFAULT_RECOMPUTE, GATHERS[0]))]
-  )

@@ -14,24 +14,20 @@ from typing import IO, Any
 import jax
 import pydantic
 
-from mpjax._types import Array, PyTree
+from mpjax._types import PyTree
 from mpjax.loss_scale import LossScaleState
 from mpjax.optim import keeps_other_weights
-from mpjax.patterns import named_leaves
 from mpjax.registry._task import DataInfo
 from mpjax.step import TrainState, can_adopt, merged, state_of, with_masters
-from mpjax.train._errors import CheckpointError, ConfigError
-from mpjax.train._export import WIDE, load_safetensors, save_safetensors
-from mpjax.train._files import unfinished, write_atomically
+from mpjax.train._errors import CheckpointError, ConfigError, unfinished, write_atomically
+from mpjax.train._export import WIDE, load_weights, save_safetensors
 from mpjax.train.checkpoints import Checkpoints, Restored, quiet
 from mpjax.train.config._config import Config, export_dtype
-from mpjax.train.config._config_file import load_config, read_tree, run_mismatch
+from mpjax.train.config._config_file import has_grown, load_config, read_tree, run_mismatch
 from mpjax.train.data import load_data
 from mpjax.train.setup._experiment import Experiment, Place, weights_of
 
 FACTS = "facts.json"
-_FILES = ("config.yaml", FACTS, "metrics.jsonl", "summary.json", "wandb-id")
-_FOLDERS = ("checkpoints", "tensorboard", "profile", "wandb")
 
 
 class RunDirectory:
@@ -55,8 +51,6 @@ class RunDirectory:
         self._has_grown = _require_same(self.path, config)
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = _lock(self.path / ".lock")
-      if _never_began(self.path):
-        self._write_config()
     except OSError as error:
       raise ConfigError(f"out={self.path}: cannot be written ({error.strerror})") from error
 
@@ -80,12 +74,9 @@ class RunDirectory:
     if self._lock is None:
       return
     (self.path / "summary.json").unlink(missing_ok=True)
-    self._write_config()
+    write_atomically(self.path / "config.yaml", self._config.to_yaml().encode())
     facts = {"data": _which(self._config), "info": dataclasses.asdict(info)}
     write_atomically(self.path / FACTS, (json.dumps(facts, indent=1) + "\n").encode())
-
-  def _write_config(self) -> None:
-    write_atomically(self.path / "config.yaml", self._config.to_yaml().encode())
 
   def write_summary(self, summary: dict[str, Any]) -> None:
     """Writes `summary.json`, which marks the run as finished."""
@@ -104,52 +95,39 @@ def _require_same(path: pathlib.Path, config: Config) -> bool:
     ConfigError: for another config, or a directory that is not a run's.
   """
   file = path / "config.yaml"
-  begun = {path / ".lock", unfinished(file)}  # what a start leaves that ended before it wrote the config
-  if not path.is_dir() or (not file.exists() and set(path.iterdir()) - begun):
+  # What a start leaves that failed before it wrote the config.
+  begun = {path / ".lock", path / "checkpoints", unfinished(file)}
+  others = path.is_dir() and [*path.glob("checkpoints/*"), *({*path.iterdir()} - begun)]
+  if not path.is_dir() or (others and not file.exists()):
     raise ConfigError(
       f"out={path}: exists and is not a run directory; nothing was changed, choose another out="
     )
   for entry in itertools.chain(path.iterdir(), path.glob("checkpoints/*"), path.glob("tensorboard/*")):
     if entry.is_symlink():  # a run could be made to overwrite any file of the user
-      wrong = "a link, and a run writes only in its own directory"
-    elif entry.name in _FILES and not entry.is_file():
-      wrong = "not a file"
-    elif entry.name in _FOLDERS and not entry.is_dir():
-      wrong = "not a folder"
-    else:
-      continue
-    name = entry.relative_to(path)
-    raise ConfigError(f"out={path}: {name} in it is {wrong}: nothing was changed; choose another out=")
+      raise ConfigError(
+        f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes only in its own directory: "
+        "nothing was changed; choose another out="
+      )
   if not file.exists():
     return False
   try:
     theirs = read_tree(file)
   except ConfigError as error:
     raise ConfigError(f"{error}; choose another out=") from error
-  steps = _steps(theirs)
-  grows = config.train.steps > steps > 0
-  differ = run_mismatch(theirs, config.tree, may_grow=grows)
-  if differ and _never_began(path):
-    return False
-  if differ:
+  differ = run_mismatch(theirs, config.tree)
+  if differ and not _never_began(path):
     raise ConfigError(
       f"out={path} holds a run of another config ({differ}): nothing was changed; choose another out=, "
       f"with train.init_from={path} to start from its parameters, or delete the directory to start over"
     )
-  return grows
+  return has_grown(theirs, config.tree)
 
 
 def _never_began(path: pathlib.Path) -> bool:
-  """Returns whether a run directory has only a config, as after a start that failed."""
+  """Returns whether a run directory has no step, as after a start that failed."""
   metrics = path / "metrics.jsonl"
   kept = next(path.glob("checkpoints/*"), None) or (path / "summary.json").exists()
   return not (kept or (metrics.exists() and metrics.stat().st_size))
-
-
-def _steps(config: dict[str, Any]) -> int:
-  train = config.get("train")
-  steps = train.get("steps") if isinstance(train, dict) else None
-  return steps if isinstance(steps, int) else 0
 
 
 def _lock(path: pathlib.Path) -> IO[str]:
@@ -282,22 +260,30 @@ def start_from(setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
   """
   path = pathlib.Path(str(setup.config.train.init_from))
   try:
-    start = _from_run if (path / "config.yaml").is_file() else _from_export
-    return start(path, setup, state)
+    if (path / "config.yaml").is_file():
+      return _from_run(path, setup, state)
+    if not path.is_file():
+      raise ConfigError("expected a run directory, or a file that mpjax export wrote")
+    if setup.config.train.init_optimizer:
+      raise ConfigError("it has only parameters; train.init_optimizer=true needs a run directory")
+    return _with_weights(setup, state, *load_weights(path, state)), f"parameters of {path}"
   except (CheckpointError, ConfigError) as error:
     raise ConfigError(f"train.init_from={path}: {error}") from error
 
 
 def _from_run(path: pathlib.Path, setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
-  saved = SavedRun(path)
-  theirs = _like(saved.config, setup.config)
-  before = dataclasses.replace(setup, config=theirs, policy=theirs.resolve_policy())
-  restored = saved.restore("latest", before)
+  theirs = SavedRun(path)
+  # What decides the shape of their state is theirs, the model is ours.
+  kept = {f"train.{name}": getattr(theirs.config.train, name) for name in ("skip_nonfinite", "average")}
+  kept |= {"policy": theirs.config.policy, "optimizer": theirs.config.optimizer}
+  config = setup.config.changed(kept)
+  before = dataclasses.replace(setup, config=config, policy=config.resolve_policy())
+  restored = theirs.restore("latest", before)
   old, source = restored.state, f"parameters of step {restored.step} of {path}"
   if not setup.config.train.init_optimizer:
     masters = jax.jit(functools.partial(weights_of, before.step, masters=True))(old)
     average = "the average of the " if keeps_other_weights(old.opt_state) else ""
-    return _with_masters(setup, state, masters, old.model_state), f"{average}{source}"
+    return _with_weights(setup, state, masters, old.model_state), f"{average}{source}"
   step = setup.step
   if not can_adopt(step.layers(state), before.step.layers(old)):
     raise ConfigError(
@@ -315,27 +301,26 @@ def _from_run(path: pathlib.Path, setup: Experiment, state: TrainState) -> tuple
   return state, f"{source}, and its optimizer"
 
 
-def _with_masters(setup: Experiment, state: TrainState, masters: PyTree, model_state: PyTree) -> TrainState:
-  """Returns a run's first state with other master weights, from which its optimiser starts, too."""
+def _with_weights(setup: Experiment, state: TrainState, weights: PyTree, model_state: PyTree) -> TrainState:
+  """Returns a run's first state with other weights of any dtype, from which its optimiser starts, too."""
   step, places = setup.step, setup.layout.shardings(state)
+  like = jax.eval_shape(functools.partial(weights_of, step, which="last", masters=True), state)
 
-  def taken(state: TrainState, masters: PyTree) -> tuple[PyTree, PyTree]:
+  def taken(state: TrainState, weights: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    masters, model_state = (
+      jax.tree.map(lambda x, leaf: x if x.dtype == leaf.dtype else x.astype(leaf.dtype), *pair)
+      for pair in ((weights, like), (model_state, state.model_state))
+    )
     # An optimiser may keep first weights, and an average starts with them, in the parameters' dtype.
     opt_state = step.tx.init(step.trained.seen(state, setup.policy.cast_to_param(masters)))
     layers = step.layers(state.replace(opt_state=opt_state))
     params, layers = with_masters(setup.policy, step.trained.seen(state, masters), layers)
-    return merged(params, masters), state_of(layers)
+    return merged(params, masters), state_of(layers), model_state
 
-  out = (places.arrays, places.opt_state)
-  params, opt_state = jax.jit(taken, out_shardings=out)(state, masters)
-  return state.replace(arrays=params, opt_state=opt_state, model_state=model_state)
-
-
-def _like(theirs: Config, ours: Config) -> Config:
-  """Returns our config with what decides the shape of another run's state: its policy and optimiser."""
-  kept = {f"train.{name}": getattr(theirs.train, name) for name in ("skip_nonfinite", "average")}
-  kept |= {"policy": theirs.policy, "optimizer": theirs.optimizer}
-  return ours.changed(kept)
+  weights, model_state = jax.device_put((weights, model_state), (places.arrays, places.model_state))
+  out = (places.arrays, places.opt_state, places.model_state)
+  arrays, opt_state, model_state = jax.jit(taken, out_shardings=out)(state, weights, model_state)
+  return state.replace(arrays=arrays, opt_state=opt_state, model_state=model_state)
 
 
 def _without_skips(opt_state: PyTree) -> PyTree:
@@ -343,31 +328,3 @@ def _without_skips(opt_state: PyTree) -> PyTree:
   is_scale = lambda x: isinstance(x, LossScaleState)
   reset = lambda x: x._replace(skipped_steps=0 * x.skipped_steps, consecutive_skips=0 * x.consecutive_skips)
   return jax.tree.map(lambda x: reset(x) if is_scale(x) else x, opt_state, is_leaf=is_scale)
-
-
-def _from_export(path: pathlib.Path, setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
-  if not path.is_file():
-    raise ConfigError("expected a run directory, or a file that mpjax export wrote")
-  if setup.config.train.init_optimizer:
-    raise ConfigError("it has only parameters; train.init_optimizer=true needs a run directory")
-  model = load_safetensors(path)
-  places = setup.layout.shardings(state)
-  masters = jax.eval_shape(functools.partial(weights_of, setup.step, which="last", masters=True), state)
-  theirs = _taken("params", model.params, masters, places.arrays)
-  model_state = _taken("model_state", model.model_state, state.model_state, places.model_state)
-  return _with_masters(setup, state, theirs, model_state), f"parameters of {path}"
-
-
-def _taken(name: str, theirs: PyTree, ours: PyTree, places: PyTree) -> PyTree:
-  """Returns the arrays of an export, by name, with the dtypes and shardings of the run's own."""
-  found: dict[str, Array] = dict(named_leaves(theirs))
-  expected = dict(named_leaves(ours))
-  for key in sorted(found.keys() | expected.keys()):
-    shapes = [str(list(tree[key].shape)) if key in tree else "not there" for tree in (found, expected)]
-    if shapes[0] != shapes[1]:
-      raise ConfigError(
-        f"{name} {key!r} is {shapes[0]} in it and {shapes[1]} in this model; expected an export of the same "
-        "model section and data"
-      )
-  leaves = [found[key].astype(leaf.dtype) for key, leaf in expected.items()]
-  return jax.device_put(jax.tree.unflatten(jax.tree.structure(ours), leaves), places)

@@ -1,6 +1,6 @@
 """Checksums of arrays, the same under every sharding, mesh and number of processes.
 
-The pass that computes the checksum of an array also finds whether it holds NaN or infinity.
+The pass that computes the checksum of an array also finds whether it holds NaN.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ import numpy as np
 
 from mpjax._types import PyTree
 from mpjax.patterns import named_leaves
-from mpjax.sharding._host_memory import on_device
-
-# "NaN", "inf" or both, for each leaf that holds them, by path.
-NonFiniteLeaves = dict[str, list[str]]
+from mpjax.sharding import on_device
 
 
 class Examined(NamedTuple):
-  """Dtype, shape and checksum of each leaf, and which leaves hold NaN or infinity, by path.
+  """Dtype, shape and checksum of each leaf by path, and the paths of the leaves that hold NaN.
 
   For example `{"params/w": "float32[8,4] 9a3c01ff"}`; a checksum has eight hexadecimal digits.
   """
 
   leaves: dict[str, str]
-  nonfinite: NonFiniteLeaves
+  nan: list[str]
 
 
 def kinds(tree: PyTree) -> dict[str, str]:
@@ -37,38 +34,34 @@ def kinds(tree: PyTree) -> dict[str, str]:
 
 
 def examine(tree: PyTree) -> Examined:
-  """Returns what tells the arrays of a tree from others, and which of them are not finite.
+  """Returns what tells the arrays of a tree from others, and which of them hold NaN.
 
-  Computed on the arrays' devices in one pass; six bytes per array come to the host. A change within one
+  Computed on the arrays' devices in one pass; five bytes per array come to the host. A change within one
   element of up to 32 bits always changes the checksum, any other with a probability of 1 - 2^-32. For global
   arrays of several processes, every process has to call it.
   """
   arrays = jax.tree.leaves(on_device(tree))
   looks = jax.device_get([_looking(getattr(array.sharding, "mesh", None))(array) for array in arrays])
-  leaves, nonfinite = {}, {}
-  for (name, kind), (checksum, has_nan, has_inf) in zip(kinds(tree).items(), looks, strict=True):
-    leaves[name] = f"{kind} {int(checksum):08x}"
-    if has_nan or has_inf:
-      nonfinite[name] = ["NaN"] * bool(has_nan) + ["inf"] * bool(has_inf)
-  return Examined(leaves, nonfinite)
+  found = [(name, kind, *look) for (name, kind), look in zip(kinds(tree).items(), looks, strict=True)]
+  leaves = {name: f"{kind} {int(checksum):08x}" for name, kind, checksum, _ in found}
+  return Examined(leaves, [name for name, _, _, has_nan in found if has_nan])
 
 
 @functools.cache
-def _looking(mesh: jax.sharding.Mesh | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
-  """Returns a program for the checksum of an array, u32[], and whether it has NaN and infinity, bool[].
+def _looking(mesh: jax.sharding.Mesh | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+  """Returns a program for the checksum of an array, u32[], and whether it has NaN, bool[].
 
   Every process has its results.
   """
+
+  def look(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+      return _checksum(x), jnp.bool_(False)
+    wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 16 else x
+    return _checksum(x), jnp.isnan(wide).any()
+
   whole = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  return jax.jit(lambda x: (_checksum(x), *_has_nan_and_inf(x)), out_shardings=whole)
-
-
-def _has_nan_and_inf(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  if not jnp.issubdtype(x.dtype, jnp.inexact):
-    return jnp.bool_(False), jnp.bool_(False)
-  if jnp.finfo(x.dtype).bits < 16:
-    x = x.astype(jnp.float32)
-  return jnp.isnan(x).any(), jnp.isinf(x).any()
+  return jax.jit(look, out_shardings=whole)
 
 
 def _checksum(x: jax.Array) -> jax.Array:
