@@ -69,75 +69,25 @@ if TYPE_CHECKING:
 # The module of each name. `import mpjax` imports none of them: a name is imported when it is first used. So a
 # program waits only for what it uses, and `mpjax --help` does not wait for JAX.
 _NAMES = {
-  "_average": ("Average",),
-  "casting": ("OpLists", "autocast", "explain", "full_precision", "half_precision", "init_fp8_state"),
-  "dtypes": ("cast_floating",),
+  "_average": "Average",
+  "casting": "OpLists autocast explain full_precision half_precision init_fp8_state",
+  "dtypes": "cast_floating",
   "loss_scale": (
-    "LossScaleState",
-    "LossScaling",
-    "all_finite",
-    "apply_updates",
-    "dynamic_loss_scale",
-    "get_loss_scale",
-    "keep_if_finite",
-    "scale_loss",
-    "static_loss_scale",
-    "value_and_grad",
-    "with_loss_scaling",
+    "LossScaleState LossScaling all_finite apply_updates dynamic_loss_scale get_loss_scale "
+    "keep_if_finite scale_loss static_loss_scale value_and_grad with_loss_scaling"
   ),
-  "ops": ("linear_cross_entropy",),
-  "optim": ("master_weights", "quantized_state", "stochastic_round"),
-  "policy": ("Policy", "PrecisionWarning", "get_policy"),
-  "products": ("fp8_dot_general", "scaled_dot"),
-  "sharding": ("batch_axes",),
-  "step": ("TrainState", "TrainStep", "make_train_step"),
-  "numerics": ("NonfiniteReport", "NumericsReport", "find_nonfinite", "inspect_numerics"),
-  "planner": ("Plan", "cheapest", "largest_batch", "plan"),
-  "tuning": ("TuneResult", "tune"),
+  "ops": "linear_cross_entropy",
+  "optim": "master_weights quantized_state stochastic_round",
+  "policy": "Policy PrecisionWarning get_policy",
+  "products": "fp8_dot_general scaled_dot",
+  "sharding": "batch_axes",
+  "step": "TrainState TrainStep make_train_step",
+  "numerics": "NonfiniteReport NumericsReport find_nonfinite inspect_numerics",
+  "planner": "Plan cheapest largest_batch plan",
+  "tuning": "TuneResult tune",
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULE_OF)
-
-# Names that are public in a package alone, and what to write for the names of other libraries.
-_BELOW = {
-  "loss_scale": "layerwise_loss_scale loss_scale_metrics gradient_norm nonfinite_leaves check_loss_scaling",
-}
-_ELSEWHERE = {
-  **dict.fromkeys(
-    ("GradScaler", "DynamicLossScale", "LossScaleOptimizer", "DynamicScale"),
-    "the loss scale is part of the optimiser: tx = mpjax.dynamic_loss_scale(tx), and "
-    "loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)",
-  ),
-  "StaticLossScale": "tx = mpjax.static_loss_scale(tx, 1024.0)",
-  "NoOpLossScale": "leave it out: mpjax.value_and_grad serves an optimiser without a loss scale, too",
-  **dict.fromkeys(
-    ("cast_to_compute", "cast_to_param", "cast_to_output"), "mpjax.get_policy('bf16').cast_to_compute(tree)"
-  ),
-  **dict.fromkeys(
-    ("mixed_precision", "set_global_policy", "set_policy", "initialize", "amp"),
-    "no policy is global: wrap the function, loss = mpjax.autocast(loss_fn, 'bf16'), or the whole step, "
-    "step = mpjax.make_train_step(loss_fn, tx, policy='bf16')",
-  ),
-  **dict.fromkeys(
-    ("filter_grad", "filter_value_and_grad"),
-    "mpjax.value_and_grad(loss_fn, opt_state), or mpjax.make_train_step, which takes Equinox modules",
-  ),
-  **dict.fromkeys(
-    ("DDP", "FSDP", "DistributedDataParallel", "FullyShardedDataParallel", "no_sync"),
-    "a step divides batch and parameters over a mesh: mpjax.make_train_step(loss_fn, tx, policy, mesh=mesh)",
-  ),
-  **dict.fromkeys(
-    ("clip_grad_norm_", "clip_grad_norm", "unscale_"),
-    "the optimiser inside the loss scale sees unscaled gradients: "
-    "tx = mpjax.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), tx))",
-  ),
-  **dict.fromkeys(
-    ("Adam8bit", "AdamW8bit", "adamw8bit"), "mpjax.quantized_state(optax.adamw(1e-3, b2=0.95), 'int8')"
-  ),
-  "half": "mpjax.half_precision(f), a region that runs in half precision, or mpjax.get_policy('half')",
-  "select_tree": "mpjax.keep_if_finite(opt_state, new, old)",
-  "is_finite": "mpjax.all_finite(tree)",
-}
 
 
 def __getattr__(name: str) -> Any:
@@ -147,10 +97,7 @@ def __getattr__(name: str) -> Any:
     return value
   if not name.startswith("_") and importlib.util.find_spec(f"mpjax.{name}"):
     return importlib.import_module(f"mpjax.{name}")
-  package = next((package for package, names in _BELOW.items() if name in names.split()), None)
-  place = f": it is mpjax.{package}.{name}" if package else ""
-  instead = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-  raise AttributeError(f"{missing(__name__, name)}{place}{instead}")
+  raise missing(__name__, name)
 
 
 def __dir__() -> list[str]:

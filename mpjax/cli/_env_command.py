@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -22,24 +23,19 @@ def run(options: argparse.Namespace) -> None:
     jax_says = str(jax.print_environment_info(return_string=True)).strip()
   except RuntimeError as error:  # no device
     jax_says = f"jax: {jax.__version__}\ndevices: none: {error}"
-  try:
-    required = importlib.metadata.requires("mpjax") or []
-  except importlib.metadata.PackageNotFoundError:  # a checkout on the path without metadata
-    required = []
-  names = {found[0] for found in map(_PACKAGE.match, required) if found} - {"mpjax"}
-  versions = {"mpjax": mpjax.__version__} | {name: _version(name) for name in sorted(names)}
+  versions = {"mpjax": mpjax.__version__}
+  with contextlib.suppress(
+    importlib.metadata.PackageNotFoundError
+  ):  # a checkout on the path without metadata
+    required = map(_PACKAGE.match, importlib.metadata.requires("mpjax") or [])
+    for name in sorted({found[0] for found in required if found} - {"mpjax"}):
+      try:
+        versions[name] = importlib.metadata.version(name)
+      except importlib.metadata.PackageNotFoundError:
+        versions[name] = "not installed"
   settings = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")}
   flags = {name: value for name, value in sorted(os.environ.items()) if _FLAGS.fullmatch(name)}
   if options.json:
     print(json.dumps({"jax": jax_says, "versions": versions, "config": settings, "flags": flags}, indent=1))
     return
-  print(jax_says)
-  for name, value in (versions | settings | flags).items():
-    print(f"{name}: {value}")
-
-
-def _version(name: str) -> str:
-  try:
-    return importlib.metadata.version(name)
-  except importlib.metadata.PackageNotFoundError:
-    return "not installed"
+  print("\n".join([jax_says, *(f"{name}: {value}" for name, value in (versions | settings | flags).items())]))

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from mpjax.cli._shared import Screen, split_policies, warn_of_policy
-from mpjax.train import load_config, load_plugins
+from mpjax.cli._shared import Screen, load_configs
 from mpjax.train.setup._experiment import Experiment, Place
 from mpjax.train.setup._saved_run import facts_of
 
 
 def run(options: argparse.Namespace) -> None:
   """Runs the command: an answer for each policy, one after the other."""
-  load_plugins(options.plugin)
-  policies, overrides = split_policies(options.overrides)
   setups: list[Experiment] = []
-  for override in [[f"policy={name}"] for name in policies] or [[]]:
-    config = load_config(options.config, [*override, *overrides])
-    warn_of_policy(config.policy)
+  for config in load_configs(options):
     info = facts_of(config, options.config)
     setup = Experiment(config, info, config.resolve_policy(), Place.of_tools(config))
     setup.check()

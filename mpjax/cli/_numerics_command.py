@@ -10,12 +10,12 @@ import jax
 import yaml
 
 from mpjax import formats
-from mpjax.cli._shared import Screen, warn_of_policy
+from mpjax.cli._shared import Screen, load_configs
 from mpjax.cli._subject import load_batch, locate, open_subject, run_or_config
 from mpjax.numerics import find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
 from mpjax.registry._names import config_errors
-from mpjax.train import Config, ConfigError, load_config, load_plugins
+from mpjax.train import Config, ConfigError
 from mpjax.train.config._config_file import read_tree
 
 
@@ -24,21 +24,21 @@ def run(options: argparse.Namespace) -> None:
   if options.formats:
     print(formats.format_table())
     return
-  load_plugins(options.plugin)
-  own, overrides = options.own, options.overrides
+  own, screen = options.own, Screen()
   path, checkpoint = run_or_config(options)
-  config = load_config(path, overrides)
-  warn_of_policy(config.policy)
-  screen = Screen()
+  config, *more = load_configs(options)
+  if more:
+    raise ConfigError("policy: expected one policy")
   if options.hunt is not None:
     _hunt(config, checkpoint, screen, options)
     return
   page = pathlib.Path(options.html or _page(path, config, checkpoint))
-  batches, steps = own.get("batches", 2), own.get("steps", 0 if checkpoint else 10)
+  steps = own.get("steps", 0 if checkpoint else 10)
   doing = f"compiling the training step, and training {steps} steps"
   with screen.progress() as advance:
     advance(doing if steps else "building the model and reading its state")
     setup, state, rows = open_subject(config, checkpoint, steps)
+    batches = list(itertools.islice(rows, own.get("batches", 2)))
   recipe, used = config.resolve_policy().fp8, setup.policy.fp8
   if recipe and used and recipe.recipe != used.recipe:
     screen.say(
@@ -46,16 +46,15 @@ def run(options: argparse.Namespace) -> None:
     )
   name = path.parent.name if path.name == "config.yaml" else path.stem
   parameters = sum(leaf.size for leaf in jax.tree.leaves(state.arrays))
+  total = len(batches) * setup.step.accumulate
   with screen.progress() as advance, config_errors():
     report = inspect_numerics(
       setup.step,
       state,
-      itertools.islice(rows, batches),
+      batches,
       keep=own.get("keep", 0.999),
       title=f"{name} ({config.model.kind} of {parameters:,} parameters)",
-      progress=lambda line: advance(
-        f"inspected {line} of {batches * setup.step.accumulate}" if line.startswith("batch ") else line
-      ),
+      progress=lambda line: advance(f"inspected {line} of {total}" if line.startswith("batch ") else line),
     )
   screen.show(report, options, alarm="^problem")
   if options.html is None:
@@ -70,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
     lines = [f"# {path} with the policy that `mpjax numerics` advises."]
     lines += [f"# {key}: {buys}" for key, buys in report.advice.lines]
     text = "\n".join(lines) + "\n" + yaml.safe_dump({"policy": policy}, sort_keys=False)
-    screen.write_config("--apply", options.apply, text, read_tree(path, overrides))
+    screen.write_config("--apply", options.apply, text, read_tree(path, options.overrides))
 
 
 def _page(path: pathlib.Path, config: Config, checkpoint: str | None) -> pathlib.Path:

@@ -14,12 +14,12 @@ from mpjax._render.picture_style import require_picture
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.tables import Report
 from mpjax._types import PolicyLike
-from mpjax.cli._shared import Screen, split_policies, warn_of_policy
+from mpjax.cli._shared import Screen, load_configs, split_policies
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, presets_of
 from mpjax.planner._picture import save_picture
 from mpjax.planner._report import NO_FIT, answer, answer_beside, sections_of
 from mpjax.registry._names import config_errors
-from mpjax.train import ConfigError, Planner, load_config, load_plugins
+from mpjax.train import ConfigError, Planner
 from mpjax.train.config._config import DEFAULT_RECOMPUTE
 from mpjax.train.setup._saved_run import facts_of
 
@@ -30,51 +30,46 @@ _RECOMPUTE = (DEFAULT_RECOMPUTE, "blocks")
 
 def run(options: argparse.Namespace) -> None:
   """Runs the command."""
-  policies, overrides = split_policies(options.overrides)
   with config_errors():
     target = get_target(options.own.get("target"))
   if not target.is_here:
     # This process only traces, and the target's compiler has its own process: no device is needed here.
     jax.config.update("jax_platforms", "cpu")
-  load_plugins(options.plugin)
-  named = [[f"policy={name}"] for name in policies] or [[]]
-  configs = [load_config(options.config, [*policy, *overrides]) for policy in named]
-  screen = Screen()
+  configs, screen = load_configs(options, target.kind), Screen()
   if options.memory and not (options.fit or options.cheapest):
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest, too")
   if options.picture:
     with config_errors("--picture: "):  # before anything is computed
       require_picture(options.picture)
-  for each in configs:
-    warn_of_policy(each.policy, target.kind)
   planner = Planner(configs[0], target, facts_of(configs[0], options.config))
   compile: bool | str = False if options.analytic else "auto"
   memory = _memory(options.memory, target) if options.fit or options.cheapest else 0
-  chosen: list[PolicyLike | None] = [each.policy for each in configs] if policies else [None]
+  policies: list[PolicyLike] = [each.policy for each in configs]
   report: dict[str, Any] = {}
   first: list[str] = []
   if options.fit:
     with screen.progress(lines=False) as advance, config_errors():
 
-      def fit(policy: PolicyLike | None) -> Fit:
+      def fit(policy: PolicyLike) -> Fit:
         of_batch = lambda batch, how: planner.plan(policy, batch=batch, compile=how)
         tell = lambda batch, low, high: advance(f"batch {batch}, between {low} and {high or '?'}")
         return largest_batch(of_batch, memory, multiple=planner.multiple, compile=compile, progress=tell)
 
-      fits = [fit(policy) for policy in chosen]
+      fits = [fit(policy) for policy in policies]
     plans = [found.plan for found in fits]
     first = [f"{found.plan.label}: {found}" for found in fits]
     keys = ("batch", "next_batch", "next_peak", "memory", "tried")
     report["fit"] = [{"label": fit.plan.label} | {key: getattr(fit, key) for key in keys} for fit in fits]
   elif options.cheapest:
-    asked = chosen if policies else presets_of(target)
+    is_chosen = bool(split_policies(options.overrides)[0])
+    asked = policies if is_chosen else presets_of(target)
     plans = _compare(planner, itertools.product(asked, _RECOMPUTE, planner.gathers), compile, screen)
     with config_errors():
       best = cheapest(plans, memory)
     first = [f"cheapest that fits {bytes_text(memory)}: {best.label}, {bytes_text(best.peak)}"]
     report["cheapest"] = best.label
   else:
-    plans = _compare(planner, [(policy, None, None) for policy in chosen], compile, screen)
+    plans = _compare(planner, [(policy, None, None) for policy in policies], compile, screen)
   report = {"plans": [plan.to_dict() for plan in plans], **report}
   if not options.fit and all(plan.time for plan in plans):
     plans.sort(key=lambda plan: plan.time.seconds if plan.time else 0)
@@ -106,7 +101,7 @@ def _memory(text: str | None, target: Target) -> int:
 
 def _compare(
   planner: Planner,
-  tried: Iterable[tuple[PolicyLike | None, str | None, str | None]],
+  tried: Iterable[tuple[PolicyLike, str | None, str | None]],
   compile: bool | str,
   screen: Screen,
 ) -> list[Plan]:
@@ -116,8 +111,7 @@ def _compare(
   # --cheapest takes long: it says in a file, too, how far it is.
   with screen.progress(lines=choices[0][1] is not None) as advance:
     for i, (policy, how, gather) in enumerate(choices):
-      words = [str(policy or planner.config.policy)]
-      words += [f"{word} {value}" for word, value in (("recompute", how), ("gather", gather)) if value]
+      words = [str(policy), f"recompute {how}", f"gather {gather}"][: 3 if how else 1]
       advance(f"plan {i + 1} of {len(choices)}: {', '.join(words)}")
       made = planner.plan(policy, recompute=how, gather=gather, compile=compile)
       plans.setdefault(made.label, made)

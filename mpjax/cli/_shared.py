@@ -16,9 +16,9 @@ import rich.markup
 import yaml
 
 from mpjax._render.tables import TEXT_WIDTH, Shown, print_shown
-from mpjax._types import PolicyLike
 from mpjax.policy import bare_dtype_advice, get_policy
 from mpjax.registry._names import ConfigError, config_errors
+from mpjax.train import Config, load_config, load_plugins
 
 
 def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -41,11 +41,19 @@ def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
   return policies, rest
 
 
-def warn_of_policy(policy: PolicyLike, backend: str | None = None) -> None:
-  """Warns on stderr about a bare dtype, which is probably not the policy that the user meant."""
-  advice = bare_dtype_advice(policy, backend)
-  if advice is not None:
-    print(f"warning: {advice}", file=sys.stderr)
+def load_configs(options: argparse.Namespace, backend: str | None = None) -> list[Config]:
+  """Runs plug-ins and loads a command's config: under each policy of `policy=a,b`, or its own.
+
+  Warns on stderr of a bare dtype, which is probably not the policy that the user meant.
+  """
+  load_plugins(options.plugin)
+  policies, overrides = split_policies(options.overrides)
+  named = [[f"policy={name}"] for name in policies] or [[]]
+  configs = [load_config(options.config, [*policy, *overrides]) for policy in named]
+  for config in configs:
+    if advice := bare_dtype_advice(config.policy, backend):
+      print(f"warning: {advice}", file=sys.stderr)
+  return configs
 
 
 class Screen:

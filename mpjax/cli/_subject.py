@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import pathlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,16 +20,10 @@ from mpjax.train.setup._experiment import Place, Setup
 from mpjax.train.setup._saved_run import SavedRun
 
 
-class Subject(NamedTuple):
-  """A step under the config's policy, a state, and the training batches from there on, on the devices."""
-
-  setup: Setup
-  state: TrainState
-  batches: Iterator[PyTree]
-
-
-def open_subject(config: Config, checkpoint: str | None, steps: int = 0) -> Subject:
-  """Builds a config's step with its first state, or with a checkpoint's state and the batches after it.
+def open_subject(
+  config: Config, checkpoint: str | None, steps: int = 0
+) -> tuple[Setup, TrainState, Iterator[PyTree]]:
+  """Returns a config's step with its first state, or a checkpoint's, and the batches from there on, placed.
 
   The config's policy may differ from that of the checkpoint's run. Takes `steps` steps first.
 
@@ -48,7 +41,7 @@ def open_subject(config: Config, checkpoint: str | None, steps: int = 0) -> Subj
   for batch in itertools.islice(batches, steps):
     state, _ = setup.step(state, batch)
     jax.block_until_ready(state.step)
-  return Subject(setup, state, batches)
+  return setup, state, batches
 
 
 def _restored(setup: Setup, iterator: DatasetIterator, checkpoint: str) -> tuple[Setup, TrainState]:
@@ -106,11 +99,12 @@ def run_or_config(options: argparse.Namespace) -> tuple[pathlib.Path, str | None
   Raises:
     ConfigError: if both a checkpoint and a run directory are given, or there is no such config.
   """
-  checkpoint: str | None = options.own.get("checkpoint")
-  is_run = pathlib.Path(options.config).is_dir()
-  if is_run and checkpoint is not None:
-    raise ConfigError(f"checkpoint={checkpoint} and the run directory {options.config}: expected one of them")
-  return find_config(options.config), options.config if is_run else checkpoint
+  config, checkpoint = options.config, options.own.get("checkpoint")
+  if pathlib.Path(config).is_dir():
+    if checkpoint is not None:
+      raise ConfigError(f"checkpoint={checkpoint} and the run directory {config}: expected one of them")
+    checkpoint = config
+  return find_config(config), checkpoint
 
 
 def locate(checkpoint: str) -> tuple[SavedRun, str]:

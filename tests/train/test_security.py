@@ -131,7 +131,7 @@ sys.dont_write_bytecode = True
 import dataclasses
 from mpjax.cli import main
 from mpjax.train import load_safetensors, register_model
-from mpjax.zoo.models._language_model import gpt
+from mpjax.zoo._tasks import gpt
 
 @register_model("oddly_named")
 def oddly_named(info, *, dim: int, layers: int, heads: int, dropout: float):

@@ -13,7 +13,7 @@ from flax import nnx
 import mpjax
 
 # The task of `model.kind: gpt` for rows that are made here.
-from mpjax.zoo.models._language_model import gpt
+from mpjax.zoo._tasks import gpt
 from tests.train._tiny_gpt import records
 from tests.zoo._datasets import load
 

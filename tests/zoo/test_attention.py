@@ -1,4 +1,4 @@
-"""Attention and its gradients against NumPy in float64; its dtypes, residuals and errors."""
+"""Attention and its gradients against NumPy in float64; its dtypes and residuals."""
 
 import jax
 import jax.numpy as jnp
@@ -56,29 +56,6 @@ def test_attention_gradients_under_transforms():
   want, found = jax.jit(together)(stack)
   for name, got in found.items():
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-def test_attention_of_other_lengths():
-  q, k, v, _ = ARRAYS
-  whole = numpy_attention(*(x.astype(np.float64) for x in ARRAYS), False)[0]
-  for implementation in ("auto", "xla"):
-    got = attention(q[:, :2], k, v, causal=False, implementation=implementation)
-    np.testing.assert_allclose(got, whole[:, :2], rtol=1e-5, atol=1e-6)
-
-
-def test_attention_refuses():
-  q, k, v, _ = ARRAYS
-  ints = {name: x.astype(np.int32) for name, x in {"q": q, "k": k, "v": v}.items()}
-  for change, match in [
-    ({"implementation": "flash"}, "attention='flash': expected one of auto, xla, cudnn, splash"),
-    ({"q": q[0]}, r"q\[5, 2, 8\]"),
-    ({"k": k[:, :3]}, r"k\[2, 3, 2, 8\]"),
-    ({"q": q[..., :4]}, r"expected \[B, T, N, H\] for q"),
-    ({"v": v.astype(jnp.bfloat16)}, "v bfloat16: expected one floating dtype"),
-    (ints, "q int32"),
-  ]:
-    with pytest.raises(ValueError, match=match):
-      attention(**({"q": q, "k": k, "v": v, "causal": False} | change))
 
 
 def numpy_attention(q, k, v, d_out, causal):

@@ -19,9 +19,8 @@ import mpjax
 from mpjax.numerics import reference_state, reference_step
 from mpjax.numerics._pass import passes
 from mpjax.registry._task import ModelInfo
-from mpjax.zoo.models import GPT, _fused_attention, gpt_sharding
+from mpjax.zoo.models import GPT, _attention, chosen_attention, gpt_sharding
 from mpjax.zoo.models._attention import attention
-from mpjax.zoo.models._fused_attention import chosen_attention, on_parts
 from tests.casting._jaxprs import equations
 
 FP8 = {"base": "fp8", "fp8": {"emulate": True}}
@@ -66,7 +65,7 @@ def gpu(monkeypatch):
         raise ValueError(f"{q.dtype} of q")
       return jax.lax.max(q, k + v)
 
-    monkeypatch.setattr(_fused_attention, "_cudnn", cudnn)
+    monkeypatch.setattr(_attention, "_cudnn", cudnn)
 
   return of
 
@@ -87,11 +86,11 @@ def test_auto_takes_what_cudnn_takes_on_this_gpu(gpu):
 @pytest.fixture
 def interpreted(monkeypatch):
   """Runs splash attention on this CPU."""
-  _fused_attention._splash_kernel.cache_clear()
+  _attention._splash_kernel.cache_clear()
   make = splash_attention_kernel.make_splash_mha
   monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", functools.partial(make, interpret=True))
   yield
-  _fused_attention._splash_kernel.cache_clear()
+  _attention._splash_kernel.cache_clear()
 
 
 def qkv(heads=2, rows=2):
@@ -116,7 +115,7 @@ def test_splash_computes_what_the_xla_path_does(interpreted, causal):
   expected = jax.jit(gradients("xla", causal))(*qkv())
   near(jax.jit(gradients("splash", causal, "bf16"))(*qkv()), expected, 0.02)
   if causal:  # the kernel itself, whose rounding is no part of it
-    loss = lambda q, k, v: jnp.square(on_parts("splash", q, k, v, causal)).sum()
+    loss = lambda q, k, v: jnp.square(_attention._splash(q, k, v, causal)).sum()
     near(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*qkv()), expected, 1e-5)
 
 

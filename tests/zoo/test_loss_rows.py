@@ -11,7 +11,7 @@ from flax import nnx
 import mpjax
 
 # The task of `model.kind: gpt` for rows that are made here.
-from mpjax.zoo.models._language_model import gpt
+from mpjax.zoo._tasks import gpt
 from tests.casting._jaxprs import equations
 
 TOKENS = np.random.default_rng(0).integers(0, 60, (4, 17)).astype(np.int32)

@@ -206,7 +206,7 @@ def test_the_head_has_a_module_path(tie_head):
 def test_image_models_refuse():
   for changes, shape, match in [
     ({"dim": 9}, (1, 4, 4, 1), "dim=9 is not divisible by heads=2"),
-    ({"attention": "flash"}, (1, 4, 4, 1), "attention='flash'"),
+    ({"attention": "flash"}, (1, 4, 4, 1), "attention='flash': expected one of auto, xla, cudnn, splash"),
     ({"patch": 3}, (1, 4, 4, 1), r"images \[1, 4, 4, 1\]: .*patch=3"),
     ({}, (4, 4, 1), r"images \[4, 4, 1\]"),
     (None, (4, 4, 1), r"images \[4, 4, 1\]"),

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpjax.registry._kinds import Positive, register_data
 from mpjax.registry._names import DataError
-from mpjax.zoo.data._images import Classes, Labelled, images_to_rows
+from mpjax.zoo.data._images import Classes, Images, images_to_rows
 from mpjax.zoo.data._text import Loaded, Share, documents_to_rows, streams_to_rows
 
 
@@ -55,15 +55,16 @@ def load_huggingface(
   if token_column:
     if vocab_size is None:
       raise DataError("data.vocab_size: missing; expected the number of the tokenizer's tokens")
-    found = [_tokens(split, token_column, titles[name], vocab_size) for name, split in splits.items()]
-    if len(found) == 1:
-      [(stream, lengths)] = found
-      count = len(lengths) - max(1, round(len(lengths) * valid_fraction))
-      cut = len(stream) - round(len(stream) * valid_fraction) if packed else int(lengths[:count].sum())
-      found = [(stream[:cut], lengths[:count]), (stream[cut:], lengths[count:])]
-    streams, counts = map(list, zip(*found, strict=True))
+    lists = [_tokens(split, token_column, titles[name], vocab_size) for name, split in splits.items()]
+    if packed:
+      lists = [[np.concatenate([np.zeros(0, np.uint16), *split])] for split in lists]
+    if len(lists) == 1:
+      whole: Any = lists[0][0] if packed else lists[0]
+      cut = len(whole) - max(1, round(len(whole) * valid_fraction))
+      parts = whole[:cut], whole[cut:]
+      lists = [[part] for part in parts] if packed else list(parts)
     facts = {"vocab_size": vocab_size}
-    return streams_to_rows(streams, source, "tokens", seq_len, facts, None if packed else counts)
+    return streams_to_rows(lists, source, "tokens", seq_len, facts, packed=packed)
   if text_column:
     documents: list[dict[str, bytes]] = [{} for _ in splits]
     for of, (name, split) in zip(documents, splits.items(), strict=True):
@@ -75,7 +76,7 @@ def load_huggingface(
   if not (image_column and label_column):
     raise DataError("expected data.text_column, data.token_column, or data.image_column with label_column")
   pairs = [
-    Labelled(split[image_column], np.asarray(list(split[label_column])), titles[name], label_column)
+    Images(split[image_column], np.asarray(list(split[label_column])), titles[name], label_column)
     for name, split in splits.items()
   ]
   return images_to_rows(pairs, source, num_classes, valid_fraction)
@@ -98,11 +99,10 @@ def _load(source: str, saved: bool, wanted: list[str], columns: list[str]) -> di
   return {split: splits[split] for split in wanted}
 
 
-def _tokens(split: Any, name: str, title: str, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the concatenated lists of a column, in 16 bits if they suffice, and the length of each list."""
-  length_of = importlib.import_module("pyarrow.compute").list_value_length
+def _tokens(split: Any, name: str, title: str, vocab_size: int) -> list[np.ndarray]:
+  """Returns the lists of a column, in 16 bits if they suffice."""
   dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
-  parts, lengths = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
+  lists: list[np.ndarray] = []
   for chunk in split.select_columns([name]).with_format("arrow")[:].column(name).chunks:
     inside = chunk.flatten() if hasattr(chunk, "flatten") else chunk
     numbers = inside.to_numpy(zero_copy_only=False)  # with gaps they are floats
@@ -110,6 +110,7 @@ def _tokens(split: Any, name: str, title: str, vocab_size: int) -> tuple[np.ndar
       raise DataError(f"{title}: {name} is {chunk.type} or has gaps: expected lists of integers")
     if len(wrong := numbers[(numbers < 0) | (numbers >= vocab_size)]):
       raise DataError(f"{title}: {name} has {wrong[0]}: expected 0 on, below data.vocab_size={vocab_size}")
-    parts.append(numbers.astype(dtype))
-    lengths.append(length_of(chunk).to_numpy(zero_copy_only=False).astype(np.int64))
-  return np.concatenate(parts), np.concatenate(lengths)
+    lengths = chunk.value_lengths().to_numpy(zero_copy_only=False)
+    numbers, ends = numbers.astype(dtype), np.cumsum(lengths)
+    lists += [numbers[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+  return lists

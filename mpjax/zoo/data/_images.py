@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import pathlib
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import pydantic
@@ -34,7 +34,7 @@ def load_digits() -> Loaded:
   file = pathlib.Path(package.origin).with_name("datasets") / "data" / "digits.csv.gz"
   table = np.loadtxt(file, np.float32, delimiter=",")
   title = "scikit-learn handwritten digits"
-  every = Labelled(table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int32), title)
+  every = Images(table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int32), title)
   return images_to_rows([every], title, valid_fraction=0.2)
 
 
@@ -68,26 +68,48 @@ def load_npz(
     if images.dtype.kind == "f":
       with np.errstate(over="ignore"):  # what float32 cannot hold is reported as infinite
         images = images.astype(np.float32)
-    splits.append(Labelled(images, arrays[f"{prefix}labels"], path, f"{prefix}labels"))
+    splits.append(Images(images, arrays[f"{prefix}labels"], path, f"{prefix}labels"))
   return images_to_rows(splits, path, num_classes, valid_fraction)
 
 
-class Labelled(NamedTuple):
-  """Images by position, an array or a sequence that reads them on demand, with labels [N].
+@dataclasses.dataclass(frozen=True)
+class Images:
+  """Rows of an image, standardised in float32, and a label.
 
-  `title` says where they come from, `name` what the labels are called there.
+  Attributes:
+    images: an array, or a sequence that reads images on demand.
+    labels: of all images, [N].
+    title: where they come from.
+    name: what the labels are called there.
+    at: the positions of the images that are rows; those of all images by default.
+    shape: the shape of an image in a row.
+    mean: what is subtracted.
+    deviation: what is divided by.
   """
 
   images: Any
   labels: np.ndarray
   title: str
   name: str = "labels"
+  at: Any = None
+  shape: tuple[int, ...] = ()
+  mean: float = 0.0
+  deviation: float = 1.0
 
-  def sample(self, positions: np.ndarray) -> np.ndarray:
-    """Returns the images at some positions; at most 1024 that are read on demand."""
+  def __len__(self) -> int:
+    return len(self.images if self.at is None else self.at)
+
+  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    image = np.asarray(self.images[int(self.at[index])], np.float32)
+    image = ((image - self.mean) / self.deviation).astype(np.float32)
+    return {"images": image.reshape(self.shape), "labels": self.labels[self.at[index]].astype(np.int32)}
+
+  def sample(self) -> np.ndarray:
+    """Returns the images as they are; at most 1024 that are read on demand."""
+    at = np.arange(len(self)) if self.at is None else self.at
     if isinstance(self.images, np.ndarray):
-      return self.images[positions]
-    some = positions[np.unique(np.linspace(0, len(positions) - 1, _SAMPLED).astype(int))]
+      return self.images[at]
+    some = at[np.unique(np.linspace(0, len(at) - 1, _SAMPLED).astype(int))]
     images = [np.asarray(self.images[int(position)]) for position in some]
     if len(shapes := {image.shape for image in images}) > 1:
       raise DataError(f"{self.title}: images have the shapes {sorted(shapes)}: expected one shape")
@@ -95,7 +117,7 @@ class Labelled(NamedTuple):
 
 
 def images_to_rows(
-  splits: Sequence[Labelled], title: str, num_classes: int | None = None, valid_fraction: float = 0.05
+  splits: Sequence[Images], title: str, num_classes: int | None = None, valid_fraction: float = 0.05
 ) -> Loaded:
   """Makes rows of images to train on and held out, which are read one by one.
 
@@ -108,32 +130,30 @@ def images_to_rows(
   Raises:
     DataError: if a split is empty, or images and labels do not fit together.
   """
-  given, positions = splits, [np.arange(len(split.images)) for split in splits]
+  positions = [np.arange(len(split)) for split in splits]
   if len(splits) == 1:
     order = np.random.default_rng(0).permutation(positions[0])
     held_out = max(1, round(len(order) * valid_fraction))
-    positions, splits = [np.sort(order[held_out:]), np.sort(order[:held_out])], [splits[0], splits[0]]
-  counts = [len(part) for part in positions]
+    positions = [np.sort(order[held_out:]), np.sort(order[:held_out])]
+  counts = [len(at) for at in positions]
   if not all(counts):
     raise DataError(f"{title}: {counts[0]} training and {counts[1]} evaluation images: expected some")
-  bound = num_classes or max(_FEW, sum(len(split.labels) for split in given))
+  bound = num_classes or max(_FEW, sum(len(split.labels) for split in splits))
   below = f"data.num_classes={num_classes}" if num_classes else f"{bound}, or data.num_classes"
-  for split in given:
+  for split in splits:
     _check(split, bound, below)
-  seen, seen_held_out = (split.sample(part) for split, part in zip(splits, positions, strict=True))
-  if (seen.shape[1:], seen.dtype) != (seen_held_out.shape[1:], seen_held_out.dtype):
+  pairs = zip((splits[0], splits[-1]), positions, strict=True)
+  rows = [dataclasses.replace(split, at=at) for split, at in pairs]
+  seen, labels = [part.sample() for part in rows], [part.labels[part.at] for part in rows]
+  kinds = [f"{images.dtype}{images.shape[1:]}" for images in seen]
+  if kinds[0] != kinds[1]:
     # Most likely 0 to 255 in one and 0 to 1 in the other, with one mean and deviation for both.
-    raise DataError(
-      f"{title}: eval_images are {seen_held_out.dtype}{seen_held_out.shape[1:]}, images "
-      f"{seen.dtype}{seen.shape[1:]}: expected one shape and dtype"
-    )
-  labels = [split.labels[part] for split, part in zip(splits, positions, strict=True)]
+    raise DataError(f"{title}: eval_images are {kinds[1]}, images {kinds[0]}: expected one shape and dtype")
   digest = hashlib.blake2b(digest_size=8)
-  for array in (seen, labels[0], seen_held_out, labels[1]):
+  for array in (seen[0], labels[0], seen[1], labels[1]):
     digest.update(repr((array.shape, array.dtype.str)).encode())
     digest.update(np.ascontiguousarray(array).tobytes())
-  mean, deviation = seen.mean(dtype=np.float64), max(seen.std(dtype=np.float64), 1e-6)
-  shape = (*seen.shape[1:], 1)[:3]
+  shape = (*seen[0].shape[1:], 1)[:3]
   classes = num_classes or int(max(map(np.max, labels))) + 1
   facts = {
     "image_shape": shape,
@@ -142,32 +162,12 @@ def images_to_rows(
     "description": f"{title}: {counts[0]} images of {'x'.join(map(str, shape))} to train on, "
     f"{counts[1]} held out, {classes} classes",
   }
-  parts = zip([split.images for split in splits], positions, labels, strict=True)
-  rows = [Images(*part, shape, mean, deviation) for part in parts]
-  return rows[0], rows[1], facts
+  mean, deviation = seen[0].mean(dtype=np.float64), max(seen[0].std(dtype=np.float64), 1e-6)
+  train, held = (dataclasses.replace(part, shape=shape, mean=mean, deviation=deviation) for part in rows)
+  return train, held, facts
 
 
-@dataclasses.dataclass(frozen=True)
-class Images:
-  """Rows of an image, standardised in float32, and a label."""
-
-  images: Any
-  positions: np.ndarray
-  labels: np.ndarray
-  shape: tuple[int, ...]
-  mean: float
-  deviation: float
-
-  def __len__(self) -> int:
-    return len(self.labels)
-
-  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    image = np.asarray(self.images[int(self.positions[index])], np.float32)
-    image = ((image - self.mean) / self.deviation).astype(np.float32)
-    return {"images": image.reshape(self.shape), "labels": self.labels[index].astype(np.int32)}
-
-
-def _check(split: Labelled, bound: int, below: str) -> None:
+def _check(split: Images, bound: int, below: str) -> None:
   """Raises `DataError` for unfit images or labels, or if they do not fit together."""
   title, name, labels = split.title, split.name, split.labels
   if labels.ndim != 1 or labels.dtype.kind not in "ui":
@@ -175,7 +175,7 @@ def _check(split: Labelled, bound: int, below: str) -> None:
   if (wrong := (labels < 0) | (labels >= bound)).any():
     at = int(np.argmax(wrong))
     raise DataError(f"{title}: {name}[{at}]={labels[at]}: expected a class from 0 on, below {below}")
-  images = split.sample(np.arange(len(split.images)))
+  images = split.sample()
   if images.ndim not in (3, 4) or images.dtype.kind not in "uif" or 0 in images.shape[1:]:
     raise DataError(
       f"{title}: images is {images.dtype}{list(images.shape)}: expected numbers of shape [N, H, W] or "

@@ -1,7 +1,8 @@
-"""Text files as windows of bytes: the standard library's source, or the user's own files."""
+"""Windows of text as bytes, and of token numbers that another program made from text."""
 
 from __future__ import annotations
 
+import copy
 import glob
 import hashlib
 import itertools
@@ -9,20 +10,25 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import pydantic
 
-from mpjax.registry._kinds import Positive, register_data
+from mpjax.registry._kinds import Natural, Positive, register_data
 from mpjax.registry._names import DataError
 
 # The share of rows that is held out.
 Share = Annotated[float, pydantic.Field(gt=0, lt=1)]
+# A file, a folder, a glob, or a list of these.
+Paths = str | list[str]
 # Training rows, rows held out, and facts about them.
 Loaded = tuple[Any, Any, dict[str, Any]]
 
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
+# Rows of token files that are read before a run: for the fingerprint, and to find wrong numbers.
+_SAMPLED = 256
+_NUMPY_FILE = b"\x93NUMPY"
 
 
 @register_data("stdlib")
@@ -34,33 +40,73 @@ def load_stdlib(*, seq_len: Positive = 128, valid_fraction: Share = 0.05) -> Loa
 
 
 @register_data("text")
-def load_text(
-  *, path: str | list[str] | None = None, seq_len: Positive = 128, valid_fraction: Share = 0.05
-) -> Loaded:
+def load_text(*, path: Paths | None = None, seq_len: Positive = 128, valid_fraction: Share = 0.05) -> Loaded:
   """Loads a file, a folder (every file in it that is text), a glob, or a list of these, as bytes.
 
   In a folder or a glob, a file is text if its first kilobyte has no zero byte; empty and hidden files are
   left out. A file that several paths lead to is read once, so that it cannot be in both splits. Several
   files are split by file, a single file by position.
   """
-  paths = [path] if isinstance(path, str) else list(path or [])
-  if not paths or not all(paths):  # an empty string would be the working directory
-    raise DataError("data.path: missing; expected a text file, a folder, a glob or a list of these")
+  found = _files_of(path, "path", "text files there (not empty, hidden or binary ones)", _has_text)
   documents: dict[str, bytes] = {}
   seen: set[pathlib.Path] = set()
-  for position, each in enumerate(paths):
-    is_named = pathlib.Path(each).is_file()
-    texts = {name: file for name, file in find_files(each) if _has_text(file, is_named)}
-    if not texts:
-      raise DataError(
-        f"data.path={each!r}: no such file, or no text files there (not empty, hidden or binary ones)"
-      )
-    for name, file in texts.items():
+  for position, files in enumerate(found.values()):
+    for name, file in files:
       if (real := file.resolve()) not in seen:
         seen.add(real)
         # Named by position in the list: split and fingerprint do not depend on the location.
-        documents[name if len(paths) == 1 else f"{position}:{name}"] = file.read_bytes()
-  return documents_to_rows([documents], ", ".join(paths), seq_len, valid_fraction)
+        documents[name if len(found) == 1 else f"{position}:{name}"] = file.read_bytes()
+  return documents_to_rows([documents], ", ".join(found), seq_len, valid_fraction)
+
+
+@register_data("tokens")
+def load_tokens(
+  *,
+  path: Paths,
+  vocab_size: Positive,
+  eval_path: Paths | None = None,
+  dtype: Literal["uint16", "uint32"] | None = None,
+  skip_bytes: Natural = 0,
+  seq_len: Positive = 128,
+  valid_fraction: Share = 0.05,
+) -> Loaded:
+  """Maps files that contain only token numbers, little-endian; no row crosses from one file into the next.
+
+  `dtype` is by default uint16 if it suffices for the vocabulary, else uint32. Without `eval_path` the last
+  rows, a share of `valid_fraction`, are held out. `skip_bytes` is the length of a header of each file.
+
+  Raises:
+    DataError: for files that are missing, empty or cut off, or numbers outside the vocabulary.
+  """
+  numbers = np.dtype(dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")).newbyteorder("<")
+  if numbers.itemsize == 2 and vocab_size > 1 << 16:
+    raise DataError(f"data.dtype=uint16: data.vocab_size={vocab_size} needs uint32")
+  splits = []
+  for key, paths in {"path": path, "eval_path": eval_path}.items():
+    if key == "path" or paths is not None:
+      found = _files_of(paths, key, "files there")
+      files = list(dict.fromkeys(file for each in found.values() for _, file in each))
+      splits.append(
+        TokenRows([_map(file, numbers, skip_bytes) for file in files], seq_len, vocab_size, files)
+      )
+  if len(splits) == 1:
+    [rows] = splits
+    if len(rows) < 2:
+      raise DataError(f"data.path={path!r}: {len(rows)} rows of {seq_len} tokens: expected at least two")
+    count = len(rows) - max(1, round(len(rows) * valid_fraction))
+    splits = [rows.part(0, count), rows.part(count, len(rows))]
+  digest = hashlib.blake2b(repr((seq_len, vocab_size)).encode(), digest_size=8)
+  for split in splits:
+    digest.update(split.sample())
+  sizes = [f"{len(split) * seq_len:,}" for split in splits]
+  facts = {
+    "vocab_size": vocab_size,
+    "seq_len": seq_len,
+    "fingerprint": digest.hexdigest(),
+    "description": f"{path if isinstance(path, str) else ', '.join(path)}: {sizes[0]} tokens of "
+    f"{vocab_size:,} to train on, {sizes[1]} held out",
+  }
+  return splits[0], splits[1], facts
 
 
 def find_files(
@@ -92,35 +138,96 @@ def find_files(
   return sorted((file.relative_to(base).as_posix(), file) for file in files if file.is_file())
 
 
-class Windows:
-  """Rows of `seq_len + 1` tokens; the last token of a row is the first of the next row.
+def _files_of(
+  path: Paths | None,
+  key: str,
+  what: str,
+  keep: Callable[[pathlib.Path, bool], bool] = lambda file, is_named: True,
+) -> dict[str, list[tuple[str, pathlib.Path]]]:
+  """Returns what `find_files` finds at each path of a key, as far as `keep(file, is_named)` is true.
 
-  With the `lengths` of concatenated sequences, a row is of one sequence, padded with 0, and `mask` is true
-  for the sequence. One of fewer than two tokens makes no row, since it has no token to predict.
+  Raises:
+    DataError: if there is no path, or nothing is found at one.
+  """
+  paths = [path] if isinstance(path, str) else path or []
+  if not paths or not all(paths):  # an empty string would be the working directory
+    raise DataError(f"data.{key}: missing; expected a file, a folder, a glob or a list of these")
+  found = {}
+  for each in paths:
+    is_named = pathlib.Path(each).is_file()
+    found[each] = [(name, file) for name, file in find_files(each) if keep(file, is_named)]
+    if not found[each]:
+      raise DataError(f"data.{key}={each!r}: no such file, or no {what}")
+  return found
+
+
+class Windows:
+  """Rows of `seq_len + 1` tokens of one stream; the last token of a row is the first of the next row.
+
+  With `padded`, what is left at the end of a stream makes a row, too: padded with 0, and `mask` is true for
+  the stream. One of fewer than two tokens makes no row, since it has no token to predict.
   """
 
-  def __init__(self, tokens: np.ndarray, seq_len: int, lengths: np.ndarray | None = None):
-    self._tokens, self._seq_len, self._is_padded = tokens, seq_len, lengths is not None
-    self._starts: Any
-    self._stops: Any
-    if lengths is None:  # without an array of all rows
-      last = (len(tokens) - 1) // seq_len * seq_len
-      self._starts, self._stops = (range(at, at + last, seq_len) for at in (0, seq_len + 1))
-      return
-    counts = -(-np.maximum(lengths - 1, 0) // seq_len)
-    ends = np.cumsum(lengths)
-    first = ends - lengths - seq_len * (np.cumsum(counts) - counts)
-    self._starts = np.repeat(first, counts) + seq_len * np.arange(counts.sum())
-    self._stops = np.minimum(self._starts + seq_len + 1, np.repeat(ends, counts))
+  def __init__(self, streams: Sequence[np.ndarray], seq_len: int, *, padded: bool = False):
+    self._streams, self._seq_len, self._padded = streams, seq_len, padded
+    more = seq_len - 1 if padded else 0
+    self._ends = np.cumsum([(max(len(stream) - 1, 0) + more) // seq_len for stream in streams])
+    self._rows = range(int(self._ends[-1]))
+
+  def part(self, first: int, last: int) -> Self:
+    """Returns the rows from `first` up to, not including, `last`."""
+    some = copy.copy(self)
+    some._rows = self._rows[first:last]
+    return some
 
   def __len__(self) -> int:
-    return len(self._starts)
+    return len(self._rows)
+
+  def place(self, index: int) -> tuple[int, int]:
+    """Returns the stream of a row, by position, and where in it the row starts."""
+    row = self._rows[index]
+    stream = int(np.searchsorted(self._ends, row, side="right"))
+    return stream, (row - (int(self._ends[stream - 1]) if stream else 0)) * self._seq_len
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    inside = self._tokens[self._starts[index] : self._stops[index]]
+    stream, start = self.place(index)
+    inside = self._streams[stream][start : start + self._seq_len + 1]
     row = np.zeros(self._seq_len + 1, np.int32)
     row[: len(inside)] = inside
-    return {"tokens": row} | ({"mask": np.arange(len(row)) < len(inside)} if self._is_padded else {})
+    return {"tokens": row} | ({"mask": np.arange(len(row)) < len(inside)} if self._padded else {})
+
+
+class TokenRows(Windows):
+  """Rows of mapped files, whose numbers are checked when they are read."""
+
+  def __init__(
+    self, streams: Sequence[np.ndarray], seq_len: int, vocab_size: int, files: Sequence[pathlib.Path]
+  ):
+    super().__init__(streams, seq_len)
+    self._vocab_size, self._files = vocab_size, files
+    if not len(self):
+      longest = max(map(len, streams))
+      named = ", ".join(map(str, files))
+      raise DataError(f"data.seq_len={seq_len}: longer than the {longest} tokens of {named}")
+
+  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    row = super().__getitem__(index)
+    numbers = row["tokens"].view(np.uint32)  # as in the file
+    if (wrong := numbers >= self._vocab_size).any():
+      at = int(np.argmax(wrong))
+      file, start = self.place(index)
+      raise DataError(
+        f"{self._files[file]}: token {start + at} is {numbers[at]}: expected less than "
+        f"data.vocab_size={self._vocab_size}; is data.dtype right?"
+      )
+    return row
+
+  def sample(self) -> bytes:
+    """Returns a digest of the number of rows and of some rows; reads only a small part of large files."""
+    digest = hashlib.blake2b(repr(len(self)).encode(), digest_size=16)
+    for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLED).astype(int)):
+      digest.update(self[int(index)]["tokens"].tobytes())
+    return digest.digest()
 
 
 def documents_to_rows(
@@ -146,45 +253,47 @@ def documents_to_rows(
     splits = [[text[:cut]], [text[cut:]]]
   elif len(splits) == 1:
     splits = _split_by_name(documents[0], valid_fraction)
-  streams = [np.frombuffer((b"\0" if packed else b"").join(split), np.uint8) for split in splits]
-  lengths = None if packed else [np.array([len(text) for text in split], np.int64) for split in splits]
+  if packed:
+    splits = [[b"\0".join(split)] for split in splits]
+  streams = [[np.frombuffer(text, np.uint8) for text in split] for split in splits]
   facts = {"vocab_size": 256, "bytes_per_token": 1}
-  return streams_to_rows(streams, title, "bytes", seq_len, facts, lengths)
+  return streams_to_rows(streams, title, "bytes", seq_len, facts, packed=packed)
 
 
 def streams_to_rows(
-  streams: list[np.ndarray],
+  splits: Sequence[Sequence[np.ndarray]],
   title: str,
   units: str,
   seq_len: int,
-  facts: dict[str, Any],
-  lengths: list[np.ndarray] | None = None,
+  facts: Mapping[str, Any],
+  *,
+  packed: bool,
 ) -> Loaded:
-  """Cuts the training tokens and the held-out tokens into windows of `seq_len` tokens to predict.
+  """Cuts the streams of the training split and of the one held out into windows of `seq_len` to predict.
 
-  `lengths` are those of the sequences in each split, for padded rows of one sequence each. `units` says what
-  a token is, `facts` are further facts about the data.
+  `units` says what a token is, `facts` are further facts about the data. `packed`: as for documents.
 
   Raises:
-    DataError: if a split is empty, or a stream is shorter than a window.
+    DataError: if a split is empty, or its stream is shorter than a window.
   """
-  for name, tokens in zip(("training", "evaluation"), streams, strict=True):
-    if len(tokens) <= (seq_len if lengths is None else 1):
+  sizes = [sum(map(len, split)) for split in splits]
+  for name, size in zip(("training", "evaluation"), sizes, strict=True):
+    if size <= (seq_len if packed else 1):
       raise DataError(
-        f"data.seq_len={seq_len}: longer than the {len(tokens)} {units} of the {name} split of {title}; "
+        f"data.seq_len={seq_len}: longer than the {size} {units} of the {name} split of {title}; "
         "use a smaller seq_len, more text or another valid_fraction"
       )
-  sizes = (seq_len, [len(tokens) for tokens in streams])
-  digest = hashlib.blake2b(repr(sizes).encode(), digest_size=8)
-  for tokens in (*streams, *(lengths or ())):
+  digest = hashlib.blake2b(repr((seq_len, sizes)).encode(), digest_size=8)
+  lengths = [np.array([len(tokens) for tokens in split], np.int64) for split in splits if not packed]
+  for tokens in (*splits[0], *splits[1], *lengths):
     digest.update(np.ascontiguousarray(tokens).data)
-  facts = facts | {
+  facts = {
+    **facts,
     "seq_len": seq_len,
     "fingerprint": digest.hexdigest(),
-    "description": f"{title}: {len(streams[0]):,} {units} to train on, {len(streams[1]):,} held out",
+    "description": f"{title}: {sizes[0]:,} {units} to train on, {sizes[1]:,} held out",
   }
-  splits = zip(streams, lengths or (None, None), strict=True)
-  train, held_out = (Windows(tokens, seq_len, of) for tokens, of in splits)
+  train, held_out = (Windows(streams, seq_len, padded=not packed) for streams in splits)
   return train, held_out, facts
 
 
@@ -199,3 +308,18 @@ def _has_text(file: pathlib.Path, is_named: bool) -> bool:
   with file.open("rb") as stream:
     head = stream.read(1024)
   return bool(head) and (is_named or b"\0" not in head)
+
+
+def _map(file: pathlib.Path, dtype: np.dtype, skip_bytes: int) -> np.ndarray:
+  with file.open("rb") as stream:
+    head = stream.read(len(_NUMPY_FILE))
+  size = file.stat().st_size - skip_bytes
+  if head == _NUMPY_FILE:
+    raise DataError(f"{file} is an array of NumPy: expected raw numbers, as array.tofile(path) writes them")
+  if size <= 0:
+    raise DataError(f"{file} has no tokens: {size + skip_bytes} bytes, data.skip_bytes={skip_bytes}")
+  if size % dtype.itemsize:
+    raise DataError(
+      f"{file}: {size} bytes are not a whole number of {dtype.name}: it is cut off, or data.dtype is wrong"
+    )
+  return np.memmap(file, dtype, mode="r", offset=skip_bytes)

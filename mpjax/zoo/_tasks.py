@@ -1,0 +1,216 @@
+"""`model.kind: gpt` (nnx), `vit` and `resnet` (linen): the models with their losses.
+
+To read a config takes no model: these functions import it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+import pydantic
+from jaxtyping import Bool, Float, Float32, Int, Key, PRNGKeyArray
+
+from mpjax._average import Average
+from mpjax._types import Array, Metrics, PyTree
+from mpjax.ops import linear_cross_entropy
+from mpjax.registry._kinds import Natural, Positive, register_model
+from mpjax.registry._task import ModelInfo, Task
+from mpjax.sharding import ShardingRule
+
+Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
+_Batch = dict[str, Array]
+_Outputs = tuple[Any, Metrics, PyTree]
+
+
+@register_model("gpt")
+def gpt(
+  info: ModelInfo,
+  *,
+  dim: Positive = 128,
+  layers: Positive = 4,
+  heads: Positive = 4,
+  mlp_ratio: Positive = 4,
+  norm: Literal["rms", "layer"] = "rms",
+  positions: Literal["rope", "learned"] = "rope",
+  dropout: Fraction = 0.0,
+  tie_head: bool = True,
+  attention: Literal["auto", "xla"] = "auto",
+  loss_rows: Natural | None = None,
+) -> Task:
+  """Makes a decoder-only transformer for rows of `tokens` and, optionally, `mask`.
+
+  `mask` is bool and has the shape of `tokens`. The loss is then the mean over the tokens of a batch whose
+  mask is true, however the batch is divided. Attention is causal: padding at the end of a row does not change
+  the tokens before it.
+
+  `loss_rows` tokens at a time go through the output matrix and the loss; all of them for 0. The default is
+  1024 if the vocabulary is above 16,384, else 0.
+  """
+  from flax import nnx
+
+  from mpjax.zoo.models import GPT, chosen_attention, gpt_sharding
+
+  vocab_size, seq_len = info.vocab_size, info.seq_len
+  masked = _is_masked(info)
+  if loss_rows is None:
+    loss_rows = 1024 if vocab_size > 1 << 14 else 0
+  chosen = chosen_attention(attention, info, heads=heads, head_dim=dim // heads, length=seq_len)
+
+  def init(key: PRNGKeyArray) -> GPT:
+    return GPT(
+      vocab_size=vocab_size,
+      max_len=seq_len,
+      dim=dim,
+      layers=layers,
+      heads=heads,
+      mlp_ratio=mlp_ratio,
+      norm=norm,
+      positions=positions,
+      dropout=dropout,
+      tie_head=tie_head,
+      attention=chosen,
+      remat=info.recompute == "blocks",
+      rngs=nnx.Rngs(params=key),
+    )
+
+  def loss_fn(
+    model: GPT, batch: _Batch, row_rngs: Key[Array, " rows"] | None = None
+  ) -> Float[Array, ""] | Average:
+    """Returns the mean cross entropy in nats per token."""
+    tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    where = batch["mask"][:, 1:] if masked else None
+    if not loss_rows:
+      return _cross_entropy(model(tokens, rng=row_rngs), labels, where)
+    x = model.hidden(tokens, rng=row_rngs)
+    with jax.named_scope("head"):  # the same name as in the model
+      loss = functools.partial(linear_cross_entropy, x, model.head_kernel, labels, rows=loss_rows)
+      return loss() if where is None else loss(where=where, as_average=True)
+
+  def evaluate(model: GPT, batch: _Batch) -> dict[str, Array | Average]:
+    loss = loss_fn(model, batch)
+    if getattr(info, "bytes_per_token", None) != 1:
+      return {"loss": loss}
+    return {"loss": loss, "bits_per_byte": loss / jnp.log(2.0)}
+
+  def logits(model: GPT, tokens: jax.Array) -> Float[Array, "batch length vocab"]:
+    """[B, T] tokens -> [B, T, vocab]."""
+    return model(tokens)
+
+  sharding = functools.partial(gpt_sharding, heads=heads)
+  return Task(init, loss_fn, evaluate, logits, sharding, ("tokens", seq_len))
+
+
+def _is_masked(info: ModelInfo) -> bool:
+  """Returns whether rows have a mask of the tokens that count."""
+  row = getattr(info, "row", {})
+  if "mask" not in row:
+    return False
+  (dtype, shape), (_, tokens) = row["mask"], row["tokens"]
+  if dtype != "bool" or tuple(shape) != tuple(tokens):
+    raise ValueError(
+      f"rows hold a mask of {dtype}{list(shape)}: expected bool{list(tokens)}, which of the tokens count; "
+      "give it another name if it says something else"
+    )
+  return True
+
+
+@register_model("vit")
+def vit(
+  info: ModelInfo,
+  *,
+  patch: Positive = 2,
+  dim: Positive = 64,
+  layers: Positive = 4,
+  heads: Positive = 4,
+  mlp_ratio: Positive = 4,
+  dropout: Fraction = 0.0,
+  attention: Literal["auto", "xla"] = "auto",
+) -> Task:
+  """Makes a vision transformer for rows of `images` and `labels`."""
+  from mpjax.zoo.models import ViT, chosen_attention, vit_sharding
+
+  classes, (height, width) = info.num_classes, info.image_shape[:2]
+  length = height // patch * (width // patch)
+  chosen = chosen_attention(attention, info, heads=heads, head_dim=dim // heads, length=length)
+  module = ViT(
+    num_classes=classes,
+    patch=patch,
+    dim=dim,
+    layers=layers,
+    heads=heads,
+    mlp_ratio=mlp_ratio,
+    dropout=dropout,
+    attention=chosen,
+    remat=info.recompute == "blocks",
+  )
+
+  def loss_fn(params: PyTree, batch: _Batch, model_state: PyTree, row_rngs: Key[Array, " rows"]) -> _Outputs:
+    return _training_loss(module, params, batch, model_state, row_rngs=row_rngs)
+
+  sharding = functools.partial(vit_sharding, heads=heads)
+  return _classifier(module, info, loss_fn, sharding)
+
+
+@register_model("resnet")
+def resnet(info: ModelInfo, *, stages: tuple[Positive, ...] = (2, 2, 2), width: Positive = 32) -> Task:
+  """Makes a residual network with BatchNorm for rows of `images` and `labels`."""
+  from mpjax.zoo.models import ResNet, resnet_sharding
+
+  remat = info.recompute == "blocks"
+  module = ResNet(num_classes=info.num_classes, stages=stages, width=width, remat=remat)
+
+  def loss_fn(params: PyTree, batch: _Batch, model_state: PyTree) -> _Outputs:
+    return _training_loss(module, params, batch, model_state)
+
+  return _classifier(module, info, loss_fn, resnet_sharding)
+
+
+def _training_loss(
+  module: Any, params: PyTree, batch: _Batch, model_state: PyTree, **keywords: Any
+) -> _Outputs:
+  """Computes the mean cross entropy, with the accuracy of the batch."""
+  variables = {"params": params, **model_state}
+  images = batch["images"]
+  logits, model_state = module.apply(variables, images, train=True, mutable=list(model_state), **keywords)
+  labels = batch["labels"]
+  return _cross_entropy(logits, labels), {"accuracy": _accuracy(logits, labels)}, model_state
+
+
+def _classifier(module: Any, info: ModelInfo, loss_fn: Any, sharding: ShardingRule) -> Task:
+  image_shape = tuple(info.image_shape)
+
+  def init(key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
+    variables = dict(module.init(key, jnp.zeros((1, *image_shape)), train=False))
+    return variables.pop("params"), variables
+
+  def logits(params: PyTree, images: Array, model_state: PyTree) -> Float[Array, "batch classes"]:
+    """[B, H, W, C] images -> [B, classes]."""
+    return module.apply({"params": params, **model_state}, images, train=False)
+
+  def evaluate(params: PyTree, batch: _Batch, model_state: PyTree) -> dict[str, Any]:
+    out, labels = logits(params, batch["images"], model_state), batch["labels"]
+    return {"loss": _cross_entropy(out, labels), "accuracy": _accuracy(out, labels)}
+
+  return Task(init, loss_fn, evaluate, logits, sharding, ("images", 1))
+
+
+def _cross_entropy(
+  logits: Float[Array, "*rows classes"],
+  labels: Int[Array, "*rows"],
+  where: Bool[Array, "*rows"] | None = None,
+) -> Float32[Array, ""] | Average:
+  """Returns the mean cross entropy in nats, of the rows where `where` is true if it is given."""
+  # In float32 for every output dtype: log-sum-exp over many classes loses float16's last bits.
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+  if where is None:
+    return losses.mean()
+  return Average(jnp.where(where, losses, 0).sum(), where.sum(dtype=jnp.int32))
+
+
+def _accuracy(logits: Float[Array, "rows classes"], labels: Int[Array, " rows"]) -> Float32[Array, ""]:
+  """Returns the share of rows whose label has the largest logit."""
+  return (logits.argmax(-1) == labels).mean(dtype=jnp.float32)
