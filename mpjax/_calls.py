@@ -112,10 +112,11 @@ def refuse_keywords(fun: Callable[..., Any], given: Mapping[str, Any], instead: 
   Args:
     fun: the function.
     given: the arguments that it does not have.
-    instead: from other libraries' names of arguments to the way to write them here.
+    instead: from other libraries' names of arguments, with spaces between them, to the way to write them
+      here.
   """
   for name in given:
-    hint = instead.get(name)
+    hint = next((way for names, way in instead.items() if name in names.split()), None)
     if hint is not None and is_policy(given[name]):
       hint = hint.replace("'bf16'", f"'{_preset_of(given[name])}'")
     if hint is None:

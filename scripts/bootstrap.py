@@ -36,21 +36,18 @@ def main() -> int:
   if sys.version_info < (3, 11):  # noqa: UP036 (run by whatever Python the user has)
     sys.exit(f"mpjax needs Python 3.11 or later; this is {sys.version.split()[0]}")
   if len(sys.argv) < 2 or sys.argv[1] not in ("train", "test"):
-    sys.exit(
-      "usage: python3 scripts/bootstrap.py train [CONFIG.yaml] [key=value ...]"
-      " | test [--all | pytest arguments]"
-    )
+    usage = "train [CONFIG.yaml] [key=value ...] | test [--all | pytest arguments]"
+    sys.exit(f"usage: python3 scripts/bootstrap.py {usage}")
   command, arguments = sys.argv[1], sys.argv[2:]
   if command == "train":
     if not arguments or "=" in arguments[0]:  # a third of its steps; `mpjax train gpt_stdlib` takes the rest
       first = ["train.steps=200", "train.eval_every=100", "train.checkpoint_every=100"]
       arguments[:0] = [str(ROOT / "configs" / "gpt_stdlib.yaml"), *first]
     python = environment(sys.executable, "train")
-    line = [python, str(ROOT / "scripts" / "train.py"), *arguments]
-    if status := subprocess.call(line, env=variables(python)):
-      return status
-    print(f"next: {pathlib.Path(python).with_name('mpjax')} explain gpt_stdlib policy=bf16,fp16")
-    return 0
+    status = subprocess.call([python, str(ROOT / "scripts/train.py"), *arguments], env=variables(python))
+    if not status:
+      print(f"next: {pathlib.Path(python).with_name('mpjax')} explain gpt_stdlib policy=bf16,fp16")
+    return status
   python = environment(newest_python(), "test")
   if arguments not in ([], ["--all"]):
     return run(python, "pytest", *arguments)

@@ -26,7 +26,7 @@ _LINEN = (
   "logits = model.apply({{'params': params}}, batch['x']); ..."
 )
 _KEYWORDS = {
-  **dict.fromkeys(("dtype", "compute_dtype", "precision"), "pass policy='bf16'"),
+  "dtype compute_dtype precision": "pass policy='bf16'",
   "pieces": "leave it out: it looks at as many rows of a batch as fit",
 }
 _NO_MESH = jax.sharding.Mesh(np.empty((), object), ())

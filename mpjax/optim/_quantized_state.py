@@ -33,8 +33,8 @@ from mpjax.patterns import component_regex, named_leaves, parameter_of, path_tex
 
 # Names that other libraries give the arguments.
 _ELSEWHERE = {
-  **dict.fromkeys(("bits", "optim_bits"), "name the format, as in mpjax.quantized_state(tx, 'int8')"),
-  **dict.fromkeys(("block_size", "blocksize"), "pass group=128"),
+  "bits optim_bits": "name the format, as in mpjax.quantized_state(tx, 'int8')",
+  "block_size blocksize": "pass group=128",
 }
 
 # Fields, by state, that are not moments, although `init` sets them to zeros.
@@ -147,7 +147,7 @@ def quantized_state(
 
     state = inner.init(params)
     exact = _is_exact(inner, params, state)
-    state = jax.tree_util.tree_map_with_path(store, state, exact, _is_sum(state))
+    state = jax.tree_util.tree_map_with_path(store, state, exact, _in_fields(state, _SUMS))
     return QuantizedState(state, jnp.zeros([], jnp.int32))
 
   def update(
@@ -177,11 +177,6 @@ def quantized_state(
     return updates, QuantizedState(stored, steps)
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _is_sum(state: PyTree) -> PyTree:
-  """Returns, for each leaf of a state, whether it is in `_SUMS`."""
-  return _in_fields(state, _SUMS)
 
 
 def _is_exact(inner: optax.GradientTransformation, params: PyTree, state: PyTree) -> PyTree:

@@ -18,7 +18,7 @@ from mpjax.step._train_step import TrainStep
 from mpjax.step._trained import Chosen
 
 # Other libraries' names of arguments, with what to write here.
-_WAYS = {
+_ELSEWHERE = {
   "dtype compute_dtype precision mixed_precision": "pass policy='bf16'",
   "loss_scale loss_scaling scaler": (
     "it is part of the policy: pass policy={'base': 'fp16', 'loss_scaling': 'grad_scaler'}"
@@ -33,7 +33,6 @@ _WAYS = {
   "has_aux": "return (loss, metrics) from loss_fn, metrics being a dict of arrays",
   "donate_argnums": "pass donate=True or donate=False",
 }
-_ELSEWHERE = {name: way for names, way in _WAYS.items() for name in names.split()}
 
 
 def make_train_step(

@@ -55,9 +55,9 @@ def load_huggingface(
   if token_column:
     if vocab_size is None:
       raise DataError("data.vocab_size: missing; expected the number of the tokenizer's tokens")
-    lists = [_tokens(split, token_column, titles[name], vocab_size) for name, split in splits.items()]
-    if packed:
-      lists = [[np.concatenate([np.zeros(0, np.uint16), *split])] for split in lists]
+    found = [_tokens(split, token_column, titles[name], vocab_size) for name, split in splits.items()]
+    # A stream, or the sequences in it.
+    lists = [[stream] if packed else np.split(stream, np.cumsum(n)[:-1]) for stream, n in found]
     if len(lists) == 1:
       whole: Any = lists[0][0] if packed else lists[0]
       cut = len(whole) - max(1, round(len(whole) * valid_fraction))
@@ -99,10 +99,11 @@ def _load(source: str, saved: bool, wanted: list[str], columns: list[str]) -> di
   return {split: splits[split] for split in wanted}
 
 
-def _tokens(split: Any, name: str, title: str, vocab_size: int) -> list[np.ndarray]:
-  """Returns the lists of a column, in 16 bits if they suffice."""
+def _tokens(split: Any, name: str, title: str, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the concatenated lists of a column, in 16 bits if they suffice, and the length of each list."""
+  length_of = importlib.import_module("pyarrow.compute").list_value_length
   dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
-  lists: list[np.ndarray] = []
+  parts, lengths = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
   for chunk in split.select_columns([name]).with_format("arrow")[:].column(name).chunks:
     inside = chunk.flatten() if hasattr(chunk, "flatten") else chunk
     numbers = inside.to_numpy(zero_copy_only=False)  # with gaps they are floats
@@ -110,7 +111,6 @@ def _tokens(split: Any, name: str, title: str, vocab_size: int) -> list[np.ndarr
       raise DataError(f"{title}: {name} is {chunk.type} or has gaps: expected lists of integers")
     if len(wrong := numbers[(numbers < 0) | (numbers >= vocab_size)]):
       raise DataError(f"{title}: {name} has {wrong[0]}: expected 0 on, below data.vocab_size={vocab_size}")
-    lengths = chunk.value_lengths().to_numpy(zero_copy_only=False)
-    numbers, ends = numbers.astype(dtype), np.cumsum(lengths)
-    lists += [numbers[end - n : end] for n, end in zip(lengths, ends, strict=True)]
-  return lists
+    parts.append(numbers.astype(dtype))
+    lengths.append(length_of(chunk).to_numpy(zero_copy_only=False).astype(np.int64))
+  return np.concatenate(parts), np.concatenate(lengths)
