@@ -9,6 +9,7 @@ import argparse
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mpjax._gone import instead
@@ -61,7 +62,7 @@ class Command(NamedTuple):
   first: str = "config"
   first_help: str = _CONFIG
   overrides: str = _OVERRIDES
-  takes: Mapping[str, str] = _PLUGIN
+  takes: Mapping[str, str] = MappingProxyType({})
 
   @property
   def keys(self) -> dict[str, str]:
@@ -69,9 +70,11 @@ class Command(NamedTuple):
     return {key: value for key, sign, value in (written.partition("=") for written in self.takes) if sign}
 
   @property
-  def flags(self) -> list[str]:
-    """The command's flags."""
-    return [written.partition(" ")[0] for written in self.takes if written.startswith("--")]
+  def flags(self) -> dict[str, tuple[str, str]]:
+    """The value of each of the command's flags, and its help; with a first argument also `--plugin`."""
+    takes = {**(_PLUGIN if self.first else {}), **self.takes}
+    parts = ((*written.partition(" ")[::2], text) for written, text in takes.items())
+    return {flag: (value, text) for flag, value, text in parts if flag.startswith("--")}
 
 
 COMMANDS = {
@@ -80,7 +83,6 @@ COMMANDS = {
     "Each of several processes runs the command; Slurm, Kubernetes, Cloud TPU and Open MPI need no flags.",
     "gpt_stdlib policy=fp16 train.steps=200 out=runs/x",
     takes={
-      **_PLUGIN,
       "--coordinator HOST:PORT": "address of process 0, with a port that is free there",
       "--num-processes N": "number of processes",
       "--process-id N": "number of this process, from 0",
@@ -91,7 +93,7 @@ COMMANDS = {
     "Tables have the details. Computes nothing.",
     "gpt_stdlib policy=bf16,fp16",
     overrides=_SEVERAL,
-    takes={**_PLUGIN, **_TABLES},
+    takes=_TABLES,
   ),
   "plan": Command(
     "say what a training step costs on a device that you need not have",
@@ -101,7 +103,6 @@ COMMANDS = {
     overrides=_SEVERAL,
     takes={
       **_TARGET,
-      **_PLUGIN,
       "--fit": "find the largest batch that fits, for each policy",
       "--cheapest": "find the policy, recompute and gather that fit into memory with the shortest time",
       "--memory SIZE": "memory to fit, such as 80GB or 16GiB; the target's by default",
@@ -121,7 +122,6 @@ COMMANDS = {
     takes={
       **_TRAINED,
       "keep=SHARE": "keep=0.999: the share of gradients that a loss scale should keep",
-      **_PLUGIN,
       "--html FILE": "file of the page; by default in the run directory, or in runs/numerics",
       "--json FILE": "write the report as JSON",
       "--apply FILE": "write the config with the advised policy",
@@ -141,7 +141,6 @@ COMMANDS = {
     takes={
       **_TARGET,
       **_TRAINED,
-      **_PLUGIN,
       "--for time|memory": "cost to minimise (time)",
       "--tolerance ERROR": "largest error of the gradient: 0.01 (of its norm) or '0.2 noise'; default "
       "'0.1 noise'",
@@ -161,7 +160,6 @@ COMMANDS = {
       "step=STEP": "step=best|latest|N",
       "weights=WHICH": "weights=average|last",
       "out=FILE": "out=FILE",
-      **_PLUGIN,
     },
   ),
   "env": Command(
@@ -221,10 +219,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
     text = "; ".join([command.overrides, *own])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=text)
   groups: dict[str, Any] = {}
-  for written, text in command.takes.items():
-    flag, _, value = written.partition(" ")
-    if not flag.startswith("--"):
-      continue
+  for flag, (value, text) in command.flags.items():
     if (one := _ONE_OF.get(flag, flag)) not in groups:
       groups[one] = parser.add_mutually_exclusive_group()
     group = groups[one]

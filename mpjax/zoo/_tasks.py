@@ -23,7 +23,6 @@ from mpjax.sharding import ShardingRule
 
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 _Batch = dict[str, Array]
-_Outputs = tuple[Any, Metrics, PyTree]
 
 
 @register_model("gpt")
@@ -147,12 +146,7 @@ def vit(
     attention=chosen,
     remat=info.recompute == "blocks",
   )
-
-  def loss_fn(params: PyTree, batch: _Batch, model_state: PyTree, row_rngs: Key[Array, " rows"]) -> _Outputs:
-    return _training_loss(module, params, batch, model_state, row_rngs=row_rngs)
-
-  sharding = functools.partial(vit_sharding, heads=heads)
-  return _classifier(module, info, loss_fn, sharding)
+  return _classifier(module, info, functools.partial(vit_sharding, heads=heads), by_row=True)
 
 
 @register_model("resnet")
@@ -162,40 +156,38 @@ def resnet(info: ModelInfo, *, stages: tuple[Positive, ...] = (2, 2, 2), width: 
 
   remat = info.recompute == "blocks"
   module = ResNet(num_classes=info.num_classes, stages=stages, width=width, remat=remat)
-
-  def loss_fn(params: PyTree, batch: _Batch, model_state: PyTree) -> _Outputs:
-    return _training_loss(module, params, batch, model_state)
-
-  return _classifier(module, info, loss_fn, resnet_sharding)
+  return _classifier(module, info, resnet_sharding, by_row=False)
 
 
-def _training_loss(
-  module: Any, params: PyTree, batch: _Batch, model_state: PyTree, **keywords: Any
-) -> _Outputs:
-  """Computes the mean cross entropy, with the accuracy of the batch."""
-  variables = {"params": params, **model_state}
-  images = batch["images"]
-  logits, model_state = module.apply(variables, images, train=True, mutable=list(model_state), **keywords)
-  labels = batch["labels"]
-  return _cross_entropy(logits, labels), {"accuracy": _accuracy(logits, labels)}, model_state
-
-
-def _classifier(module: Any, info: ModelInfo, loss_fn: Any, sharding: ShardingRule) -> Task:
+def _classifier(module: Any, info: ModelInfo, sharding: ShardingRule, *, by_row: bool) -> Task:
+  """Makes the task of a linen module; `by_row`: it takes a key for each row."""
   image_shape = tuple(info.image_shape)
 
   def init(key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
     variables = dict(module.init(key, jnp.zeros((1, *image_shape)), train=False))
     return variables.pop("params"), variables
 
+  def measured(out: Float[Array, "rows classes"], labels: Int[Array, " rows"]) -> dict[str, Any]:
+    loss = _cross_entropy(out, labels)
+    return {"loss": loss, "accuracy": (out.argmax(-1) == labels).mean(dtype=jnp.float32)}
+
+  def loss_fn(
+    params: PyTree, batch: _Batch, model_state: PyTree, row_rngs: Key[Array, " rows"] | None
+  ) -> tuple[Any, Metrics, PyTree]:
+    variables, keys = {"params": params, **model_state}, {"row_rngs": row_rngs} if by_row else {}
+    out, new = module.apply(variables, batch["images"], train=True, mutable=list(model_state), **keys)
+    metrics = measured(out, batch["labels"])
+    return metrics.pop("loss"), metrics, new
+
   def logits(params: PyTree, images: Array, model_state: PyTree) -> Float[Array, "batch classes"]:
     """[B, H, W, C] images -> [B, classes]."""
     return module.apply({"params": params, **model_state}, images, train=False)
 
   def evaluate(params: PyTree, batch: _Batch, model_state: PyTree) -> dict[str, Any]:
-    out, labels = logits(params, batch["images"], model_state), batch["labels"]
-    return {"loss": _cross_entropy(out, labels), "accuracy": _accuracy(out, labels)}
+    return measured(logits(params, batch["images"], model_state), batch["labels"])
 
-  return Task(init, loss_fn, evaluate, logits, sharding, ("images", 1))
+  run = loss_fn if by_row else functools.partial(loss_fn, row_rngs=None)
+  return Task(init, run, evaluate, logits, sharding, ("images", 1))
 
 
 def _cross_entropy(
@@ -209,8 +201,3 @@ def _cross_entropy(
   if where is None:
     return losses.mean()
   return Average(jnp.where(where, losses, 0).sum(), where.sum(dtype=jnp.int32))
-
-
-def _accuracy(logits: Float[Array, "rows classes"], labels: Int[Array, " rows"]) -> Float32[Array, ""]:
-  """Returns the share of rows whose label has the largest logit."""
-  return (logits.argmax(-1) == labels).mean(dtype=jnp.float32)

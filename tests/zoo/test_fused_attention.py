@@ -50,27 +50,14 @@ def test_auto_takes_the_kernel_that_there_is():
     assert chosen("xla", info(backend, policy), **sizes) == "xla"
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-  """Makes this machine look as one with a GPU of the given capability, on which cuDNN takes some heads."""
+def test_auto_takes_what_cudnn_takes_on_this_gpu(monkeypatch):
+  def cudnn(q, k, v, causal):
+    if q.shape[-1] > 128:
+      raise NotImplementedError(f"head dim {q.shape[-1]}")
+    return jax.lax.max(q, k + v)
 
-  def of(capability):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
-
-    def cudnn(q, k, v, causal):
-      if q.shape[-1] > 128:
-        raise NotImplementedError(f"head dim {q.shape[-1]}")
-      if q.dtype.itemsize != 2:
-        raise ValueError(f"{q.dtype} of q")
-      return jax.lax.max(q, k + v)
-
-    monkeypatch.setattr(_attention, "_cudnn", cudnn)
-
-  return of
-
-
-def test_auto_takes_what_cudnn_takes_on_this_gpu(gpu):
+  monkeypatch.setattr(_attention, "_cudnn", cudnn)
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   for capability, policy, head_dim, expected in [
     ("9.0", "bf16", 128, "cudnn"),
     ("12.0", "fp16", 64, "cudnn"),
@@ -79,7 +66,8 @@ def test_auto_takes_what_cudnn_takes_on_this_gpu(gpu):
     ("9.0", "fp32", 64, "xla"),
     ("gfx942", "bf16", 64, "xla"),  # of AMD
   ]:
-    gpu(capability)
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
     assert chosen("auto", info("gpu", policy), head_dim=head_dim) == expected, (capability, policy)
 
 
