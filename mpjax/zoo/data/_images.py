@@ -96,8 +96,12 @@ class Images:
   mean: float = 0.0
   deviation: float = 1.0
 
+  def __post_init__(self) -> None:
+    if self.at is None:
+      object.__setattr__(self, "at", np.arange(len(self.images)))
+
   def __len__(self) -> int:
-    return len(self.images if self.at is None else self.at)
+    return len(self.at)
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
     image = np.asarray(self.images[int(self.at[index])], np.float32)
@@ -106,10 +110,9 @@ class Images:
 
   def sample(self) -> np.ndarray:
     """Returns the images as they are; at most 1024 that are read on demand."""
-    at = np.arange(len(self)) if self.at is None else self.at
     if isinstance(self.images, np.ndarray):
-      return self.images[at]
-    some = at[np.unique(np.linspace(0, len(at) - 1, _SAMPLED).astype(int))]
+      return self.images[self.at]
+    some = self.at[np.unique(np.linspace(0, len(self) - 1, _SAMPLED).astype(int))]
     images = [np.asarray(self.images[int(position)]) for position in some]
     if len(shapes := {image.shape for image in images}) > 1:
       raise DataError(f"{self.title}: images have the shapes {sorted(shapes)}: expected one shape")
@@ -130,21 +133,20 @@ def images_to_rows(
   Raises:
     DataError: if a split is empty, or images and labels do not fit together.
   """
-  positions = [np.arange(len(split)) for split in splits]
+  parts = list(splits)
   if len(splits) == 1:
-    order = np.random.default_rng(0).permutation(positions[0])
+    order = np.random.default_rng(0).permutation(splits[0].at)
     held_out = max(1, round(len(order) * valid_fraction))
-    positions = [np.sort(order[held_out:]), np.sort(order[:held_out])]
-  counts = [len(at) for at in positions]
+    cut = (order[held_out:], order[:held_out])
+    parts = [dataclasses.replace(splits[0], at=np.sort(at)) for at in cut]
+  counts = list(map(len, parts))
   if not all(counts):
     raise DataError(f"{title}: {counts[0]} training and {counts[1]} evaluation images: expected some")
   bound = num_classes or max(_FEW, sum(len(split.labels) for split in splits))
   below = f"data.num_classes={num_classes}" if num_classes else f"{bound}, or data.num_classes"
   for split in splits:
     _check(split, bound, below)
-  pairs = zip((splits[0], splits[-1]), positions, strict=True)
-  rows = [dataclasses.replace(split, at=at) for split, at in pairs]
-  seen, labels = [part.sample() for part in rows], [part.labels[part.at] for part in rows]
+  seen, labels = [part.sample() for part in parts], [part.labels[part.at] for part in parts]
   kinds = [f"{images.dtype}{images.shape[1:]}" for images in seen]
   if kinds[0] != kinds[1]:
     # Most likely 0 to 255 in one and 0 to 1 in the other, with one mean and deviation for both.
@@ -163,8 +165,8 @@ def images_to_rows(
     f"{counts[1]} held out, {classes} classes",
   }
   mean, deviation = seen[0].mean(dtype=np.float64), max(seen[0].std(dtype=np.float64), 1e-6)
-  train, held = (dataclasses.replace(part, shape=shape, mean=mean, deviation=deviation) for part in rows)
-  return train, held, facts
+  rows = [dataclasses.replace(part, shape=shape, mean=mean, deviation=deviation) for part in parts]
+  return rows[0], rows[1], facts
 
 
 def _check(split: Images, bound: int, below: str) -> None:
