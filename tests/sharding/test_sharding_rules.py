@@ -57,30 +57,26 @@ def mesh(data=1, fsdp=1, tensor=1):
   return AbstractMesh((data, fsdp, tensor), ("data", "fsdp", "tensor"))
 
 
-def test_by_default_the_largest_dimension_that_can_be_is_divided():
-  assert ShardingRules().specs(PARAMS, mesh(data=2, fsdp=4)) == {
-    "in": P("fsdp"),
-    "scale": P(),  # of one dimension
-    "blocks": [{"kernel": P(None, "fsdp")}, {"kernel": P()}],  # 768 entries are whole
-    "small": P(),
-  }
-  specs = ShardingRules().specs({"w": shape(4096, 3), "v": shape(63, 65)}, mesh(fsdp=4))
-  assert specs == {"w": P("fsdp"), "v": P()}
-
-
-def test_patterns_come_before_the_models_rule_and_that_before_the_default():
-  model = lambda path, shape: ("tensor",) + (None,) * (len(shape) - 1) if "kernel" in path else None
-  rules = ShardingRules({"blocks/0": ("fsdp", "tensor"), "small": None}, model)
-  specs = rules.specs(PARAMS, mesh(fsdp=4, tensor=2))
-  assert specs["blocks"] == [{"kernel": P("fsdp", "tensor")}, {"kernel": P("tensor")}]
-  assert (specs["small"], specs["in"]) == (P(), P("fsdp"))
-
-
-def test_what_a_model_asks_for_and_a_shape_or_a_mesh_does_not_allow_is_left_out():
-  rules = ShardingRules(model=lambda path, shape: ("fsdp",) * len(shape))
-  assert rules.specs({"w": shape(8, 6)}, mesh(fsdp=4)) == {"w": P("fsdp")}
-  rules = ShardingRules({"in": ("fsdp", "tensor")})  # an axis of one device divides nothing
-  assert rules.specs({"in": PARAMS["in"]}, mesh(tensor=2)) == {"in": P(None, "tensor")}
+def test_patterns_come_before_the_models_rule_and_that_before_the_largest_dimension():
+  kernels = lambda path, shape: ("tensor",) + (None,) * (len(shape) - 1) if "kernel" in path else None
+  everywhere = lambda path, shape: ("fsdp",) * len(shape)
+  by_default = {"in": P("fsdp"), "scale": P(), "small": P()}  # one of one dimension, and one of 64 entries
+  blocks = lambda *specs: by_default | {"blocks": [{"kernel": spec} for spec in specs]}
+  patterns = {"blocks/0": ("fsdp", "tensor"), "small": None}
+  for params, rules, sizes, expected in (
+    (PARAMS, ShardingRules(), {"data": 2, "fsdp": 4}, blocks(P(None, "fsdp"), P())),  # 768 entries are whole
+    ({"w": shape(4096, 3), "v": shape(63, 65)}, ShardingRules(), {"fsdp": 4}, {"w": P("fsdp"), "v": P()}),
+    (
+      PARAMS,
+      ShardingRules(patterns, kernels),
+      {"fsdp": 4, "tensor": 2},
+      blocks(P("fsdp", "tensor"), P("tensor")),
+    ),
+    # What a shape does not allow of the model's rule is left out, and an axis of one device divides nothing.
+    ({"w": shape(8, 6)}, ShardingRules(model=everywhere), {"fsdp": 4}, {"w": P("fsdp")}),
+    ({"w": shape(64, 64)}, ShardingRules({"w": ("fsdp", "tensor")}), {"tensor": 2}, {"w": P(None, "tensor")}),
+  ):
+    assert rules.specs(params, mesh(**sizes)) == expected, expected
 
 
 def test_unfit_rules_are_named():

@@ -106,12 +106,6 @@ def test_unfit_datasets_are_named(tmp_path):
   raises_one_line(DataError, ["'all'", "train, test"], load, "huggingface", path=path, **TEXT, **options)
 
 
-def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch):
-  monkeypatch.delattr(datasets, "load_dataset")
-  with pytest.raises(DataError, match=r"data.path='nowhere': no such folder.*data.name"):
-    load("huggingface", path="nowhere", text_column="text")
-
-
 def test_images_of_several_shapes_are_named(tmp_path):
   pictures([IMAGES[0], IMAGES[0][:5]], [0, 1]).save_to_disk(tmp_path / "ragged")
   options = {"path": str(tmp_path / "ragged"), **PICTURES}
@@ -119,10 +113,11 @@ def test_images_of_several_shapes_are_named(tmp_path):
     load("huggingface", **options)
 
 
-def test_datasets_that_are_not_there_are_named(offline):
+def test_datasets_that_are_not_there_are_named(offline, monkeypatch):
+  raises_one_line(DataError, ["nobody/nothing"], load, "huggingface", name="nobody/nothing", **TEXT)
+  monkeypatch.delattr(datasets, "load_dataset")  # a path is not looked for on the hub
   for options, words in [
-    ({"name": "nobody/nothing", "text_column": "text"}, ["nobody/nothing"]),
-    ({"path": "no/such/folder", "text_column": "text"}, ["no/such/folder"]),
+    ({"path": "no/such/folder"}, ["data.path='no/such/folder': no such folder", "data.name"]),
     ({}, ["data.path", "data.name"]),
   ]:
-    raises_one_line(DataError, words, load, "huggingface", **options)
+    raises_one_line(DataError, words, load, "huggingface", **TEXT, **options)
