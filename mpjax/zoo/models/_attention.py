@@ -32,9 +32,9 @@ def chosen_attention(asked: str, info: ModelInfo, *, heads: int, head_dim: int, 
   `auto` chooses a fused kernel if one supports the platform, the policy's compute dtype and rows of `length`
   positions, and `xla` otherwise.
   """
-  shape, half = (1, length, heads, head_dim), info.policy.compute_dtype
   if asked == "xla":
     return "xla"
+  shape, half = (1, length, heads, head_dim), info.policy.compute_dtype
   if info.backend == "gpu" and _cudnn_is_here(shape, half):
     return "cudnn"
   fits = info.backend == "tpu" and length >= _SHORTEST and _takes("splash", shape, half)
