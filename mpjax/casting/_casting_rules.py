@@ -119,9 +119,10 @@ class OpLists:
       return "deny" if np.dtype(dtype) == np.float16 else "infer"
     return field
 
-  def changed(self) -> frozenset[str]:
-    """Returns the names of primitives that are on another list than by default."""
-    return frozenset(name for name, _ in self._by_name.items() ^ OpLists.default()._by_name.items())
+  @functools.cached_property
+  def changed(self) -> set[str]:
+    """The names of primitives that are on another list than by default."""
+    return {name for name, _ in self._by_name.items() ^ OpLists.default()._by_name.items()}
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(OpLists))
@@ -136,6 +137,11 @@ class Overrides:
   Args:
     policy: its settings apply if no override matches, and its own overrides come last.
     overrides: more overrides, tried first; what `mpjax.policy.parse_overrides` takes, or `None`.
+
+  Attributes:
+    halves: the half dtypes in use, each once, in the order of the settings; `None` for float32.
+    any_half: a half dtype that is in use, bfloat16 if none is.
+    nothing_to_do: whether everything computes in float32, whatever the paths.
   """
 
   def __init__(self, policy: Policy, overrides: Mapping[str, Any] | None):
@@ -146,6 +152,10 @@ class Overrides:
       (pattern, component_regex(pattern), self._completed(override))
       for pattern, override in [*parse_overrides(overrides or ()), *policy.overrides]
     ]
+    self._settings = [self._default, *(settings for _, _, settings in self._rules)]
+    self.halves = list(dict.fromkeys(map(_half, self._settings)))
+    self.any_half = next(filter(None, self.halves), np.dtype(jnp.bfloat16))
+    self.nothing_to_do = self.halves[0] is None and not self._rules
     self._resolved: dict[str, Override] = {}
     self._matched: set[str] = set()
 
@@ -153,21 +163,6 @@ class Overrides:
   def _recipe(self) -> Recipe:
     """The policy's recipe; `auto` is what it is on this device."""
     return on_device(self._asked or Recipe())
-
-  @property
-  def nothing_to_do(self) -> bool:
-    """Whether everything computes in float32, whatever the paths."""
-    return _half(self._default) is None and not self._rules
-
-  @functools.cached_property
-  def any_half(self) -> np.dtype:
-    """A half dtype that is in use, bfloat16 if none is."""
-    return next((half for half in self.halves if half is not None), np.dtype(jnp.bfloat16))
-
-  @property
-  def halves(self) -> list[np.dtype | None]:
-    """The half dtypes in use, each once, in the order of the settings; `None` for float32."""
-    return list(dict.fromkeys(map(_half, self._settings)))
 
   @property
   def recipes(self) -> set[Recipe]:
@@ -197,10 +192,6 @@ class Overrides:
           + (shown or "none: name regions with jax.named_scope, or pass an nnx.Module as an argument")
         )
 
-  @property
-  def _settings(self) -> list[Override]:
-    return [self._default, *(settings for _, _, settings in self._rules)]
-
   def _completed(self, override: Override) -> Override:
     """Returns the override, with the policy's settings for the fields that it leaves out."""
     changes = {key: value for key, value in vars(override).items() if value is not None}
@@ -209,11 +200,9 @@ class Overrides:
   def at(self, path: str) -> Override:
     """Returns the settings of a module."""
     if path not in self._resolved:
-      found = [
-        (pattern, settings) for pattern, regex, settings in self._rules if regex.search(without_marks(path))
-      ]
-      self._matched |= {pattern for pattern, _ in found}
-      settings = found[0][1] if found else self._default
+      found = [rule for rule in self._rules if rule[1].search(without_marks(path))]
+      self._matched |= {pattern for pattern, *_ in found}
+      settings = found[0][2] if found else self._default
       self._resolved[path] = _IN_FULL_PRECISION if FULL_PRECISION in path.split("/") else settings
     return self._resolved[path]
 
@@ -232,7 +221,6 @@ class CastingRules:
 
   Attributes:
     ops: the user's lists; `None` for the default ones.
-    changed: names of primitives that the user has put on another list.
     overrides: the policies by module.
     accum_dtype: dtype that matrix products accumulate in and return, or `None`.
     wide_gradients: whether gradients of float32 values are float32 from their product on.
@@ -240,7 +228,6 @@ class CastingRules:
   """
 
   ops: OpLists | None
-  changed: frozenset[str]
   overrides: Overrides
   accum_dtype: np.dtype | None
   wide_gradients: bool = True
@@ -255,7 +242,7 @@ class CastingRules:
     the same name is unknown.
     """
     half = half or self.overrides.any_half
-    if self.ops is not None and primitive.name in self.changed:
+    if self.ops is not None and primitive.name in self.ops.changed:
       return self.ops.of(primitive.name, half)
     return facts(primitive).list_in(half)
 
@@ -338,7 +325,6 @@ def make_rules(
     )
   return CastingRules(
     ops=ops,
-    changed=ops.changed() if ops else frozenset(),
     overrides=by_module,
     accum_dtype=policy.accum_dtype,
     wide_gradients=wide_gradients,

@@ -236,12 +236,28 @@ def decide(
     role: its role in the program; `None` inside a custom derivative rule.
     sites: the names of delayed scaling's histories.
   """
-  if why_not := _why_not(equation, recipe, role):
-    return {"code": why_not[0], "about": why_not[1]}
+  name, of_experts = equation.primitive.name, _is_ragged(equation)
+  if lack := support(recipe)[0]:
+    return {"code": Code.NO_UNITS, "about": lack}
+  if name not in ("dot_general", "ragged_dot_general"):
+    about = "it is a convolution" if name == "conv_general_dilated" else f"there is no FP8 {name}"
+    return {"code": Code.UNFIT, "about": about}
   if role is None:
     return {"code": Code.IN_RULE}
-  of_experts = _is_ragged(equation)
-  recipe = recipe_of_experts(recipe) if of_experts else recipe
+  if any(role.gradients) and recipe.backward == "compute":
+    return {"code": Code.IN_BACKWARD}
+  if all(role.active) and not recipe.attention:
+    return {"code": Code.ATTENTION}
+  if role.first and not recipe.first_layer:
+    return {"code": Code.FIRST_LAYER}
+  if role.last and not recipe.last_layer:
+    return {"code": Code.LAST_LAYER}
+  if not all(role.active) and role.after < (recipe.keep_last or 0):
+    return {"code": Code.LAST_LAYERS, "about": f"{recipe.keep_last:g}"}
+  if of_experts:
+    if lack := why_not_fp8(equation):
+      return {"code": Code.UNFIT, "about": lack}
+    recipe = recipe_of_experts(recipe)
   site = None
   # Gradients of a backward pass inside the program have no history: they have their own scale.
   if recipe.recipe == "delayed" and not any(role.gradients):
@@ -249,36 +265,12 @@ def decide(
     weight = id(equation) if all(role.active) else (role.roots[side], side)
     # Also if the sizes are unfit: another batch may have sizes that fit.
     site = sites.name(path, weight)
-  if lack := _unfit(equation, recipe):
-    return {"code": Code.UNFIT, "about": lack, "site": site}
+  if unfit := _unfit(equation, recipe):
+    return {"code": Code.UNFIT, "about": unfit, "site": site}
   spec = spec_of(recipe, role.gradients, None if of_experts else role.weights, support(recipe)[1])
   fp8 = Fp8Product(recipe, spec, role.roots, next(sites.numbers))
   code = Code.FP8_EXPERTS if of_experts else Code.FP8
   return {"code": code, "about": str(recipe), "fp8": fp8, "site": site}
-
-
-def _why_not(equation: JaxprEqn, recipe: Recipe, role: ProductRole | None) -> tuple[Code, str] | None:
-  """Returns why a product is not FP8, for any sizes, and what tells it; `None` if it may be."""
-  if lack := support(recipe)[0]:
-    return Code.NO_UNITS, lack
-  name = equation.primitive.name
-  if name not in ("dot_general", "ragged_dot_general"):
-    return Code.UNFIT, "it is a convolution" if name == "conv_general_dilated" else f"there is no FP8 {name}"
-  if role is None:
-    return None
-  if any(role.gradients) and recipe.backward == "compute":
-    return Code.IN_BACKWARD, ""
-  if all(role.active) and not recipe.attention:
-    return Code.ATTENTION, ""
-  if role.first and not recipe.first_layer:
-    return Code.FIRST_LAYER, ""
-  if role.last and not recipe.last_layer:
-    return Code.LAST_LAYER, ""
-  if not all(role.active) and role.after < (recipe.keep_last or 0):
-    return Code.LAST_LAYERS, f"{recipe.keep_last:g}"
-  if _is_ragged(equation) and (lack := why_not_fp8(equation)):
-    return Code.UNFIT, lack
-  return None
 
 
 def _is_ragged(equation: JaxprEqn) -> bool:

@@ -109,13 +109,8 @@ def _normalised(state: Fp8State) -> _Histories:
 
 
 def _scales(histories: dict[str, jax.Array], recipe: Recipe) -> jax.Array:
-  formats = (recipe.forward, recipe.forward, recipe.gradient)
-  return jnp.stack(
-    [
-      scale_of(jnp.max(histories[name]), dtype, recipe.margin)
-      for name, dtype in zip(OPERANDS, formats, strict=True)
-    ]
-  )
+  formats = {"lhs": recipe.forward, "rhs": recipe.forward, "gradient": recipe.gradient}
+  return jnp.stack([scale_of(histories[name].max(), formats[name], recipe.margin) for name in OPERANDS])
 
 
 def _with(history: jax.Array, amax: jax.Array) -> jax.Array:
@@ -125,9 +120,5 @@ def _with(history: jax.Array, amax: jax.Array) -> jax.Array:
   amax is known.
   """
   new = jnp.concatenate([jnp.where(jnp.isfinite(amax), amax, 0)[None], history[:-1]])
-  return jnp.where(new.any(), new, new.at[-1].set(_newest(history)))
-
-
-def _newest(history: jax.Array) -> jax.Array:
-  """Returns the newest amax that is not zero; zero if all are."""
-  return history[jnp.argmax(history > 0)]
+  # The newest amax that is not zero; zero if all are.
+  return jnp.where(new.any(), new, new.at[-1].set(history[jnp.argmax(history > 0)]))
