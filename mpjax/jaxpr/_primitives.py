@@ -137,26 +137,10 @@ _SAME: dict[Primitive, Primitive] = {}  # primitives that equal another one, wit
 
 
 def register(primitive: Primitive | str, row: PrimitiveFacts) -> None:
-  """Adds a primitive to the table.
-
-  Args:
-    primitive: the primitive; its name only if it is JAX's and has no public name.
-    row: its facts.
-
-  Raises:
-    ValueError: if it has another row, or another primitive of its name has one.
-  """
-  name = str(primitive)
-  itself = primitive if isinstance(primitive, Primitive) else None
-  known, known_row = _ROWS.get(name, (itself, row))
-  if itself not in (known, None):
-    raise ValueError(
-      f"{name}: the table has a row for another primitive of this name, on {known_row.list!r}; "
-      "give yours another name, since mpjax.OpLists names primitives by it"
-    )
-  if known_row != row:
-    raise ValueError(f"{name}: the table already has another row for it, on {known_row.list!r}")
-  _ROWS[name] = known, row
+  """Adds a primitive to the table: itself, or its name if it is JAX's and has no public name."""
+  name, itself = str(primitive), primitive if isinstance(primitive, Primitive) else None
+  known, _ = _ROWS.get(name, (None, row))  # under two names of JAX's
+  _ROWS[name] = itself or known, row
   _row_of.cache_clear()
 
 
