@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpjax._types import Fp8State, PolicyLike
-from mpjax.casting._casting_rules import OpLists, make_rules
+from mpjax.casting._casting_rules import OpLists
 from mpjax.casting._sources import input_root
-from mpjax.casting._trace import Traced, plan_of
+from mpjax.casting._trace import plan_of
 from mpjax.fp8 import Recipe
 from mpjax.fp8._delayed import empty_state
 from mpjax.policy import get_policy, matmul_precision
@@ -52,14 +52,11 @@ def init_fp8_state(
 
   def init(*args: Any, **kwargs: Any) -> Fp8State:
     resolved = get_policy(policy)
-    rules = make_rules(resolved, ops, overrides)
-    if rules.overrides.nothing_to_do:
-      return empty_state({})
     with matmul_precision(resolved):
-      plan = Traced(fun, args, kwargs, rules, resolved).plan
-    rules.overrides.check_all_matched()
-    length = (resolved.fp8 or Recipe()).amax_history_len
-    return empty_state(dict.fromkeys(sorted(plan.fp8_sites()), length))
+      traced = plan_of(fun, args, kwargs, resolved, ops=ops, overrides=overrides)
+      sites = traced.plan.fp8_sites()
+    traced.rules.overrides.check_all_matched()
+    return empty_state(dict.fromkeys(sorted(sites), (resolved.fp8 or Recipe()).amax_history_len))
 
   return init
 

@@ -103,19 +103,24 @@ def multiply_blocks(
   left, right = (
     _quantised(x, members[side], dims, spec, side, native=units is None) for side, x in enumerate((lhs, rhs))
   )
-  wide = spec.wide
-  multiply = _multiply_blocks if units is None else _multiply_values
-  out = multiply(left, right, batch, spec, units or wide)
+  wide, batches = spec.wide, tuple(range(batch))
+  of_codes = (((left.axis,), (right.axis,)), (batches, batches))
+  if units is None:
+    out = _multiply_blocks(left, right, batch, spec)
+  else:
+    values = _values(left, spec, units), _values(right, spec, units)
+    # bfloat16 holds what blocks stand for, except at the ends of its range.
+    out = jax.lax.dot_general(
+      *values, of_codes, preferred_element_type=FLOAT32, out_sharding=spec.out_sharding
+    )
   out = (out if out.shape == tuple(shape) else out.reshape(shape)).astype(wide)
   if left.unit is not None and right.unit is not None:  # powers of two
-    batches = tuple(range(batch))
-    of_codes = (((left.axis,), (right.axis,)), (batches, batches))
     unit = product_of_scales((left.unit, right.unit), of_codes, (left.codes.ndim, right.codes.ndim))
     out = out * jnp.minimum(unit, LARGEST_UNIT).astype(wide)  # infinity times zero is not zero
   return out.astype(spec.out_dtype)
 
 
-def _multiply_blocks(left: _Operand, right: _Operand, batch: int, spec: Spec, out_dtype: DTypeLike) -> Array:
+def _multiply_blocks(left: _Operand, right: _Operand, batch: int, spec: Spec) -> Array:
   folded = []
   for x in (left, right):
     first = x.axis == batch and x.codes.ndim > batch + 1
@@ -135,27 +140,16 @@ def _multiply_blocks(left: _Operand, right: _Operand, batch: int, spec: Spec, ou
     lhs_scale=lhs_scale,
     rhs_scale=rhs_scale,
     dimension_numbers=(((lhs_axis,), (rhs_axis,)), (batches, batches)),
-    preferred_element_type=out_dtype,
+    preferred_element_type=spec.wide,
   )
 
 
-def _multiply_values(left: _Operand, right: _Operand, batch: int, spec: Spec, dtype: DTypeLike) -> Array:
-  """Multiplies what blocks stand for; bfloat16 holds it except at the ends of its range."""
-
-  def value(x: _Operand) -> Array:
-    size = BLOCKS[spec.scheme]
-    blocks = (*x.scales.shape[: x.axis + 1], size, *x.codes.shape[x.axis + 1 :])
-    scales = jnp.expand_dims(x.scales.astype(FLOAT32), x.axis + 1)
-    return (x.codes.astype(FLOAT32).reshape(blocks) * scales).reshape(x.codes.shape).astype(dtype)
-
-  batches = tuple(range(batch))
-  return jax.lax.dot_general(
-    value(left),
-    value(right),
-    (((left.axis,), (right.axis,)), (batches, batches)),
-    preferred_element_type=FLOAT32,
-    out_sharding=spec.out_sharding,
-  )
+def _values(x: _Operand, spec: Spec, dtype: DTypeLike) -> Array:
+  """Returns what blocks stand for."""
+  size = BLOCKS[spec.scheme]
+  blocks = (*x.scales.shape[: x.axis + 1], size, *x.codes.shape[x.axis + 1 :])
+  scales = jnp.expand_dims(x.scales.astype(FLOAT32), x.axis + 1)
+  return (x.codes.astype(FLOAT32).reshape(blocks) * scales).reshape(x.codes.shape).astype(dtype)
 
 
 def _quantised(x: Array, members: Sequence[int], dims: Dims, spec: Spec, side: int, native: bool) -> _Operand:
