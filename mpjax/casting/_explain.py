@@ -16,7 +16,7 @@ from mpjax._calls import require_call
 from mpjax._own_autocast import AUTO, own_autocast
 from mpjax._render.plain_text import bytes_text, percent, with_prefix
 from mpjax._render.tables import Renamed, Shown, Table, answer_lines
-from mpjax._types import Atom, JaxprEqn, PolicyLike, Var
+from mpjax._types import JaxprEqn, PolicyLike, Var
 from mpjax.casting._cast_plan import LOOPS, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import OpLists
 from mpjax.casting._half_precision import explaining
@@ -33,6 +33,7 @@ from mpjax.jaxpr import (
   call_kind,
   call_layout,
   dtype_of,
+  facts,
   flops,
   has,
   in_region,
@@ -295,7 +296,7 @@ def explain_as_run(
 def kernels_in_float32(plan: CastPlan) -> list[str]:
   """Returns the reasons of the kernels that a half-precision policy leaves in float32, each with a name."""
   nodes = (node for node in plan.all_nodes() if node.half is not None and node.call is None)
-  rows = (row for node in nodes for row in _within(node, node.equation, node.path, 1))
+  rows = (row for node in nodes for row in _rows(node, node.equation, node.path, 1))
   return sorted({row.why for row in rows if row.code is Code.KERNEL_IN_FLOAT32})
 
 
@@ -311,84 +312,76 @@ def _explained(
       island_of |= dict.fromkeys(unit.nodes, number)
   cast: set[tuple[Var, np.dtype]] = set()
   for node in plan.nodes:
+    equation, island = node.equation, island_of.get(node)
     if node.call is not None:
-      for i, (k, carry) in enumerate(zip(call_layout(node.equation).carry, node.call.carry, strict=False)):
-        path, atom = inside(without_marks(node.path), f"carry_{i}"), node.equation.invars[k]
+      for i, (k, carry) in enumerate(zip(call_layout(equation).carry, node.call.carry, strict=False)):
+        path, atom = inside(without_marks(node.path), f"carry_{i}"), equation.invars[k]
         if castable(atom.aval):
           yield ExplainedCarry(path, node.name, shape_of(atom), carry.held.dtype.name, carry.why)
       for inner in node.call.plans:
-        yield from _explained(inner, times * times_run(node.equation), numbers)
-    else:
-      kernel, product = has(node.equation, Trait.KERNEL), has(node.equation, Trait.PRODUCT)
-      if not (kernel or (product and autocast_label(node.path))):
-        reads = zip(node.equation.invars, node.reads, strict=True) if node not in island_of else ()
-        casts = {(a, d) for a, d in reads if d is not None and is_variable(a) and d != plan.held[a].dtype}
-        yield _decided(node, times, casts - cast, island_of.get(node))
-        cast |= casts
-      yield from _within(node, node.equation, node.path, times)
+        yield from _explained(inner, times * times_run(equation), numbers)
+      continue
+    reads = zip(equation.invars, node.reads, strict=True) if island is None else ()
+    casts = {(a, d) for a, d in reads if d is not None and is_variable(a) and d != plan.held[a].dtype} - cast
+    cast |= casts
+    written = times * sum(_bytes(variable, dtype) for variable, dtype in casts)
+    yield from _rows(node, equation, node.path, times, casts=len(casts), cast_bytes=written, island=island)
 
 
-def _decided(
-  node: Node, times: int, casts: set[tuple[Var, np.dtype]], island: int | None
-) -> ExplainedOperation:
-  """Returns an operation that autocast decides about; `casts` are before it alone."""
-  held = [(v, h) for v, h in zip(node.equation.outvars, node.outs, strict=True) if hasattr(v.aval, "shape")]
-  before = after = _dtype(v for v, _ in held)
-  if node.fp8 is not None:
-    after = node.fp8.recipe.forward_dtype
-  elif node.mode is Mode.HALF:
-    after = np.dtype(node.half).name
-  elif node.mode is Mode.EACH and node.outs:
-    after = str(node.outs[0].dtype)
-  return ExplainedOperation(
-    path=without_marks(node.path),
-    primitive=_name(node.equation),
-    list=node.listed,
-    before=before,
-    after=after,
-    code=node.code,
-    about=node.about,
-    flops=flops(node.equation) * times,
-    bytes=times * sum(_bytes(v, h.dtype) for v, h in held),
-    times=times,
-    casts=len(casts),
-    cast_bytes=times * sum(_bytes(variable, dtype) for variable, dtype in casts),
-    island=island,
-  )
+def _rows(
+  node: Node, equation: JaxprEqn, path: str, times: int, **of_plan: Any
+) -> Iterator[ExplainedOperation]:
+  """Yields an operation that is decided, and the kernels and products in one that runs as one.
 
-
-def _within(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[ExplainedOperation]:
-  """Yields the kernels and products in an equation that runs as one, and products of an inner autocast."""
+  What an inner autocast decided has the dtypes that it is traced in.
+  """
   kernel, product, label = has(equation, Trait.KERNEL), has(equation, Trait.PRODUCT), autocast_label(path)
   bodies = () if kernel else bodies_of(equation)  # a kernel's is of one block
+  is_own, listed, code, about = equation is node.equation, node.listed, node.code, node.about
+  held = {v: dtype_of(v) for v in equation.outvars if hasattr(v.aval, "shape")}
+  floats = [dtype_of(a) for a in equation.invars if is_float(a.aval)]
+  before = after = next((str(dtype) for dtype in held.values()), "")
+  if as_traced := kernel or (product and not is_own) or (label and not bodies and held):
+    listed, row = "opaque", facts(equation)
+    if floats and (kernel or product):
+      before = after = str(min(floats, key=lambda dtype: dtype.itemsize))
+    if is_fp8(equation):
+      before = after = str(equation.params["spec"].lhs_dtype)
+    if label:
+      before, listed = "float32" if floats else after, row.list
+      denied = listed == "deny" and after == "float32"
+      code, about = (Code.LISTED, row.reason) if denied else (Code.AUTOCAST_INSIDE, label)
+    elif in_region(path):
+      code, about = Code.IN_REGION, "kernel" if kernel else "product"
+    elif kernel and node.half is not None and _is_float32_kernel(equation):
+      code, about = Code.KERNEL_IN_FLOAT32, _name_of_kernel(equation)
+    elif kernel:
+      code, about = Code.KERNEL, ""
+  elif is_own:
+    held = {v: h.dtype for v, h in zip(equation.outvars, node.outs, strict=True) if v in held}
+    if node.fp8 is not None:
+      after = node.fp8.recipe.forward_dtype
+    elif node.mode is Mode.HALF:
+      after = np.dtype(node.half).name
+    elif node.mode is Mode.EACH and node.outs:
+      after = str(node.outs[0].dtype)
+  if as_traced or (is_own and not label):
+    yield ExplainedOperation(
+      path=without_marks(path),
+      primitive=_name(equation),
+      list=listed,
+      before=before,
+      after=after,
+      code=code,
+      about=about,
+      flops=flops(equation) * times,
+      bytes=times * sum(_bytes(v, dtype) for v, dtype in held.items()),
+      times=times,
+      operands=tuple(dict.fromkeys(map(str, floats))) if kernel else (),
+      **of_plan,
+    )
   for each in (e for body in bodies for e in open_jaxpr(body).eqns):
-    yield from _within(node, each, inside(path, marked_path(each)), times * times_run(equation))
-  if not (kernel or (product and (label or equation is not node.equation))):
-    return
-  found = [dtype_of(a) for a in equation.invars if is_float(a.aval)]
-  after = str(min(found, key=lambda dtype: dtype.itemsize)) if found else _dtype(equation.outvars)
-  if is_fp8(equation):
-    after = str(equation.params["spec"].lhs_dtype)
-  code, about = (Code.KERNEL, "") if kernel else (node.code, node.about)
-  if label:
-    code, about = Code.AUTOCAST_INSIDE, label
-  elif in_region(path):
-    code, about = Code.IN_REGION, "kernel" if kernel else "product"
-  elif kernel and node.half is not None and _is_float32_kernel(equation):
-    code, about = Code.KERNEL_IN_FLOAT32, _name_of_kernel(equation)
-  yield ExplainedOperation(
-    path=without_marks(path),
-    primitive=_name(equation),
-    list="opaque",
-    before=after,
-    after=after,
-    code=code,
-    about=about,
-    flops=flops(equation) * times,
-    bytes=times * sum(_bytes(v, dtype_of(v)) for v in equation.outvars),
-    times=times,
-    operands=tuple(dict.fromkeys(map(str, found))) if kernel else (),
-  )
+    yield from _rows(node, each, inside(path, marked_path(each)), times * times_run(equation))
 
 
 def _is_float32_kernel(equation: JaxprEqn) -> bool:
@@ -423,11 +416,6 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
     fenced_bytes=times * kept if island.fenced and island.saved is None else 0,
     times=times,
   )
-
-
-def _dtype(variables: Iterable[Atom]) -> str:
-  """Returns the dtype of the first of some values that has one."""
-  return next((str(dtype_of(v)) for v in variables if hasattr(v.aval, "dtype")), "")
 
 
 def _name(equation: JaxprEqn) -> str:
