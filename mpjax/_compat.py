@@ -304,11 +304,10 @@ def varying_axes(tree: PyTree) -> frozenset[str]:
 def varying_axes_of_type(kind: AbstractValue) -> frozenset[str]:
   """Returns the `shard_map` axes that values of a type vary over.
 
-  Waits for a release with `manual_axis_type` to be the oldest supported one; earlier ones have `vma`.
+  Waits for a documented `manual_axis_type` of `jax.core.ShapedArray`.
   """
-  if hasattr(kind, "manual_axis_type"):
-    return kind.manual_axis_type.varying
-  return getattr(kind, "vma", frozenset())
+  axes = getattr(kind, "manual_axis_type", None)
+  return axes.varying if axes is not None else frozenset()
 
 
 class Coordination(NamedTuple):

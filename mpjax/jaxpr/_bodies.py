@@ -76,16 +76,17 @@ def equations_in(
       yield from equations_in(body, enters)
 
 
-def once_for_each(fact: Callable[[Jaxpr], T]) -> Callable[[Jaxpr], T]:
-  """Returns a function of an open jaxpr that computes a fact once for each, while the jaxpr exists."""
+def once_for_each(fact: Callable[[Jaxpr], T]) -> Callable[[AnyJaxpr], T]:
+  """Returns a function of a jaxpr that computes a fact of the open one once for each, while that exists."""
   known: weakref.WeakKeyDictionary[Jaxpr, T] = weakref.WeakKeyDictionary()
 
   @functools.wraps(fact)
-  def found(jaxpr: Jaxpr) -> T:
+  def found(jaxpr: AnyJaxpr) -> T:
+    body = open_jaxpr(jaxpr)
     try:
-      return known[jaxpr]
+      return known[body]
     except KeyError:
-      return known.setdefault(jaxpr, fact(jaxpr))
+      return known.setdefault(body, fact(body))
 
   return found
 

@@ -13,7 +13,7 @@ from jax.extend import source_info_util
 
 from mpjax import _compat
 from mpjax._types import Jaxpr, JaxprEqn
-from mpjax.jaxpr._bodies import bodies_of, once_for_each, open_jaxpr
+from mpjax.jaxpr._bodies import bodies_of, once_for_each
 
 FORWARD, BACKWARD, OTHER = "forward", "backward", ""
 
@@ -24,7 +24,8 @@ AUTOCAST = "@autocast_inside"  # with the policy's label; there for `explain` al
 HALF_PRECISION, REGION_EDGE = "@half_precision", "@half_precision_edge"
 _OWN_MARKS = frozenset({FULL_PRECISION, OUTPUT, AUTOCAST, HALF_PRECISION, REGION_EDGE})
 # Scopes that are not modules, in a jaxpr and in a compiled program.
-_MARKS = _OWN_MARKS | {"rematted_computation"}
+_REMATTED = frozenset({"rematted_computation"})
+_MARKS = _OWN_MARKS | _REMATTED
 MARKS = _MARKS | {"checkpoint"}
 
 _TRANSFORMED = re.compile(r"^(transpose|jvp|vmap|pmap|checkpoint|remat|custom_jvp|custom_vjp|p?jit)\((.*)\)$")
@@ -119,19 +120,19 @@ def _parse_stack(stack: source_info_util.NameStack) -> Scopes:
   return parse_scopes(str(stack))
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def _path(stack: source_info_util.NameStack, leave_out: frozenset[str]) -> str:
+  return _parse_stack(stack).path(leave_out)
+
+
 def module_path(equation: JaxprEqn) -> str:
   """Returns the modules that an equation was traced in: `GPT/h0/attn`."""
-  return _scopes(equation).path(_MARKS)
+  return _path(equation.source_info.name_stack, _MARKS)
 
 
 def marked_path(equation: JaxprEqn) -> str:
   """Returns `module_path` with mpjax's marks among the modules."""
-  return _marked_path(equation.source_info.name_stack)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _marked_path(stack: source_info_util.NameStack) -> str:
-  return _parse_stack(stack).path(_MARKS - _OWN_MARKS)
+  return _path(equation.source_info.name_stack, _REMATTED)
 
 
 def without_marks(path: str) -> str:
@@ -164,11 +165,8 @@ def in_region(path: str) -> bool:
 
 @once_for_each
 def has_region(jaxpr: Jaxpr) -> bool:
-  """Returns whether an equation of an open jaxpr, at any depth, is in a region of `half_precision`."""
-  return any(
-    in_region(marked_path(e)) or any(has_region(open_jaxpr(body)) for body in bodies_of(e))
-    for e in jaxpr.eqns
-  )
+  """Returns whether an equation of a jaxpr, at any depth, is in a region of `half_precision`."""
+  return any(in_region(marked_path(e)) or any(map(has_region, bodies_of(e))) for e in jaxpr.eqns)
 
 
 def at_region_edge(path: str) -> bool:
