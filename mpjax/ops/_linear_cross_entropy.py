@@ -92,8 +92,24 @@ def linear_cross_entropy(
   def loss(x: Array) -> Array:
     # If autocast has cast it, that is the compute dtype; the kernel is cast inside the derivative rule.
     half = own == kernel.dtype or x.dtype != own
-    layer = _Layer(np.dtype(x.dtype if half else wide), wide, rows, float(label_smoothing), float(z_loss))
-    of_arrays = functools.partial(_of_arrays, layer, as_average)
+    layer = _Layer(np.dtype(x.dtype if half else wide), rows, float(label_smoothing), float(z_loss))
+
+    def of_arrays(
+      x: Array, kernel: Array, bias: Array | None, labels: Array, where: Array | None
+    ) -> Float[Array, ""]:
+      operands = (
+        jnp.reshape(x, (labels.size, x.shape[-1])).astype(wide),
+        jnp.asarray(kernel, wide),
+        None if bias is None else jnp.asarray(bias, wide),
+        jnp.reshape(labels, labels.size),
+        jnp.ones(labels.size, bool) if where is None else jnp.reshape(where, labels.size),
+      )
+      operands = _compat.vary_like(operands, operands)
+      mean = _mean_loss(layer, *operands)
+      # The rule's half-precision gradients are those of a mean, whose size does not depend on the number of
+      # rows. They are multiplied by the count in float32. In here autocast rounds neither of the two.
+      return mean * _size(operands[-1], mean.dtype) if as_average else mean
+
     if any(_compat.is_explicit(jax.typeof(a)) for a in (x, *arrays) if a is not None):
       of_arrays = jax.sharding.auto_axes(of_arrays, out_sharding=PartitionSpec())
     return of_arrays(x, *arrays)
@@ -158,10 +174,9 @@ def _shown(x: Any) -> str:
 
 
 class _Layer(NamedTuple):
-  """The static part: dtypes of products and sums, and the number options."""
+  """The static part: the dtype of products, and the number options."""
 
   dtype: np.dtype
-  wide: np.dtype
   rows: int
   label_smoothing: float
   z_loss: float
@@ -181,30 +196,6 @@ class _Rows(NamedTuple):
   x: Float[Array, "... D"]
   labels: Int[Array, "..."]
   counted: Bool[Array, "..."]
-
-
-def _of_arrays(
-  layer: _Layer,
-  is_sum: bool,
-  x: Array,
-  kernel: Array,
-  bias: Array | None,
-  labels: Array,
-  where: Array | None,
-) -> Float[Array, ""]:
-  """Returns the loss of the user's arrays: the mean, or the sum."""
-  operands = (
-    jnp.reshape(x, (labels.size, x.shape[-1])).astype(layer.wide),
-    jnp.asarray(kernel, layer.wide),
-    None if bias is None else jnp.asarray(bias, layer.wide),
-    jnp.reshape(labels, labels.size),
-    jnp.ones(labels.size, bool) if where is None else jnp.reshape(where, labels.size),
-  )
-  operands = _compat.vary_like(operands, operands)
-  loss = _mean_loss(layer, *operands)
-  # The rule's half-precision gradients are those of a mean, whose size does not depend on the number of rows.
-  # They are multiplied by the count in float32. In here autocast rounds neither the count nor the product.
-  return loss * _size(operands[-1], loss.dtype) if is_sum else loss
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
