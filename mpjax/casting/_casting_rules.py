@@ -148,10 +148,10 @@ class Overrides:
     dtype = policy.compute_dtype if policy.compute_dtype.itemsize <= 4 else np.dtype("float32")
     self._default = Override(dtype, policy.fp8 is not None and dtype.itemsize == 2)
     self._asked = policy.fp8
-    self._rules = [
-      (pattern, component_regex(pattern), self._completed(override))
-      for pattern, override in [*parse_overrides(overrides or ()), *policy.overrides]
-    ]
+    self._rules = []
+    for pattern, override in [*parse_overrides(overrides or ()), *policy.overrides]:
+      given = {key: value for key, value in vars(override).items() if value is not None}
+      self._rules.append((pattern, component_regex(pattern), dataclasses.replace(self._default, **given)))
     self._settings = [self._default, *(settings for _, _, settings in self._rules)]
     self.halves = list(dict.fromkeys(map(_half, self._settings)))
     self.any_half = next(filter(None, self.halves), np.dtype(jnp.bfloat16))
@@ -191,11 +191,6 @@ class Overrides:
           f"policy override {pattern!r} matches no module path; paths: "
           + (shown or "none: name regions with jax.named_scope, or pass an nnx.Module as an argument")
         )
-
-  def _completed(self, override: Override) -> Override:
-    """Returns the override, with the policy's settings for the fields that it leaves out."""
-    changes = {key: value for key, value in vars(override).items() if value is not None}
-    return dataclasses.replace(self._default, **changes)
 
   def at(self, path: str) -> Override:
     """Returns the settings of a module."""
@@ -252,17 +247,17 @@ class CastingRules:
 
   def inside(self, equation: JaxprEqn) -> set[Primitive]:
     """Returns the primitives in an equation's bodies, at any depth, without those inside opaque ones."""
-    return set().union(*(self._contents_of(open_jaxpr(body)) for body in bodies_of(equation)))
+    found: set[Primitive] = set()
+    for body in map(open_jaxpr, bodies_of(equation)):
+      if body not in self._contents:
+        is_call = lambda equation: self.list_of(equation.primitive) == "call"
+        self._contents[body] = frozenset(e.primitive for e in equations_in(body, is_call))
+      found |= self._contents[body]
+    return found
 
   def primitives(self, equations: Iterable[JaxprEqn]) -> set[Primitive]:
     """Returns the primitives of equations, including their bodies."""
     return set().union(*({equation.primitive} | self.inside(equation) for equation in equations))
-
-  def _contents_of(self, jaxpr: Jaxpr) -> frozenset[Primitive]:
-    if jaxpr not in self._contents:
-      is_call = lambda equation: self.list_of(equation.primitive) == "call"
-      self._contents[jaxpr] = frozenset(e.primitive for e in equations_in(jaxpr, is_call))
-    return self._contents[jaxpr]
 
   def may_recompute(self, equation: JaxprEqn) -> bool:
     """Returns whether the backward pass may recompute an equation instead of saving its result."""

@@ -115,7 +115,8 @@ def give_scopes(objects: tuple[Any, ...]) -> None:
   for obj in objects:
     owners: list[tuple[Any, ...]] = []
     for path, node in sorted(nnx.iter_graph(obj), key=lambda item: len(item[0])):
-      if not isinstance(node, nnx.Module) or not _is_called(type(node)) or id(node) in named:
+      is_called = any("__call__" in vars(base) for base in type(node).__mro__)
+      if not isinstance(node, nnx.Module) or not is_called or id(node) in named:
         continue
       above = max((len(p) for p in owners if path[: len(p)] == p), default=None)
       owners.append(path)
@@ -123,10 +124,6 @@ def give_scopes(objects: tuple[Any, ...]) -> None:
       cls: type = getattr(type(node), "_mpjax_scope_of", type(node))
       name = cls.__name__ if above is None else "/".join(map(str, path[above:]))
       object.__setattr__(node, "__class__", _scoped_class(cls, name))
-
-
-def _is_called(cls: type) -> bool:
-  return any("__call__" in vars(base) for base in cls.__mro__)
 
 
 @functools.cache

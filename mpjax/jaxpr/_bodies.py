@@ -133,16 +133,13 @@ def call_layout(equation: JaxprEqn) -> CallLayout:
   if kind is CallKind.COND:
     operands = [*range(1, n)]
     return CallLayout([CallBody(branch, operands) for branch in equation.params["branches"]], choice=0)
-  found = [body for body in bodies_of(equation)[:1] if _fits(open_jaxpr(body), equation)]
+  sizes = lambda of: (len(of.invars), len(of.outvars))
+  found = [body for body in bodies_of(equation)[:1] if sizes(open_jaxpr(body)) == sizes(equation)]
   bodies = [CallBody(body, [*range(n)]) for body in found]
   if kind is CallKind.SCAN:
     k, carried = _compat.scan_counts(equation)
     return CallLayout(bodies, range(k, k + carried), range(k + carried, n))
   return CallLayout(bodies)
-
-
-def _fits(body: Jaxpr, equation: JaxprEqn) -> bool:
-  return len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars)
 
 
 def as_function(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:

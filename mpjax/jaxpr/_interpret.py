@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._types import AnyJaxpr, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from mpjax._types import AnyJaxpr, Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from mpjax.jaxpr._bodies import (
   as_function,
   constants_of,
@@ -124,11 +124,7 @@ def closure_as_argument(
     run = as_function(ClosedJaxpr(closed.jaxpr, constants))
     return jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
 
-  return converted, list(closed.consts), _collective_axes(closed.jaxpr)
-
-
-def _collective_axes(jaxpr: Jaxpr) -> set[str]:
-  equations = [e for e in equations_in(jaxpr) if not has(e, Trait.MARKS_AXES)]
+  equations = [e for e in equations_in(closed) if not has(e, Trait.MARKS_AXES)]
   values = [e.params.get(key, ()) for e in equations for key in ("axes", "axis_name")]
-  names = (name for value in values for name in (value if isinstance(value, tuple) else (value,)))
-  return {name for name in names if isinstance(name, str)}
+  axes = (axis for value in values for axis in (value if isinstance(value, tuple) else (value,)))
+  return converted, list(closed.consts), {axis for axis in axes if isinstance(axis, str)}
