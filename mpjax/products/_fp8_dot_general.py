@@ -139,8 +139,12 @@ def _jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, dimension_numbers: Dims, spec: Spec
 ) -> tuple[Array, Array | ad.Zero]:
   lhs, rhs, *scales = primals
-  if spec.saved:
-    lhs, rhs, scales, spec = _saved(lhs, rhs, scales, spec, dimension_numbers)
+  if spec.saved:  # quantised before they are differentiated, so that the backward pass keeps them in FP8
+    lhs, rhs = not_differentiable(lhs), not_differentiable(rhs)
+    own = [_scale(x, scales, side, spec, dimension_numbers) for side, x in enumerate((lhs, rhs))]
+    lhs, rhs = _in_fp8(lhs, own[0], spec.lhs_dtype), _in_fp8(rhs, own[1], spec.rhs_dtype)
+    scales = [*own, scales[2]]
+    spec = dataclasses.replace(spec, given=(True, True, spec.given[2]), saved=False)
   bind = functools.partial(fp8_dot_general_p.bind, dimension_numbers=dimension_numbers)
   out = bind(lhs, rhs, *scales, spec=spec)
 
@@ -162,17 +166,6 @@ def _widened(x: Array, scale: Array, dtype: np.dtype) -> Array:
   if x.dtype.itemsize > 1:
     return x.astype(dtype)
   return (x.astype(jnp.float32) / scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))).astype(dtype)
-
-
-def _saved(
-  lhs: Array, rhs: Array, scales: Sequence[Array], spec: Spec, dims: Dims
-) -> tuple[Array, Array, list[Array], Spec]:
-  """Quantises the operands before they are differentiated, so that the backward pass keeps them in FP8."""
-  lhs, rhs = not_differentiable(lhs), not_differentiable(rhs)
-  own = [_scale(x, scales, side, spec, dims) for side, x in enumerate((lhs, rhs))]
-  codes = _in_fp8(lhs, own[0], spec.lhs_dtype), _in_fp8(rhs, own[1], spec.rhs_dtype)
-  spec = dataclasses.replace(spec, given=(True, True, spec.given[2]), saved=False)
-  return *codes, [*own, scales[2]], spec
 
 
 def _transpose(
