@@ -186,22 +186,21 @@ def _cast(x: Array, dtype: Any) -> Array:
     return jax.lax.convert_element_type(x, dtype)
 
 
-def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> ClosedJaxpr:
-  """Returns the trace from `make`, with each region in the dtype of its module; float32 without overrides.
+def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides) -> ClosedJaxpr:
+  """Returns the trace from `make`, with each region in the dtype of its module.
 
   If JAX traces a function once for modules of several dtypes, its regions have the widest.
 
   Raises:
     ValueError: for a strict region in a module of another dtype than the policy's.
   """
-  known = overrides.halves if overrides is not None else [None]
-  if overrides is None or known == [None]:
+  if overrides.halves == [None]:
     with tracing(NO_REGIONS if tracing.value.instead is None else tracing.value):
       return make()
   usual = overrides.any_half
   with tracing(Regions(usual)):
     closed = make()
-  if known == [usual] or all(own == usual for _, own in _regions(closed, overrides, "")):
+  if overrides.halves == [usual] or all(own == usual for _, own in _regions(closed, overrides, "")):
     return closed
   others: dict[int, np.dtype | None] = {}
   for _ in range(_MOST_TRACES):  # a derivative rule may have other regions in another dtype
