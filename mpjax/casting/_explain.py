@@ -152,6 +152,8 @@ class Explanation(Shown):
     rows: one for each operation, in the order of the program.
     islands: one for each float32 island, in the order of the program.
     carries: one for each float32 carry of each loop, in the order of the program.
+    unknown: names of the primitives that mpjax does not know and therefore leaves as they are: put them on
+      a list with `OpLists.default().replace(infer=...)`.
     gathers: path, shape, `kept` and gathered `dtype` of each parameter that a step on a mesh divides over
       `fsdp`; only `TrainStep.explain` fills it.
     fp8: the recipe and the formats in force on this machine, or why there are none; empty without a recipe.
@@ -163,6 +165,7 @@ class Explanation(Shown):
   rows: tuple[ExplainedOperation, ...]
   islands: tuple[ExplainedIsland, ...] = ()
   carries: tuple[ExplainedCarry, ...] = ()
+  unknown: tuple[str, ...] = ()
   gathers: tuple[Any, ...] = ()
   fp8: str = ""
   note: str = ""
@@ -171,11 +174,6 @@ class Explanation(Shown):
     """Floating-point operations of matrix products, convolutions and kernels, by dtype."""
     products = _grouped((row for row in self.rows if row.flops), lambda row: row.after)
     return {dtype: _flops(rows) for dtype, rows in products.items()}
-
-  @property
-  def unknown(self) -> tuple[str, ...]:
-    """Names of the primitives that mpjax does not know and leaves as they are, unless `OpLists` has them."""
-    return tuple(sorted({row.primitive for row in self.rows if row.about == UNKNOWN.reason}))
 
   def _answer(self) -> list[str]:
     of_dtype = self.matrix_flops()
@@ -275,8 +273,10 @@ def explain_as_run(
   rules.overrides.check_all_matched()
   found = [*_explained(plan, 1, itertools.count(1))]
   of_kind = lambda kind: tuple(one for one in found if isinstance(one, kind))
+  nodes = [*plan.all_nodes()]
+  unknown = {n.name for n in nodes if n.listed == "opaque" and facts(n.equation) is UNKNOWN}
   notes = [f"FP8 {slow}." for slow in map(slowness, rules.overrides.recipes) if slow]
-  if labels := sorted({label for node in plan.all_nodes() if (label := autocast_label(node.path))}):
+  if labels := sorted({label for node in nodes if (label := autocast_label(node.path))}):
     reach = "; the overrides of this call do not reach inside" if ops is not None or overrides else ""
     notes.append(
       f"The function has an autocast inside, policy {' and '.join(labels)}: it decides there, and policy "
@@ -288,6 +288,7 @@ def explain_as_run(
     of_kind(ExplainedOperation),
     of_kind(ExplainedIsland),
     of_kind(ExplainedCarry),
+    unknown=tuple(sorted(unknown)),
     fp8=", ".join(map(in_force, rules.overrides.recipes)),
     note=" ".join(notes),
   )
