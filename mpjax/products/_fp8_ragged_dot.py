@@ -31,8 +31,7 @@ from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import FP4
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.jaxpr import shape_of
-from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
-from mpjax.products._dimensions import free_dims, sum_of_tangents
+from mpjax.products._dimensions import free_dims, gradient_as_jax, mapped_as_jax, sum_of_tangents
 from mpjax.products._half_products import half_ragged_dot_p
 from mpjax.products._primitives import define, fp8_primitive
 from mpjax.products._spec import FLOAT32, Spec

@@ -32,8 +32,13 @@ from jax.sharding import NamedSharding
 from mpjax import _compat
 from mpjax._types import Array, JaxprEqn
 from mpjax.formats._passes import passes_of
-from mpjax.products._as_jax import gradient_as_jax, mapped_as_jax
-from mpjax.products._dimensions import Dims, gradient_product, sum_of_tangents
+from mpjax.products._dimensions import (
+  Dims,
+  gradient_as_jax,
+  gradient_product,
+  mapped_as_jax,
+  sum_of_tangents,
+)
 from mpjax.products._primitives import PLAIN, define, half_primitive
 from mpjax.products._spec import FLOAT32
 
