@@ -11,7 +11,6 @@ from mpjax.jaxpr._bodies import (
   default_branch,
   dtype_of,
   equations_in,
-  is_recomputed,
   is_variable,
   joined_branches,
   open_jaxpr,
@@ -33,7 +32,6 @@ from mpjax.jaxpr._interpret import (
   while_loop,
 )
 from mpjax.jaxpr._primitives import (
-  LISTS,
   UNKNOWN,
   CallKind,
   PrimitiveFacts,

@@ -166,11 +166,6 @@ def default_branch(equation: JaxprEqn) -> ClosedJaxpr | None:
   return equation.params["branches"][platforms.index(None) if None in platforms else -1]
 
 
-def is_recomputed(equation: JaxprEqn) -> bool:
-  """Returns whether an equation is a rematerialised region in a backward pass, with its barrier."""
-  return bool(equation.params.get("prevent_cse") and equation.params.get("differentiated"))
-
-
 def joined_branches(traced: list[tuple[Jaxpr, list[Any]]], operands: list[Any]) -> tuple[ClosedJaxpr, ...]:
   """Returns branches with one list of operands: the constants of all branches, in order, then `operands`."""
   counts = [len(own) for _, own in traced]

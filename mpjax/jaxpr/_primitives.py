@@ -15,8 +15,6 @@ from jax.extend.core import JaxprEqn, Primitive
 
 from mpjax._compat import defined_by_jax
 
-LISTS = ("allow", "deny", "infer", "opaque", "call")
-
 
 class Trait(enum.Flag):
   """Traits of a primitive: how it uses its operands."""
