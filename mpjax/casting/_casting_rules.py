@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 
 from mpjax._gone import instead
 from mpjax._types import DTypeLike, Jaxpr, JaxprEqn, PolicyLike
-from mpjax.dtypes import did_you_mean
+from mpjax.dtypes import one_of
 from mpjax.fp8 import Recipe
 from mpjax.fp8._hardware import on_device
 from mpjax.jaxpr import (
@@ -91,9 +91,7 @@ class OpLists:
     """
     for field, names in lists.items():
       if field not in _FIELDS:
-        raise ValueError(
-          f"unknown list {field!r}: expected one of {', '.join(_FIELDS)}" + did_you_mean(field, _FIELDS)
-        )
+        raise ValueError(f"unknown list {field!r}: {one_of(field, _FIELDS)}")
       if isinstance(names, str):
         raise ValueError(f"{field}={names!r}: expected a set of names of primitives, such as {{{names!r}}}")
     new = {field: frozenset(names) for field, names in lists.items()}
