@@ -50,13 +50,13 @@ def load_text(*, path: Paths | None = None, seq_len: Positive = 128, valid_fract
   found = _files_of(path, "path", "text files there (not empty, hidden or binary ones)", _has_text)
   documents: dict[str, bytes] = {}
   seen: set[pathlib.Path] = set()
-  for position, files in enumerate(found.values()):
+  for position, files in enumerate(found):
     for name, file in files:
       if (real := file.resolve()) not in seen:
         seen.add(real)
         # Named by position in the list: split and fingerprint do not depend on the location.
         documents[name if len(found) == 1 else f"{position}:{name}"] = file.read_bytes()
-  return documents_to_rows([documents], ", ".join(found), seq_len, valid_fraction)
+  return documents_to_rows([documents], ", ".join(_listed(path)), seq_len, valid_fraction)
 
 
 @register_data("tokens")
@@ -85,7 +85,7 @@ def load_tokens(
   for key, paths in {"path": path, "eval_path": eval_path}.items():
     if key == "path" or paths is not None:
       found = _files_of(paths, key, "files there")
-      files = list(dict.fromkeys(file for each in found.values() for _, file in each))
+      files = list(dict.fromkeys(file for each in found for _, file in each))
       splits.append(
         TokenRows([_map(file, numbers, skip_bytes) for file in files], seq_len, vocab_size, files)
       )
@@ -103,8 +103,8 @@ def load_tokens(
     "vocab_size": vocab_size,
     "seq_len": seq_len,
     "fingerprint": digest.hexdigest(),
-    "description": f"{path if isinstance(path, str) else ', '.join(path)}: {sizes[0]} tokens of "
-    f"{vocab_size:,} to train on, {sizes[1]} held out",
+    "description": f"{', '.join(_listed(path))}: {sizes[0]} tokens of {vocab_size:,} to train on, "
+    f"{sizes[1]} held out",
   }
   return splits[0], splits[1], facts
 
@@ -143,22 +143,26 @@ def _files_of(
   key: str,
   what: str,
   keep: Callable[[pathlib.Path, bool], bool] = lambda file, is_named: True,
-) -> dict[str, list[tuple[str, pathlib.Path]]]:
+) -> list[list[tuple[str, pathlib.Path]]]:
   """Returns what `find_files` finds at each path of a key, as far as `keep(file, is_named)` is true.
 
   Raises:
     DataError: if there is no path, or nothing is found at one.
   """
-  paths = [path] if isinstance(path, str) else path or []
+  paths = _listed(path)
   if not paths or not all(paths):  # an empty string would be the working directory
     raise DataError(f"data.{key}: missing; expected a file, a folder, a glob or a list of these")
-  found = {}
+  found = []
   for each in paths:
     is_named = pathlib.Path(each).is_file()
-    found[each] = [(name, file) for name, file in find_files(each) if keep(file, is_named)]
-    if not found[each]:
+    found.append([(name, file) for name, file in find_files(each) if keep(file, is_named)])
+    if not found[-1]:
       raise DataError(f"data.{key}={each!r}: no such file, or no {what}")
   return found
+
+
+def _listed(path: Paths | None) -> list[str]:
+  return [path] if isinstance(path, str) else path or []
 
 
 class Windows:
