@@ -11,7 +11,7 @@ import collections
 import itertools
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -209,8 +209,13 @@ class _Reader:
       operation.moved = sum(value.whole for value in operation.writes)
     elif name := facts(equation).collective:
       operation.part = "collectives"
-      operation.members = range(_group(equation, here.axes))
-      operation.collectives = [*_collectives(operation, name)]
+      group = _group(equation, here.axes)
+      size = 0 if name == "collective-permute" else group
+      operation.members = range(group)
+      operation.collectives = [
+        Collective(name, _crossing_dtype(value), value.whole, 1, (operation.path,), size)
+        for value in (operation.writes if group > 1 else ())
+      ]
     elif has(equation, Trait.KERNEL):
       operation.part = "attention kernels"
       narrow = any(narrow_bits(getattr(value.dtype, "name", "")) for value in operation.operands)
@@ -259,6 +264,12 @@ def _group(equation: JaxprEqn, sizes: Mapping[str, int]) -> int:
   return math.prod(sizes.get(axis, 1) for axis in (axes if isinstance(axes, tuple) else (axes,)))
 
 
+def _crossing_dtype(value: Buffer) -> str:
+  """Returns the dtype as which a value crosses devices; a key does as its words."""
+  is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+  return "uint32" if is_key else np.dtype(value.dtype).name
+
+
 def _at(equation: JaxprEqn, context: _Context) -> _Context:
   phase = phase_of(equation)
   if context.phase == BACKWARD or (phase == OTHER and context.phase):
@@ -281,13 +292,3 @@ def _needed(operations: list[Operation], results: list[Buffer]) -> list[Operatio
       kept.append(operation)
       live.update(operation.operands)
   return kept[::-1]
-
-
-def _collectives(operation: Operation, name: str) -> Iterator[Collective]:
-  """Yields a collective as rows, one for each result."""
-  group = len(operation.members)
-  for value in operation.writes if group > 1 else ():
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)  # which crosses as its words
-    dtype = "uint32" if is_key else np.dtype(value.dtype).name
-    size = 0 if name == "collective-permute" else group
-    yield Collective(name, dtype, value.whole, 1, (operation.path,), size)

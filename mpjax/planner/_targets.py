@@ -79,6 +79,11 @@ class Target:
     return not self.topology
 
   @property
+  def has_rates(self) -> bool:
+    """Returns whether peak rates are published for it."""
+    return bool(self.flops) and bool(self.bandwidth)
+
+  @property
   def extra(self) -> str:
     """Returns the extra of mpjax whose packages compile for the target; empty for a CPU."""
     return {"gpu": "plan-cuda", "tpu": "plan-tpu"}.get(self.kind, "")

@@ -59,8 +59,9 @@ FILL = 64  # H100: the depth K that passes while a tile's pipeline fills
 CONVOLUTION = 0.7  # of the rate of a product, by steps of ResNet
 LINE = 16  # bytes: cuBLAS has slower kernels for matrices whose rows are not whole multiples of them
 UNALIGNED = 2.3  # H100
-LAUNCH = {"gpu": 1.1e-6}  # H100: seconds of the smallest kernel of a program
+LAUNCH = 1.1e-6  # H100: seconds of the smallest kernel of a program
 START = 1.8e-6  # H100: more seconds of a product
+HOST, NETWORK = 1.5e10, 2.5e9  # guesses: bytes/s of links that no file of a device names
 LATENCY = 1e-6  # a guess: seconds of one hop
 SCATTERED = 12  # H100: a scatter adds in memory, and takes the time of so many times the bytes of its updates
 NARROW = 2  # steps of GPT: a kernel that writes FP8, often transposed, takes the time of twice its bytes
@@ -70,7 +71,7 @@ ROW_START = 640  # H100: a row of T scores takes as long as T and so many at the
 
 def compiled_time(program: Program, target: Target) -> Time | None:
   """Returns the time of a step from its compiled program; `None` if the target has no published rates."""
-  if not _has_rates(target):
+  if not target.has_rates:
     return None
   return _time(_spent(program, target, BESIDE.get(target.kind, 0.0)), _SOURCES[target.kind], _ERROR)
 
@@ -80,7 +81,7 @@ def traced_time(program: Program, target: Target) -> Time | None:
 
   What is stored is read and written; what is not stored is computed where it is read, at no cost.
   """
-  if not _has_rates(target):
+  if not target.has_rates:
     return None
   spent = _spent(_kernels(program), target)
   for part, path in [*spent]:
@@ -110,7 +111,7 @@ def time_floor(
     collectives: the collectives of the step.
     target: the target with the peak rates.
   """
-  if not target.flops or not target.bandwidth:
+  if not target.has_rates:
     return None
   read = {
     value.argument
@@ -137,10 +138,6 @@ def time_floor(
 def _in_place(operation: Operation) -> bool:
   """Returns whether an operation writes a part of its first operand."""
   return has(operation.origin, Trait.IN_PLACE) and not operation.bodies
-
-
-def _has_rates(target: Target) -> bool:
-  return target.kind in _SOURCES and bool(target.flops) and bool(target.bandwidth)
 
 
 def _time(spent: _Spent, source: str, error: float) -> Time:
@@ -197,20 +194,25 @@ def _spent(program: Program, target: Target, slowed: float = 0.0) -> _Spent:
 
 
 def _seconds(operation: Operation, target: Target) -> float:
-  """Returns the seconds of one run of an operation."""
+  """Returns the seconds of one run of an operation: on a GPU, of a kernel."""
   if operation.part == "collectives":
     return collective_seconds(target, operation.collectives, operation.members)
   if operation.part == "host":
-    return host_seconds(target, operation.moved)
+    return operation.moved / target.speeds.get("host", HOST)
+  # On an H100, what fits its cache moves no faster (element-wise operations of 2 to 32 MB): none is counted.
+  memory = operation.moved / (target.bandwidth * efficiency(target, "memory"))
   if operation.queue:
-    return memory_seconds(target, operation.moved)
+    return memory
   if operation.cycles is not None and (clock := target.speeds.get("clock")):
     # No product is faster than the units; float32 operands take at least one pass of bfloat16.
     rate_of = lambda dtype: target.unit_rate("bfloat16" if "float32" in dtype else dtype)[1]
     least = sum(p.flops / rate_of(p.dtype) for p in operation.products)
     return max(CYCLES * operation.cycles / clock, least)
   work = sum(product_seconds(target, product, operation.devices) for product in operation.products)
-  return kernel_seconds(target, work, operation.moved)
+  if target.kind != "gpu":
+    return max(work, memory)
+  # Operands arrive and results leave only in part while the units work.
+  return math.hypot(work, memory) + LAUNCH + (START if work else 0.0)
 
 
 def _kernels(program: Program) -> Program:
@@ -276,10 +278,8 @@ def _of_rows(operation: Operation) -> bool:
 def _quantised_bytes(product: Operation) -> float:
   """Returns the bytes that move while the operands of an FP8 product are quantised."""
   spec = product.origin.params["spec"]
-  nbytes = 0.0
-  for value, dtype, given in zip(
-    product.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), spec.given[:2], strict=True
-  ):
+  nbytes, dtypes = 0.0, (spec.lhs_dtype, spec.rhs_dtype)
+  for value, dtype, given in zip(product.operands[:2], dtypes, spec.given[:2], strict=True):
     passes = 1 if given or spec.in_blocks else 2  # the largest value, then the codes
     nbytes += value.nbytes * (passes + narrow_bits(dtype) / 8 / max(1, value.dtype.itemsize))
   return nbytes
@@ -329,35 +329,6 @@ def product_seconds(target: Target, product: Product, devices: int = 1) -> float
   return times * best * (1 if aligned else UNALIGNED)
 
 
-def kernel_seconds(target: Target, work: float, nbytes: float) -> float:
-  """Returns the seconds of one kernel of a GPU, or of one operation of a TPU.
-
-  Args:
-    target: the target.
-    work: seconds that its products take in the units; 0 without products.
-    nbytes: bytes of memory that it reads and writes.
-  """
-  memory = memory_seconds(target, nbytes)
-  if target.kind != "gpu":
-    return max(work, memory)
-  # Operands arrive and results leave only in part while the units work.
-  return math.hypot(work, memory) + LAUNCH["gpu"] + (START if work else 0.0)
-
-
-def memory_seconds(target: Target, nbytes: float) -> float:
-  """Returns the seconds that the memory takes for bytes read and written.
-
-  On an H100, what fits its cache moves no faster (element-wise operations of 2 to 32 MB), so that none is
-  counted.
-  """
-  return nbytes / (target.bandwidth * efficiency(target, "memory"))
-
-
-def host_seconds(target: Target, nbytes: float) -> float:
-  """Returns the seconds of a transfer between the device and the memory of its host."""
-  return nbytes / target.speeds.get("host", 1.5e10)
-
-
 def collective_seconds(target: Target, collectives: Sequence[Collective], group: Sequence[int]) -> float:
   """Returns the seconds of a collective, of which each row has one result.
 
@@ -392,14 +363,17 @@ def collective_seconds(target: Target, collectives: Sequence[Collective], group:
 
 def _network(target: Target, operation: str, group: Sequence[int]) -> float:
   """Returns the bytes/s at which each GPU of a group sends."""
-  inside = (target.interconnect or target.speeds.get("host", 1.5e10)) * efficiency(target, "interconnect")
+  reached = efficiency(target, "interconnect")
+  inside = (target.interconnect or target.speeds.get("host", HOST)) * reached
   each = _sides(target)[-1]
   together = sum(device // each == group[0] // each for device in group)
   if together == len(group):
     return float(inside)
   # The rings of a host's GPUs leave it by different cards; in an all-to-all, each GPU has its own card.
   cards = 1 if operation.endswith("all-to-all") or operation == "collective-permute" else together
-  return float(min(inside, cards * target.speeds.get("network", 2.5e9) * efficiency(target, "interconnect")))
+  return float(
+    min(inside, cards * target.speeds.get("network", NETWORK) * efficiency(target, "interconnect"))
+  )
 
 
 def _sides(target: Target) -> tuple[int, ...]:
