@@ -1,27 +1,27 @@
 """Plans made by hand, for the tests of what prints and draws them."""
 
+import math
+
 from mpjax.planner import Compiled, Floor, Memory, Note, Plan, ProductGroup, Saved, Time
 
 PARAMETERS = 124_439_808
 BATCH = 67_108_864
-
-# Bytes per parameter of the parts that grow with the model.
+# Bytes per parameter of the parts that grow with the model, and those of activations.
 PER_PARAMETER = {
-  "fp32": {"master weights": 4, "optimizer state": 8, "gradients": 4},
-  "bf16": {"master weights": 4, "optimizer state": 8, "compute copies": 2, "gradients": 4},
-  "bf16_pure": {"master weights": 2, "optimizer state": 4, "gradients": 2},
+  "fp32": ({"master weights": 4, "optimizer state": 8, "gradients": 4}, 9_876_543_210),
+  "bf16": ({"master weights": 4, "optimizer state": 8, "compute copies": 2, "gradients": 4}, 5_432_109_876),
+  "bf16_pure": ({"master weights": 2, "optimizer state": 4, "gradients": 2}, 5_012_345_678),
 }
-ACTIVATIONS = {"fp32": 9_876_543_210, "bf16": 5_432_109_876, "bf16_pure": 5_012_345_678}
 DTYPE = {"fp32": "float32", "bf16": "bfloat16", "bf16_pure": "bfloat16"}
 
 
 def a_memory(policy="bf16", scale=1.0):
-  parts = {name: size * PARAMETERS for name, size in PER_PARAMETER[policy].items()}
-  parts |= {"batch": BATCH, "activations": int(scale * ACTIVATIONS[policy]), "temporaries": 123_456_789}
+  each, activations = PER_PARAMETER[policy]
+  parts = {name: size * PARAMETERS for name, size in each.items()}
+  parts |= {"batch": BATCH, "activations": int(scale * activations), "temporaries": 123_456_789}
   slot = "bfloat16" if policy == "bf16_pure" else "float32"
-  half = parts["optimizer state"] // 2
+  optimizer = dict.fromkeys((f"mu {slot}", f"nu {slot}"), parts["optimizer state"] // 2)
   saved = tuple(a_saved(i, DTYPE[policy]) for i in range(11))
-  optimizer = {f"mu {slot}": half, f"nu {slot}": half}
   return Memory(parts, optimizer, saved, saved_bytes=parts["activations"], peak=sum(parts.values()))
 
 
@@ -34,32 +34,15 @@ def a_compiled(policy="bf16"):
   memory = a_memory(policy, scale=0.9)
   arguments = sum(memory.parts[part] for part in ("master weights", "optimizer state", "batch"))
   temporaries = memory.peak - arguments + 200_000_000
-  dtype = DTYPE[policy]
+  peak, dtype = arguments + 8 + temporaries, DTYPE[policy]
   kernels = {f"cublas: {dtype} x {dtype}": 3_000_000_000_000, "triton: f32 x f32": 40_000_000_000}
-  return Compiled(
-    arguments=arguments,
-    outputs=arguments - BATCH + 8,
-    aliases=arguments - BATCH,
-    temporaries=temporaries,
-    peak=arguments + 8 + temporaries,
-    memory=memory,
-    explained=memory.peak / (arguments + 8 + temporaries),
-    kernels=kernels,
-    seconds=12.5,
-  )
+  totals = (arguments, arguments - BATCH + 8, arguments - BATCH, temporaries, peak)
+  return Compiled(*totals, memory, explained=memory.peak / peak, kernels=kernels, seconds=12.5)
 
 
 def a_product(shape=(16384, 3072, 768), **changes):
-  m, n, k = shape
   values = {"path": "GPT/blocks/up", "source": "model.py:40", "phase": "forward", "operation": "dot_general"}
-  values |= {
-    "dtype": "bfloat16",
-    "padded": shape,
-    "batch": 1,
-    "flops": 2 * m * n * k,
-    "eligible": True,
-    "why": "",
-  }
+  values |= {"dtype": "bfloat16", "padded": shape, "flops": 2 * math.prod(shape), "eligible": True}
   return ProductGroup(shape=shape, **values | changes)
 
 

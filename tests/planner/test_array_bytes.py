@@ -28,19 +28,6 @@ LAYOUTS = [
 ]
 
 
-def shapes_to_try():
-  """Shapes that a compiler is asked for: scalars, vectors, those of small models, and a few of each rank at random."""
-  rng = np.random.default_rng(0)
-  drawn = [tuple(int(n) for n in rng.integers(1, 300 // rank, size=rank)) for rank in (2, 2, 3, 3, 4, 4)]
-  return [shape for shape, *_ in LAYOUTS if 0 not in shape] + [
-    (256, 1),
-    (7, 129),
-    (3, 200),
-    (4, 1, 300),
-    *drawn,
-  ]
-
-
 def test_bytes_of_known_layouts():
   for shape, *elements in LAYOUTS:
     for dtype, size in SIZES.items():

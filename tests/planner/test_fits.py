@@ -145,12 +145,7 @@ def test_where_nothing_fits_it_is_said():
     (Planned(line(0, 10), gives_up=1, how="raise"), 10**6, {}, ends),
     (Planned(line(0, 1)), 10**6, {"multiple": 0}, r"multiple=0: expected positive"),
     (Planned(line(0, 1)), 0, {}, r"memory=0.*expected positive"),
-    (
-      Planned(line(0, 1)),
-      10**6,
-      {"multiple": 24, "most": 20},
-      r"most=20: expected at least one multiple of 24",
-    ),
+    (Planned(large), 10**6, {"multiple": 24, "most": 20}, r"most=20: expected at least one multiple of 24"),
   ):
     with pytest.raises(ValueError, match=message):
       largest_batch(planned, memory, **options)

@@ -35,6 +35,7 @@ def convolution(stride, padding, groups=1):
 
 FIRST, SECOND = 2 * B * D * H, 2 * B * H * OUT
 SQUARE, STACK = S((D, D), F32), S((7, D, D), F32)
+HALVED, KERNEL, IMAGES = convolution(2, ((1, 1), (1, 1))), S((3, 3, 4, 8), F32), S((2, 9, 9, 4), F32)
 FLOPS = {
   # The first product needs no gradient of its input.
   "training": (training_flops(mlp), PARAMS, BATCH, 2 * FIRST + 3 * SECOND),
@@ -47,21 +48,16 @@ FLOPS = {
   "unread": (lambda a, b: (a @ b, a + 1)[1], SQUARE, SQUARE, 0),
   "convolution": (
     convolution(1, "SAME"),
-    S((3, 3, 4, 8), F32),
+    KERNEL,
     S((2, 6, 6, 4), F32),
-    2 * 2 * 8 * 4 * met_by_hand(6, 3, 1, 1) ** 2,
+    64 * 2 * met_by_hand(6, 3, 1, 1) ** 2,
   ),
-  "convolution with stride": (
-    convolution(2, ((1, 1), (1, 1))),
-    S((3, 3, 4, 8), F32),
-    S((2, 9, 9, 4), F32),
-    2 * 2 * 8 * 4 * met_by_hand(9, 3, 2, 1) ** 2,
-  ),
+  "convolution with stride": (HALVED, KERNEL, IMAGES, 64 * 2 * met_by_hand(9, 3, 2, 1) ** 2),
   "gradient of a batch with stride": (
-    jax.grad(lambda params, batch: convolution(2, ((1, 1), (1, 1)))(params, batch).sum(), 1),
-    S((3, 3, 4, 8), F32),
-    S((2, 9, 9, 4), F32),
-    2 * 2 * 8 * 4 * met_by_hand(9, 3, 2, 1) ** 2,
+    jax.grad(lambda params, batch: HALVED(params, batch).sum(), 1),
+    KERNEL,
+    IMAGES,
+    64 * 2 * met_by_hand(9, 3, 2, 1) ** 2,
   ),
   "convolution in groups": (
     convolution(1, "VALID", groups=2),

@@ -52,3 +52,15 @@ def test_what_cannot_be_drawn_is_refused_and_leaves_no_file(tmp_path, monkeypatc
   with pytest.raises(ImportError, match=r"\[plan\]"):
     save_picture([a_plan()], tmp_path / "plan.svg")
   assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_neither_follows_nor_changes_the_settings_of_its_user(tmp_path, monkeypatch):
+  monkeypatch.setattr(matplotlib, "use", lambda *args, **kwargs: pytest.fail("the backend is the user's"))
+  save_picture([a_plan()], tmp_path / "plain.svg")
+  with matplotlib.rc_context({"font.size": 30, "font.family": "serif", "axes.facecolor": "black"}):
+    before = dict(matplotlib.rcParams)
+    save_picture([a_plan()], tmp_path / "among_theirs.svg")
+    assert dict(matplotlib.rcParams) == before
+  assert (tmp_path / "among_theirs.svg").read_bytes() == (tmp_path / "plain.svg").read_bytes()
+  if pyplot := sys.modules.get("matplotlib.pyplot"):
+    assert not pyplot.get_fignums()

@@ -15,9 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 import mpjax
-from mpjax.tuning import (
-  _tune,
-)
+from mpjax.tuning import _tune
 from tests.planner._plans import a_time
 from tests.tuning._planted_models import FEW, LAYERS, planted
 

@@ -34,7 +34,6 @@ from tests.planner._steps import (
   nbytes,
   on,
 )
-from tests.planner.test_array_bytes import SIZES, shapes_to_try
 
 for_devices = lambda test: pytest.mark.aot(pytest.mark.slow(test))
 pytestmark = pytest.mark.optimised
@@ -230,15 +229,3 @@ def test_blocks_are_multiplied_as_blocks_and_take_less_memory_than_bfloat16(reci
   }
   assert f"triton: {dtype} x {dtype}" in plans["fp8"].compiled.kernels
   assert plans["fp8"].compiled.temporaries < plans["bf16"].compiled.temporaries
-
-
-@for_devices
-def test_bytes_of_what_a_tpus_compiler_lays_out():
-  args = [S(shape, jnp.dtype(dtype)) for dtype in SIZES for shape in shapes_to_try()]
-  step = lambda *arrays: [~x if x.dtype == bool else x + x for x in arrays]
-  program = compile_step(step, tuple(args), [], get_target(described("v5e")))
-  laid_out = [i.shapes[0] for i in parse(program.proto).entry.parameters()]
-  assert [shape.dims for shape in laid_out] == [arg.shape for arg in args]
-  for arg, shape in zip(args, laid_out, strict=True):
-    assert tiled_bytes(arg.shape, arg.dtype) == shape.nbytes, arg
-  assert program.arguments == sum(shape.nbytes for shape in laid_out)

@@ -39,52 +39,32 @@ def a_shape(*shape, dtype=f32):
 NAME = 'metadata={op_name="jit(step)/transpose(jvp(GPT))/head/dot_general"}'
 REDUCED, GATHERED = ("all-reduce", "float32", 32, 1), ("all-gather", "float32", 128, 1)
 SCATTERED = ("reduce-scatter", "bfloat16", 4, 1)
-READ = "%p = f32[8]{0} parameter(0); %q = bf16[8]{0} parameter(1)"
+P, Q, WIDE, NARROW = "f32[8]{0}", "bf16[8]{0}", "f32[32]{0}", "bf16[32]{0}"
+READ = f"%p = {P} parameter(0); %q = {Q} parameter(1)"
 
 
-def begun(operation, start, done, rest="", operands="%p"):
+def begun(operation, start, done, rest, operands="%p"):
   """An operation that begins in a line and ends in another."""
-  return f"%s = {start} {operation}-start({operands}){rest}; %d = {done} {operation}-done(%s)"
+  return f"%s = {start} {operation}-start({operands}), {rest}; %d = {done} {operation}-done(%s)"
 
 
 # Lines of a program, and what crosses in it.
+OF_TWO = f"(({P}, {Q}), ({WIDE}, {NARROW}))", f"({WIDE}, {NARROW})"
+PAIRS, SCATTER = "source_target_pairs={{0,1}}", "dimensions={0}, to_apply=%add"
 COLLECTIVES = [
-  (f"%a = f32[8]{{0}} all-reduce(%p), to_apply=%add, {NAME}", [REDUCED]),
+  (f"%a = {P} all-reduce(%p), to_apply=%add, {NAME}", [REDUCED]),
+  (f"%a = ({P}, {Q}) all-reduce(%p, %q), to_apply=%add", [REDUCED, ("all-reduce", "bfloat16", 16, 1)]),
+  (begun("all-reduce", P, P, "to_apply=%add"), [REDUCED]),
+  (begun("all-gather", f"({P}, {WIDE})", WIDE, "dimensions={0}"), [GATHERED]),
+  (begun("all-gather", *OF_TWO, "dimensions={0}", "%p, %q"), [("all-gather", "bfloat16", 64, 1), GATHERED]),
   (
-    "%a = (f32[8]{0}, bf16[8]{0}) all-reduce(%p, %q), to_apply=%add",
-    [REDUCED, ("all-reduce", "bfloat16", 16, 1)],
-  ),
-  (begun("all-reduce", "f32[8]{0}", "f32[8]{0}", ", to_apply=%add"), [REDUCED]),
-  (begun("all-gather", "(f32[8]{0}, f32[32]{0})", "f32[32]{0}", ", dimensions={0}"), [GATHERED]),
-  (
-    begun(
-      "all-gather",
-      "((f32[8]{0}, bf16[8]{0}), (f32[32]{0}, bf16[32]{0}))",
-      "(f32[32]{0}, bf16[32]{0})",
-      ", dimensions={0}",
-      "%p, %q",
-    ),
-    [("all-gather", "bfloat16", 64, 1), GATHERED],
-  ),
-  (
-    begun(
-      "collective-permute",
-      "(bf16[8]{0}, bf16[8]{0}, u32[], u32[])",
-      "bf16[8]{0}",
-      ", source_target_pairs={{0,1}}",
-      "%q",
-    ),
+    begun("collective-permute", f"({Q}, {Q}, u32[], u32[])", Q, PAIRS, "%q"),
     [("collective-permute", "bfloat16", 16, 1)],
   ),
-  ("%r = bf16[2]{0} reduce-scatter(%q), dimensions={0}, to_apply=%add", [SCATTERED]),
-  (
-    begun(
-      "reduce-scatter", "((bf16[8]{0}), bf16[2]{0})", "bf16[2]{0}", ", dimensions={0}, to_apply=%add", "%q"
-    ),
-    [SCATTERED],
-  ),
+  (f"%r = bf16[2]{{0}} reduce-scatter(%q), {SCATTER}", [SCATTERED]),
+  (begun("reduce-scatter", f"(({Q}), bf16[2]{{0}})", "bf16[2]{0}", SCATTER, "%q"), [SCATTERED]),
   ("%r = f32[4,2]{1,0} all-to-all(%p), dimensions={0}", [("all-to-all", "float32", 32, 1)]),
-  ('%c = f32[8]{0} custom-call(%p); %k = f32[8]{0} add(%c, %c), metadata={op_name="all-reduce"}', []),
+  (f'%c = {P} custom-call(%p); %k = {P} add(%c, %c), metadata={{op_name="all-reduce"}}', []),
 ]
 
 

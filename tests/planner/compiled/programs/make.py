@@ -1,6 +1,6 @@
 """Compiles the functions of `_steps.py` with the JAX that is installed, and keeps their programs here.
 
-    python -m tests.planner.compiled.programs.make [NAME ...]
+    python -m tests.planner.compiled.programs.make
 
 Needs the compilers of mpjax[plan-tpu,plan-cuda]. Writes two files for the version of JAX: `VERSION.json`, what the
 compilers say of memory and arithmetic, and `VERSION.pb.xz`, the programs in the same order.
@@ -12,14 +12,12 @@ import dataclasses
 import json
 import lzma
 import pathlib
-import sys
 
 import jax
 
 from mpjax.planner import get_target
-from mpjax.planner.compiled._compile import CompiledProgram, compile_step
+from mpjax.planner.compiled._compile import compile_step
 from mpjax.planner.compiled._proto import module_class
-from tests.planner.compiled.programs import programs_of
 from tests.planner.compiled.programs._steps import STEPS
 
 FOLDER = pathlib.Path(__file__).parent
@@ -35,13 +33,9 @@ def without_folders(proto: bytes) -> bytes:
   return bytes(module.SerializeToString(deterministic=True))
 
 
-def main(names: list[str]) -> None:
-  about, protos = FOLDER / f"{jax.__version__}.json", FOLDER / f"{jax.__version__}.pb.xz"
-  programs: dict[str, CompiledProgram] = (
-    dict(programs_of(jax.__version__)) if names and about.exists() else {}
-  )
-  for name in names or STEPS:
-    make, targets = STEPS[name]
+def main() -> None:
+  programs = {}
+  for name, (make, targets) in STEPS.items():
     step = make()
     for target in targets:
       program = compile_step(step.function, step.args, step.donated_leaves, get_target(target))
@@ -53,10 +47,10 @@ def main(names: list[str]) -> None:
     row = dataclasses.asdict(program) | {"size": len(program.proto)}
     del row["proto"]
     lines.append(f"{json.dumps(key)}: {json.dumps(row, sort_keys=True)}")
-  about.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+  (FOLDER / f"{jax.__version__}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
   together = b"".join(program.proto for _, program in sorted(programs.items()))
-  protos.write_bytes(lzma.compress(together, preset=9))
+  (FOLDER / f"{jax.__version__}.pb.xz").write_bytes(lzma.compress(together, preset=9))
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  main()
