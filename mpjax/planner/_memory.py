@@ -157,23 +157,29 @@ class _Storage:
 
   def __init__(self, program: Program, kind: str):
     self._program = program
-    self._on_tpu = kind == "tpu"
     self._reach: dict[Buffer, dict[Buffer, float]] = {}
     self._stored = {*program.arguments, *program.results}
     self._readers: dict[Buffer, list[Operation]] = collections.defaultdict(list)
+    stores = lambda o: is_heavy(o) or has(o.origin, Trait.STORES_RESULT)
+    # A TPU's product computes an operand itself.
+    fuses = lambda o, v: kind == "tpu" and has(o.origin, Trait.PRODUCT) and v.maker and not stores(v.maker)
     for operation in program.operations:
       for value in operation.operands:
         self._readers[value].append(operation)
-      if is_heavy(operation) or has(operation.origin, Trait.STORES_RESULT):
+      if stores(operation):
         self._stored.update(operation.writes)
       if is_heavy(operation):
-        self._stored.update(v for v in operation.operands if not self._fused_cast(operation, v))
+        self._stored.update(v for v in operation.operands if not fuses(operation, v))
     self._keep_shared()
-    if self._on_tpu:
+    if kind == "tpu":
       self._store_read_often()
       self._reach.clear()
-      for value in filter(self._only_multiplied, [*self._readers]):
-        value.nbytes //= 2
+      # Products round what they alone read to half precision anyway.
+      rounds = lambda o: has(o.origin, Trait.PRODUCT) and o.origin.params.get("precision") is None
+      for value, readers in self._readers.items():
+        computed = value.argument is None and value.dtype == np.float32
+        if computed and readers and all(map(rounds, readers)):
+          value.nbytes //= 2
 
   def is_stored(self, value: Buffer) -> bool:
     """Returns whether a value is in memory."""
@@ -193,21 +199,6 @@ class _Storage:
           found[source] = max(found.get(source, 0), min(nbytes, most))
       self._reach[value] = found
     return self._reach[value]
-
-  def _fused_cast(self, operation: Operation, value: Buffer) -> bool:
-    """Returns whether a TPU's product computes an operand itself."""
-    maker = value.maker
-    if not self._on_tpu or maker is None or not has(operation.origin, Trait.PRODUCT):
-      return False
-    return not (is_heavy(maker) or has(maker.origin, Trait.STORES_RESULT))
-
-  def _only_multiplied(self, value: Buffer) -> bool:
-    """Returns whether only products read a value, and round it to half precision anyway."""
-    rounds = lambda r: has(r.origin, Trait.PRODUCT) and r.origin.params.get("precision") is None
-    readers = self._readers[value]
-    return (
-      value.argument is None and value.dtype == np.float32 and bool(readers) and all(map(rounds, readers))
-    )
 
   def _store_read_often(self) -> None:
     """Stores what takes more bytes to compute again for each of its readers."""

@@ -11,12 +11,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._render.plain_text import pip_install  # the command of the package manager that is in use
-from mpjax.planner import (
-  CompileError,
-  _plan as planning,  # whose compiler is replaced
-  get_target,
-  missing,
-)
+from mpjax.planner import CompileError, _plan as planning, get_target, missing
 from tests.planner._steps import BATCH, F32, PARAMS, S, mesh_of, mlp, on
 
 

@@ -13,27 +13,11 @@ from jax.experimental import topologies
 from jax.sharding import AxisType
 
 import mpjax
-from mpjax.planner import (
-  ARGUMENT_PARTS,
-  CompileError,
-  _plan as planning,  # which asks for the compilers' packages
-  get_target,
-  tiled_bytes,
-)
+from mpjax.planner import ARGUMENT_PARTS, CompileError, _plan as planning, get_target, tiled_bytes
 from mpjax.planner.compiled import _compile, _worker
 from mpjax.planner.compiled._compile import compile_step
 from mpjax.planner.compiled._hlo import parse  # a process of its own is replaced
-from tests.planner._steps import (
-  F32,
-  S,
-  a_train_step,
-  by_parts,
-  described,
-  mean_squares,
-  mesh_of,
-  nbytes,
-  on,
-)
+from tests.planner._steps import F32, S, a_train_step, by_parts, described, mean_squares, mesh_of, nbytes, on
 
 for_devices = lambda test: pytest.mark.aot(pytest.mark.slow(test))
 pytestmark = pytest.mark.optimised
