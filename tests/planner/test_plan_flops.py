@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from tests.planner._steps import BATCH, BF16, F32, OUT, PARAMS, B, D, H, S, layers, mlp
+from tests.planner._steps import BATCH, BF16, F32, OUT, PARAMS, B, D, H, S, layers, mlp, on
 
 F16 = jnp.float16
 
@@ -178,11 +178,7 @@ def test_what_an_axis_of_the_compiler_divides_counts_its_share():
   mesh = jax.sharding.AbstractMesh((2, 4), ("data", "tensor"))
   whole, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
   step = jax.shard_map(product_of, mesh=mesh, in_specs=(whole, rows), out_specs=rows, axis_names={"data"})
-  args = [
-    jax.ShapeDtypeStruct(shape, BF16, sharding=jax.sharding.NamedSharding(mesh, spec))
-    for shape, spec in (((D, H), whole), ((B, D), rows))
-  ]
-  plan = plan_of(step, *args, target="h100:8")
+  plan = plan_of(step, on(mesh, S((D, H), BF16)), on(mesh, S((B, D), BF16), "data"), target="h100:8")
   assert sum(plan.matrix_flops().values()) == plan.model_flops == FIRST / 8
   assert plan.floor.parts["matrix units"] == pytest.approx(FIRST / 8 / 989.4e12)
 

@@ -27,9 +27,8 @@ def seconds(fun, *args, **options):
 
 
 def test_this_machine_has_no_time_and_a_described_device_says_where_its_own_is_from():
-  step, state = a_train_step(
-    "bf16", params={"w": S((512, 512))}, loss=lambda p, b: jnp.mean((b @ p["w"]) ** 2)
-  )
+  loss = lambda p, b: jnp.mean((b @ p["w"]) ** 2)
+  step, state = a_train_step("bf16", params={"w": S((512, 512))}, loss=loss)
   plan = lambda target: mpjax.plan(step, state, S((1024, 512)), target=target, compile=False)
   assert plan("here").time is None
   time = plan("h200").time
@@ -72,9 +71,8 @@ def test_products_take_their_passes_and_loops_their_turns():
       took = time_of(jnp.matmul, x, x, target="v5e")
     assert 1 < took.seconds / (passes * 2 * 2048**3 / 197e12) < 1.3, precision
     assert took.parts.keys() == {"products"}
-  once, often = (
-    seconds(lambda x, n=n: jax.lax.scan(lambda y, _: (y @ y, None), x, None, n)[0], x) for n in (2, 8)
-  )
+  turns = lambda n: lambda x: jax.lax.scan(lambda y, _: (y @ y, None), x, None, n)[0]
+  once, often = (seconds(turns(n), x) for n in (2, 8))
   assert often == pytest.approx(4 * once)
 
 

@@ -6,10 +6,6 @@ import re
 from mpjax.planner.compiled._hlo import parse
 
 SHORT = {
-  "X": "f32[32,32]{1,0}",
-  "CHIP": "f32[32,32]{1,0:S(1)}",
-  "BIG": "f32[64,1024]{1,0}",
-  "FOUR": "f32[128,32]{1,0}",
   "V": "f32[8]{0:T(128)}",
   "N": "s32[]{:T(128)}",
   "DOT": "lhs_contracting_dims={1}, rhs_contracting_dims={0}",
@@ -19,8 +15,7 @@ ADD = "%add {\n  %l = f32[] parameter(0)\n  %r = f32[] parameter(1)\n  ROOT %s =
 
 
 def computation(name, lines):
-  """Text of a computation whose lines end in `;`: `c = a . b` is a product, and words of SHORT are what they stand for."""
-  lines = re.sub(r"(\w+) = (\w+) \. (\w+)", r"%\1 = X dot(%\2, %\3), DOT", lines)
+  """Text of a computation whose lines end in `;`; words of SHORT are what they stand for."""
   lines = re.sub(r"(custom-call\([^)]*\))(?!, (?:custom_call_target|CALL))", r"\1, CALL", lines)
   lines = re.sub(rf"\b({'|'.join(SHORT)})\b", lambda found: SHORT[found[1]], lines)
   body = "".join(f"  {line.strip()}\n" for line in lines.split(";"))
