@@ -88,7 +88,7 @@ def cycles(module: HloModule) -> int:
 def is_narrow(product: Product) -> bool:
   """Whether it is a GEMM with both operands below 16 bits."""
   bits = [mpjax.formats.narrow_bits(numpy_name(dtype)) for dtype in product.operands]
-  return product.kernel != "loop" and all(bits)
+  return product.kernel not in ("loop", "fused") and all(bits)
 
 
 def table(report: dict[str, Any]) -> str:
