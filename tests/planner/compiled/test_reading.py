@@ -14,10 +14,10 @@ import pytest
 import mpjax
 from mpjax import _compat  # which release the analytic plan is of
 from mpjax.planner import ARGUMENT_PARTS, _plan as planning
+from mpjax.planner._plan import read_program
 from mpjax.planner._program import collectives_of, live_at_peak
 from mpjax.planner.compiled._from_hlo import from_hlo
 from mpjax.planner.compiled._proto import module_class  # to change a program
-from mpjax.planner.compiled._reading import read_program
 from tests.planner.compiled.programs import KEPT, STEPS, VERSIONS, kept, parsed
 
 UNREADABLE = "the compiled program cannot be read"
