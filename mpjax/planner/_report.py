@@ -25,7 +25,8 @@ from mpjax.planner._results import (
 
 NO_FIT = "DOES NOT FIT"
 _ABREAST = 5  # plans in one table
-_MOST_ROWS, _MOST_PLANS, _MOST_NAMED = 10, 7, 3
+_MOST_ROWS, _MOST_PLANS, _MOST_PARTS, _MOST_NAMED = 10, 7, 3, 2
+_ALIKE = 1e-3  # relative difference of equal times
 _MOST_SHARE = 0.97  # the most of a GPU's memory for a process; the driver and the runtime keep the rest
 _ROOMY = 0.5  # a larger batch is suggested below this share of the memory
 _LARGE = 0.2  # outputs are mentioned above this share of the peak
@@ -353,13 +354,16 @@ def _modules(plan: Plan) -> _Rows:
 
 
 def _fastest(plans: Sequence[Plan]) -> list[str]:
-  """Returns a line on the plan with the shortest time among those that fit."""
+  """Returns a line on the plans with the shortest time among those that fit."""
   fitting = [plan for plan in plans if not plan.room or plan.peak <= plan.room]
   if not fitting:
     return [f"none of {len(plans)} fits"]
   times = {plan.label: plan.time for plan in fitting if plan.time}
-  best = min(times, key=lambda label: times[label].seconds, default="")
-  return [f"shortest time: {best}, {_about(times[best])}"] if times else []
+  least = min(times.values(), key=lambda time: time.seconds, default=None)
+  if least is None:
+    return []
+  best = [name for name, t in times.items() if math.isclose(t.seconds, least.seconds, rel_tol=_ALIKE)]
+  return [f"shortest time: {', '.join(best)}, {_about(least)}"]
 
 
 def _title(plans: Sequence[Plan], label: str = "") -> str:
@@ -393,9 +397,9 @@ def _figures(plan: Plan, rates: bool) -> Iterator[str]:
   if 1 - plan.eligible >= _MISSES:
     slow = [p for p in plan.products[::-1] if not (p.eligible or p.kernel)]
     named = {p.why: f"{p.path or p.source} ({p.why})" for p in slow}
-    yield f"  below the full rate: {_first([*named.values()][::-1], '; ')}"
+    yield f"  below the full rate: {_first([*named.values()][::-1], gap='; ')}"
   if kernels := list(dict.fromkeys(product.kernel for product in plan.products if product.kernel)):
-    yield f"fused kernels: {_first(kernels)}; not in the products or the least time"
+    yield f"fused kernels: {_first(kernels, _MOST_PARTS)}; not in the products or the least time"
   yield from _fp8(plan)
   if crossing := [f"{c.operation} {c.dtype} {bytes_text(c.nbytes)}" for c in plan.collectives]:
     yield f"between devices: {_first(crossing)}"
@@ -473,14 +477,14 @@ def _shares(flops: dict[str, int]) -> Iterator[tuple[str, str]]:
 
 
 def _largest(parts: dict[str, Any], text: Callable[[Any], str]) -> str:
-  named = [f"{name} {text(size)}" for name, size in _by_size(parts)[:_MOST_NAMED]]
+  named = [f"{name} {text(size)}" for name, size in _by_size(parts)[:_MOST_PARTS]]
   return f"  largest: {', '.join(named)}"
 
 
-def _first(names: Sequence[str], gap: str = ", ") -> str:
+def _first(names: Sequence[str], most: int = _MOST_NAMED, gap: str = ", ") -> str:
   """Returns the first names, and how many are left out."""
-  more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-  return gap.join([*names[:_MOST_NAMED], *more])
+  more = [f"{len(names) - most} more"] if len(names) > most else []
+  return gap.join([*names[:most], *more])
 
 
 def _fit(plan: Plan) -> str:
