@@ -137,7 +137,7 @@ def _stack(arrays: list[np.ndarray]) -> np.ndarray:
 def _row(rows: RowSource, index: int, where: str) -> Batch:
   """Reads and checks a row; `where` says for a person which rows these are."""
   try:
-    row = {str(name): np.asarray(value) for name, value in dict(rows[index]).items()}
+    row = {str(name): np.asarray(value) for name, value in rows[index].items()}
     kinds = {name: array.dtype for name, array in row.items()}
     # V: bfloat16 and FP8.
     if not len(rows) or not row or any(kind.kind not in "biufcV" or kind.names for kind in kinds.values()):
