@@ -21,7 +21,7 @@ NEVER = {
   "the operands of a loop": (
     "mpjax",
     r"\b(scan_parts|while_parts|scan_counts|cond_nconsts|num_consts)\b",
-    "_compat jaxpr/__init__ jaxpr/_bodies casting/_higher_order step/_gather_where_read",
+    "_compat jaxpr/__init__ jaxpr/_bodies casting/_emit step/_gather_where_read",
   ),
   "a model or dataset by name": ("mpjax/train", r"\bzoo\b", ""),
   "the trainer, below it": ("mpjax/zoo", r"^ *(from|import) mpjax\.train", ""),

@@ -158,6 +158,8 @@ class Island:
     saved: the FP8 format in which half-precision inputs are kept for the backward pass; `None`: unchanged.
     loss_of: the product's result that a loss by element is computed from, if the island is one: its gradient
       crosses an optimisation barrier.
+    parts: its copies and nodes in an order of execution, if the derivative of some of them, which are an
+      island, is computed apart from their results.
   """
 
   nodes: tuple[Node, ...]
@@ -167,6 +169,12 @@ class Island:
   fenced: bool = True
   saved: np.dtype | None = None
   loss_of: Var | None = None
+  parts: tuple[Node | Island, ...] = ()
+
+  @property
+  def units(self) -> tuple[Node | Island, ...]:
+    """What it computes, in an order of execution."""
+    return self.parts or (*self.copies, *self.nodes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,6 +1,11 @@
-"""Executes a `CastPlan`: binds each equation again, in its dtype, with its casts.
+"""Executes a `CastPlan`: binds each operation again, in its dtype, with its casts.
 
 `execute` is the entry point, also for code that inspects values (`Tap`).
+
+A call keeps the promises of its primitive: the name, shardings and donation of a `jit`, the policy of a
+`checkpoint`, one stable dtype for a loop's carry, the user's derivative rule of a `custom_vjp`. A custom
+derivative or batching rule is a program that exists only once JAX differentiates or batches. It is traced in
+its own dtypes, decided about as a whole, and emitted with its casts.
 """
 
 from __future__ import annotations
@@ -16,33 +21,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import DropVar, Primitive
 
-from mpjax._types import Array, Atom, Fp8State, Literal, Var
+from mpjax import _compat
+from mpjax._types import Array, Atom, Fp8State, Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node, Tap
 from mpjax.casting._fp8_products import SideInputs
-from mpjax.casting._gradient_sums import MANY, derivative_apart, look_up, store_gradient_p, use
-from mpjax.casting._higher_order import EMIT
-from mpjax.casting._islands import held_dtype, is_statistic, statistics_bytes
+from mpjax.casting._gradient_sums import MANY, derivative_apart, look_up, store_gradient_p, use, widened
+from mpjax.casting._half_precision import Regions, tracing
+from mpjax.casting._islands import is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
 from mpjax.fp8._scaling import keep_in_fp8
 from mpjax.jaxpr import (
+  CallKind,
   as_traced,
   backward_depth,
   call_kind,
   call_layout,
   constants_of,
+  custom_jvp_rule,
+  custom_vjp_rules,
   dtype_of,
   is_variable,
+  joined_branches,
   last_reads,
+  scan_parts,
   scopes_inside,
   scopes_of,
   shape_of,
   source_line,
   variables_of,
+  while_loop,
 )
-from mpjax.products import as_product, bind_product, plain_primitive
+from mpjax.products import as_product, bind_product, plain_primitive, spread
 
 Function = Callable[..., list[Array]]
 
@@ -122,7 +135,7 @@ class Emitter:
     if self.tap is not None or jax.tree.leaves(side):
       return own
     constants = constants_of(call_layout(call.equation).bodies[0].jaxpr)  # `own` keeps them alive
-    return self._alike((_plan_key(call.plans[0]), *map(id, constants)), own)
+    return self._alike((_key(call.plans[0]), *map(id, constants)), own)
 
   def _alike(self, key: Hashable, own: Function) -> Function:
     try:
@@ -141,10 +154,10 @@ class Emitter:
         else values.read(atom, dtype, apart=i in node.own_casts and i not in originals)
         for i, (atom, dtype) in enumerate(zip(equation.invars, node.reads, strict=True))
       ]
-      if node.call is None:
+      if node.call is not None:
+        out = _EMIT[call_kind(equation)](node.call, operands, self)
+      else:
         out = self._bind(node, operands, originals)
-    if node.call is not None:
-      out = EMIT[call_kind(equation)](node.call, operands, self)
     for i, (variable, value) in enumerate(zip(equation.outvars, out, strict=True)):
       kept = as_held(value, node.outs[i]) if castable(variable.aval) else value
       if self.tap is not None and (node, i) in self.tap.numbers:
@@ -205,64 +218,20 @@ class Emitter:
     return keep_in_fp8(inside, [*narrow, *(False,) * len(arrays)], dtype)(*operands, *arrays)
 
   def _inside(self, island: Island, held: Mapping[Var, Held], leave_out: int, *arrays: Array) -> list[Array]:
-    """Returns the results of an island from its inputs, without the scopes that its caller entered.
-
-    The backward pass computes what products at its end read, and the derivative of that, apart: from one
-    computation of both, XLA for a GPU keeps the inside in float32.
-    """
+    """Returns the results of an island from its inputs, without the scopes that its caller entered."""
     local = _Environment(held, frozenset())
     for (variable, _), array in zip(island.inputs, arrays, strict=True):
       local.write(variable, array)
     # A tap has gradients of its own.
-    first, apart, ends = _parts(island, held) if self.tap is None else (island.nodes, None, ())
-    for node in (*island.copies, *first):
-      self._emit(node, local, leave_out)
-    if apart is not None:
-      results = derivative_apart(functools.partial(self._inside, apart, held, leave_out))
-      operands = [local.read(v, dtype) for v, dtype in apart.inputs]
-      for (variable, _), array in zip(apart.outputs, results(*operands), strict=True):
+    for unit in island.units if self.tap is None else (*island.copies, *island.nodes):
+      if isinstance(unit, Node):
+        self._emit(unit, local, leave_out)
+        continue
+      results = derivative_apart(functools.partial(self._inside, unit, held, leave_out))
+      operands = [local.read(v, dtype) for v, dtype in unit.inputs]
+      for (variable, _), array in zip(unit.outputs, results(*operands), strict=True):
         local.write(variable, array)
-    for node in ends:
-      self._emit(node, local, leave_out)
     return [local.read(v, dtype) for v, dtype in island.outputs]
-
-
-def _parts(island: Island, held: Mapping[Var, Held]) -> tuple[Sequence[Node], Island | None, Sequence[Node]]:
-  """Returns the parts of an island: what is made of arguments, what products at its end read, and these.
-
-  Without a barrier, or without such products, all is in the first; also if statistics are saved inside, which
-  would be computed twice.
-  """
-  ends = [node for node in island.nodes if node.listed == "allow"]
-  if not (ends and island.fenced) or any(statistics_bytes(node.equation) for node in island.nodes):
-    return island.nodes, None, ()
-  moving = {v for v, _ in island.inputs if castable(v.aval) and held[v].kind is not Kind.FLEXIBLE}
-  first: list[Node] = []
-  others: list[Node] = []
-  for node in (node for node in island.nodes if node.listed != "allow"):
-    depends = not moving.isdisjoint(variables_of(node.equation.invars))
-    moving.update(node.equation.outvars if depends else ())
-    (others if depends else first).append(node)
-  if not others:
-    return island.nodes, None, ()
-  read = {v for node in others for v in variables_of(node.equation.invars)}
-  made = {v: held_dtype(v, held) for node in first for v in node.equation.outvars}
-  inputs = tuple((v, dtype) for v, dtype in (*island.inputs, *made.items()) if v in read)
-  return first, Island(tuple(others), inputs, _read_of(others, ends, island.outputs)), ends
-
-
-def _read_of(
-  nodes: Sequence[Node], readers: Sequence[Node], outputs: Sequence[tuple[Var, np.dtype]]
-) -> tuple[tuple[Var, np.dtype], ...]:
-  """Returns which results of some equations others read, or are returned, each with its dtypes."""
-  made = {v for node in nodes for v in node.equation.outvars}
-  read = [
-    (a, FLOAT32 if i in node.own_casts | node.widened else dtype or dtype_of(a))
-    for node in readers
-    for i, (a, dtype) in enumerate(zip(node.equation.invars, node.reads, strict=True))
-    if is_variable(a)
-  ]
-  return tuple(dict.fromkeys((v, dtype) for v, dtype in (*read, *outputs) if v in made))
 
 
 class _Environment:
@@ -305,19 +274,14 @@ class _Environment:
     """Returns a result as an array, also if the program returns a constant."""
     if is_variable(atom):
       return self.read(atom, held.dtype)
-    array = array_of(atom)
+    value = np.asarray(atom.val)
+    array = jnp.asarray(value.item() if getattr(atom.aval, "weak_type", False) else value)
     return array if array.dtype == held.dtype else array.astype(held.dtype)
 
   def free(self, variables: Sequence[Var]) -> None:
     """Drops all copies of values that nothing reads any more."""
     for variable in variables:
       self._arrays.pop(variable, None)
-
-
-def array_of(literal: Literal) -> Array:
-  """Returns a literal as an array of its type."""
-  value = np.asarray(literal.val)
-  return jnp.asarray(value.item()) if getattr(literal.aval, "weak_type", False) else jnp.asarray(value)
 
 
 @functools.cache
@@ -361,62 +325,318 @@ def _narrow(x: Array, dtype: np.dtype, saturates: bool) -> Array:
     return jax.lax.convert_element_type(x, dtype)
 
 
-def _island_key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashable:
-  """Returns a key of an island that reads no side inputs: equal for two that one function computes.
-
-  So JAX traces the layers of a deep model once. Its caches belong to the function: its program, its
-  derivative, and what that saves.
-
-  Args:
-    island: the island.
-    held: how each variable is held.
-    depth: how many scopes the equations have in common, which the function leaves out.
-  """
-  numbers: dict[Var, int] = {}
-
-  def of(atom: Atom) -> Hashable:
-    if is_variable(atom):
-      return numbers.setdefault(atom, len(numbers)), atom.aval, held.get(atom)
-    return np.asarray(atom.val).tobytes(), atom.aval
-
-  def of_node(node: Node) -> Hashable:
-    equation = node.equation
-    atoms = (*equation.invars, *equation.outvars)
-    parameters = tuple(sorted(equation.params.items()))
-    place = scopes_inside(equation, depth), source_line(equation), equation.ctx
-    return equation.primitive, tuple(map(of, atoms)), parameters, place, _decisions_of(node)
-
-  inputs, outputs = (tuple((of(v), d) for v, d in pairs) for pairs in (island.inputs, island.outputs))
-  nodes = tuple(map(of_node, (*island.copies, *island.nodes)))
-  return inputs, nodes, outputs, len(island.copies), island.fenced, island.saved
-
-
-def _plan_key(plan: CastPlan) -> Hashable:
-  """Returns the key of a body's plan that reads no side inputs; plans of other jaxprs are never equal."""
-  return plan.jaxpr, tuple(plan.held[v] for v in plan.inputs), plan.outs, tuple(map(_unit_key, plan.units))
-
-
-def _unit_key(unit: Node | Island) -> Hashable:
-  if isinstance(unit, Island):
-    copies, nodes = (tuple(map(_unit_key, nodes)) for nodes in (unit.copies, unit.nodes))
-    return copies, nodes, unit.inputs, unit.outputs, unit.fenced, unit.saved, unit.loss_of
-  return unit.equation, _decisions_of(unit)
-
-
-def _decisions_of(node: Node) -> Hashable:
-  """Returns all that is decided about an equation."""
-  other = ("equation", "path", "call")
-  return *(x for name, x in vars(node).items() if name not in other), node.call and _call_key(node.call)
-
-
-def _call_key(call: Call) -> Hashable:
-  kind = call_kind(call.equation)
-  if kind is None or not kind.is_plain:  # a rule is decided where the call is
-    return call
-  return call.ins, call.outs, call.carry, tuple(map(_plan_key, call.plans))
-
-
 def _common_scopes(island: Island) -> int:
   """Returns how many scopes, from the outermost on, the equations of an island have in common."""
   stacks = {n.equation.source_info.name_stack.stack for n in (*island.copies, *island.nodes)}
   return len([*itertools.takewhile(lambda scopes: len({*scopes}) == 1, zip(*stacks, strict=False))])
+
+
+def _key(part: object, of: Callable[[Any], Hashable] = lambda part: part) -> Hashable:
+  """Returns all that is decided in a part of a plan that reads no side inputs: equal if it is emitted alike.
+
+  So JAX traces the layers of a deep model, and a function that they call, once. Its caches belong to the
+  function that is emitted: its program, its derivative, and what that saves.
+
+  Args:
+    part: a plan, or a part of it.
+    of: the key of an equation or a variable; by default itself.
+  """
+  if isinstance(part, CastPlan):
+    return part.jaxpr, tuple(part.held[v] for v in part.inputs), part.outs, _key(part.units)
+  if isinstance(part, Call):
+    kind = call_kind(part.equation)
+    is_plain = kind is not None and kind.is_plain  # a rule is decided where the call is
+    return (part.ins, part.outs, part.carry, _key(part.plans)) if is_plain else part
+  if isinstance(part, (Node, Island)):
+    return tuple(_key(value, of) for name, value in vars(part).items() if name not in ("path", "parts"))
+  return tuple(_key(one, of) for one in part) if type(part) is tuple else of(part)
+
+
+def _island_key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashable:
+  """Returns the key of an island wherever it stands, without the `depth` scopes that it has in common."""
+  numbers: dict[Var, int] = {}
+
+  def of(part: Any) -> Hashable:
+    if isinstance(part, Var):
+      return numbers.setdefault(part, len(numbers)), part.aval, held.get(part)
+    if not isinstance(part, JaxprEqn):
+      return cast(Hashable, part)
+    atoms = (of(a) if is_variable(a) else (np.asarray(a.val).tobytes(), a.aval) for a in part.invars)
+    parameters, place = tuple(sorted(part.params.items())), scopes_inside(part, depth)
+    return (part.primitive, *atoms, *map(of, part.outvars), parameters, place, source_line(part), part.ctx)
+
+  return _key(island, of)
+
+
+def _emit_jit(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  side = emit.within(call.plans)
+
+  def inside(operands: Sequence[Array], side: SideInputs) -> list[Array]:
+    return emit.body(call, side=side)(*operands)
+
+  closed = jax.make_jaxpr(emit.once(call, side, inside))(operands, side)
+  return _compat.bind_jit(call.equation, list(operands), jax.tree.leaves(side), closed)
+
+
+def _emit_inline(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  return emit.body(call)(*operands)
+
+
+def _emit_remat(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  jaxpr, constants = _compat.trace_open(emit.body(call), list(operands))
+  policy = call.equation.params["policy"]
+  if policy is not None:
+    policy = as_product(policy)
+  return _compat.bind(call.equation, [*constants, *operands], jaxpr=jaxpr, policy=policy)
+
+
+def _emit_scan(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  k, n, options = scan_parts(call.equation)
+  side = emit.within(call.plans)
+  captured = list(zip(operands[:k], call.ins[:k], strict=True))
+  wide = {
+    i: widened(x) for i, (x, h) in enumerate(captured) if h.kind is Kind.HALF and options["length"] > MANY
+  }
+  # Scales for each step: their cotangents are merged by the largest; a constant's would be added.
+  scales = {number: spread(x, options["length"]) for number, x in side.scales.items()}
+
+  def step(
+    carry: Sequence[Array], row: tuple[Sequence[Array], SideInputs]
+  ) -> tuple[list[Array], list[Array]]:
+    xs, own = row
+    read = [use(x, wide[i]) if i in wide else x for i, (x, _) in enumerate(captured)]
+    out = emit.body(call, side=own)(*read, *carry, *xs)
+    return _as_results(call, out[:n]), out[n:]
+
+  carry, ys = jax.lax.scan(
+    step, list(operands[k : k + n]), (operands[k + n :], side._replace(scales=scales)), **options
+  )
+  return [*carry, *ys]
+
+
+def _emit_while(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  p = call.equation.params
+  first, second = p["cond_nconsts"], p["body_nconsts"]
+  condition, body = emit.body(call, 0), emit.body(call, 1)
+
+  def step(carry: Sequence[Array]) -> list[Array]:
+    return _as_results(call, body(*operands[first : first + second], *carry))
+
+  go_on = lambda carry: condition(*operands[:first], *carry)[0]
+  return while_loop(call.equation, go_on, step, list(operands[first + second :]))
+
+
+def _emit_cond(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  def branch(i: int) -> tuple[Jaxpr, list[Array]]:
+    body = emit.body(call, i)
+    return _compat.trace_open(lambda *xs: _as_results(call, body(*xs)), list(operands[1:]))
+
+  traced = [branch(i) for i in range(len(call.plans))]
+  consts = [c for _, own in traced for c in own]
+  branches = joined_branches(traced, list(operands[1:]))
+  return _compat.bind(call.equation, [operands[0], *consts, *operands[1:]], branches=branches)
+
+
+def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  n, (arrays, structure) = len(operands), jax.tree.flatten(emit.within(call.plans))
+
+  def inside(*xs: Array) -> tuple[Array, ...]:
+    side = jax.tree.unflatten(structure, [x[0] for x in xs[n:]])
+    return tuple(emit.body(call, side=side)(*xs[:n]))
+
+  mapped, devices = _compat.shard_map_like(call.equation, inside, len(arrays))
+  # Scales for each device: their cotangents are merged by the largest.
+  return list(mapped(*operands, *(spread(x, devices) for x in arrays)))
+
+
+def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  """Emits a `custom_jvp_call` with the user's rule."""
+  body = emit.body(call)
+  rule = custom_jvp_rule(call.equation)
+  inputs = call.equation.invars
+  moving = [i for i, a in enumerate(inputs) if jnp.issubdtype(dtype_of(a), jnp.inexact)]
+
+  @jax.custom_jvp
+  def f(*primals: Array) -> tuple[Array, ...]:
+    return tuple(body(*primals))
+
+  @f.defjvp
+  def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    still = {i: tangents[i] for i in range(len(inputs)) if i not in moving}
+
+    def flat(*xs: Array) -> list[Array]:
+      of = dict(zip(moving, xs[len(inputs) :], strict=True)) | still
+      return rule(*xs[: len(inputs)], *(of[i] for i in range(len(inputs))))
+
+    like = [*(_struct(a.aval) for a in inputs), *(_struct(inputs[i].aval) for i in moving)]
+    held = [*call.ins, *(call.ins[i] for i in moving)]
+    values = [*primals, *(tangents[i] for i in moving)]
+    out, _ = _emit_rule(call, emit, flat, like, held, values, tangents=len(moving))
+    n = len(call.outs)
+    return tuple(_as_results(call, out[:n])), tuple(_as_results(call, out[n:]))
+
+  return list(f(*operands))
+
+
+def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  """Emits a `custom_vjp_call` with the user's rules."""
+  body = emit.body(call)
+  forward, backward = custom_vjp_rules(call.equation)
+  avals = [a.aval for a in call.equation.invars]
+  # Facts about the residuals, from the forward rule for the backward rule. Those that are not tracers (a
+  # Python bool, an array of constants) are passed on unchanged: the backward rule may branch on them.
+  is_traced: list[bool] = []
+  kept_types: list[AbstractValue] = []  # the types of the tracers
+  kept_held: list[Held] = []
+
+  @jax.custom_vjp
+  def f(*xs: Array) -> tuple[Array, ...]:
+    return tuple(body(*xs))
+
+  def f_forward(
+    *primals: jax.custom_derivatives.CustomVJPPrimal,
+  ) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+    known: list[Any] = []
+
+    def flat(*xs: Array) -> list[Array]:
+      residuals, outs = forward(list(xs), [primal.perturbed for primal in primals])
+      is_traced[:] = [isinstance(r, jax.core.Tracer) for r in residuals]
+      kept, known[:] = _parted(is_traced, residuals)
+      kept_types[:] = map(jax.typeof, kept)
+      return [*outs, *kept]
+
+    values = [primal.value for primal in primals]
+    out, held = _emit_rule(call, emit, flat, list(map(_struct, avals)), call.ins, values)
+    n = len(call.outs)
+    kept_held[:] = held[n:]
+    return tuple(_as_results(call, out[:n])), tuple(_merged(is_traced, out[n:], known))
+
+  def f_backward(residuals: Sequence[Any], cotangents: Sequence[Array]) -> tuple[Array | None, ...]:
+    given: list[bool] = []
+    kept, known = _parted(is_traced, residuals)
+    avals_out = [v.aval for v in call.equation.outvars]
+    if not _compat.takes_symbolic_zeros(call.equation):
+      cotangents = [jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in cotangents]
+    # Zeros stay symbolic: a batched rule asks which results have a cotangent.
+    is_given = [not isinstance(g, SymbolicZero) for g in cotangents]
+    moving, still = _parted(is_given, cotangents)
+    zeros = [_zero_like(g, aval) for g, aval in zip(still, _parted(is_given, avals_out)[1], strict=True)]
+
+    def flat(*xs: Array) -> list[Array]:
+      of_results = _merged(is_given, xs[len(kept) :], zeros)
+      out = backward(_merged(is_traced, xs[: len(kept)], known), of_results)
+      given[:] = [x is not None and x.dtype != jax.dtypes.float0 for x in out]
+      return [x for x, is_given in zip(out, given, strict=True) if is_given]
+
+    like = [*map(_struct, kept_types), *map(_struct, _parted(is_given, avals_out)[0])]
+    held = [*kept_held, *_parted(is_given, call.outs)[0]]
+
+    def gradients() -> list[bool]:
+      return [h.kind is Kind.FLEXIBLE for h, here in zip(call.ins, given, strict=True) if here]
+
+    out, _ = _emit_rule(call, emit, flat, like, held, [*kept, *moving], gradients=gradients)
+    results = iter(out)
+    return tuple(as_held(next(results), h) if here else None for h, here in zip(call.ins, given, strict=True))
+
+  # Symbolic zeros tell the rule which operands are differentiated: its constants are not.
+  f.defvjp(f_forward, f_backward, symbolic_zeros=True)
+  return list(f(*operands))
+
+
+def _emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
+  """Emits a `custom_vmap_call` with the user's rule."""
+  body = emit.body(call)
+  f = jax.custom_batching.custom_vmap(lambda *xs: tuple(body(*xs)))
+  parameters = call.equation.params
+
+  @f.def_vmap
+  def _(axis_size: int, in_batched: Sequence[bool], *xs: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    out_batched: list[bool] = []
+
+    def flat(*xs: Array) -> list[Array]:
+      batched, operands = (jax.tree.unflatten(parameters["in_tree"], list(of)) for of in (in_batched, xs))
+      out, batched = parameters["rule"](axis_size, batched, *operands)
+      out_batched[:] = jax.tree.leaves(batched)
+      return jax.tree.leaves(out)
+
+    like = [
+      jax.ShapeDtypeStruct((*([axis_size] * is_batched), *shape_of(a)), dtype_of(a))
+      for a, is_batched in zip(call.equation.invars, in_batched, strict=True)
+    ]
+    out, _ = _emit_rule(call, emit, flat, like, call.ins, xs)
+    return tuple(_as_results(call, out)), tuple(out_batched)
+
+  return list(f(*operands))
+
+
+def _emit_rule(
+  call: Call,
+  emit: Emitter,
+  flat: Callable[..., list[Array]],
+  like: Sequence[jax.ShapeDtypeStruct],
+  held: Sequence[Held],
+  operands: Sequence[Array],
+  tangents: int = 0,
+  gradients: Callable[[], list[bool]] | None = None,
+) -> tuple[list[Array], tuple[Held, ...]]:
+  """Returns the results of a rule, and how they are held.
+
+  Args:
+    call: the call that the rule is of.
+    emit: executes plans.
+    flat: the rule, as a function of arrays.
+    like: the operands in the program's own dtypes, in which the rule is traced.
+    held: how the operands are held.
+    operands: the operands.
+    tangents: how many of the last are tangents, in which the rule must stay linear.
+    gradients: for a backward rule, returns after the trace which results are gradients of parameters.
+  """
+  # The rule is traced long after the function.
+  with tracing(Regions(call.half, instead=tracing.value.instead)):
+    closed = jax.make_jaxpr(flat)(*like)
+  of_parameters = gradients() if gradients else None
+  plan = call.decide(-1, closed, held, tangents=tangents, gradients=of_parameters)
+  return emit(plan, [*constants_of(closed), *operands]), plan.outs
+
+
+def _parted(flags: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+  """Returns the values with a flag, and those without."""
+  pairs = list(zip(flags, values, strict=True))
+  return [x for flag, x in pairs if flag], [x for flag, x in pairs if not flag]
+
+
+def _merged(flags: Sequence[bool], flagged: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+  """Inverts `_parted`."""
+  parts = iter(flagged), iter(others)
+  return [next(parts[0] if flag else parts[1]) for flag in flags]
+
+
+def _as_results(call: Call, out: Sequence[Array]) -> list[Array]:
+  """Returns results of a call, the first or all, as they are held: a carry in one dtype for every step."""
+  return [as_held(x, h) for x, h in zip(out, call.outs, strict=False)]
+
+
+def _zero_like(zero: SymbolicZero, aval: AbstractValue) -> SymbolicZero:
+  """Returns a zero in the dtype of the program's result; the zero of an integer result has its own dtype."""
+  dtype = cast(jax.core.ShapedArray, aval).dtype
+  return SymbolicZero(zero.aval.update(dtype=dtype)) if jnp.issubdtype(dtype, jnp.inexact) else zero
+
+
+def _struct(aval: AbstractValue) -> jax.ShapeDtypeStruct:
+  aval = cast(jax.core.ShapedArray, aval)
+  return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+# (call, operands, emit) -> results, as `call.outs` says
+_EMIT: dict[CallKind | None, Callable[[Call, Sequence[Array], Emitter], list[Array]]] = {
+  CallKind.JIT: _emit_jit,
+  CallKind.INLINE: _emit_inline,
+  CallKind.REMAT: _emit_remat,
+  CallKind.SCAN: _emit_scan,
+  CallKind.WHILE: _emit_while,
+  CallKind.COND: _emit_cond,
+  CallKind.SHARD_MAP: _emit_shard_map,
+  CallKind.CUSTOM_JVP: _emit_custom_jvp,
+  CallKind.CUSTOM_VJP: _emit_custom_vjp,
+  CallKind.CUSTOM_VMAP: _emit_custom_vmap,
+}

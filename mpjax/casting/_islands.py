@@ -316,7 +316,40 @@ class Segments:
     fenced = not self.in_loop and followed
     saved = _saved_dtype(island, self.rules) if self._before_the_last_product(island) else None
     loss_of = None if self.in_loop or followed else self._compared(island)
-    return dataclasses.replace(island, fenced=fenced, saved=saved, loss_of=loss_of)
+    parts = self._parts(island) if fenced else ()
+    return dataclasses.replace(island, fenced=fenced, saved=saved, loss_of=loss_of, parts=parts)
+
+  def _parts(self, island: Island) -> tuple[Node | Island, ...]:
+    """Returns what an island makes of arguments, what products at its end read, as an island, and these.
+
+    The backward pass computes that island, and the derivative of it, apart: from one computation of both, XLA
+    for a GPU keeps the inside in float32. Nothing is apart without such products, nor if statistics are saved
+    inside, which would be computed twice.
+    """
+    ends = [node for node in island.nodes if node.listed == "allow"]
+    if not ends or any(statistics_bytes(node.equation) for node in island.nodes):
+      return ()
+    moving = {v for v, _ in island.inputs if castable(v.aval) and self.held[v].kind is not Kind.FLEXIBLE}
+    first: list[Node] = []
+    others: list[Node] = []
+    for node in (node for node in island.nodes if node.listed != "allow"):
+      depends = not moving.isdisjoint(variables_of(node.equation.invars))
+      moving.update(node.equation.outvars if depends else ())
+      (others if depends else first).append(node)
+    if not others:
+      return ()
+    wanted = {v for node in others for v in variables_of(node.equation.invars)}
+    before = (*island.inputs, *((v, held_dtype(v, self.held)) for n in first for v in n.equation.outvars))
+    inputs = tuple((v, dtype) for v, dtype in before if v in wanted)
+    made = {v for node in others for v in node.equation.outvars}
+    read = [
+      (a, FLOAT32 if i in node.own_casts | node.widened else dtype or dtype_of(a))
+      for node in ends
+      for i, (a, dtype) in enumerate(zip(node.equation.invars, node.reads, strict=True))
+      if is_variable(a)
+    ]
+    outputs = tuple(dict.fromkeys((v, dtype) for v, dtype in (*read, *island.outputs) if v in made))
+    return (*first, Island(tuple(others), inputs, outputs), *ends)
 
   def _read_as(self, v: Var, outside: Sequence[np.dtype | None]) -> list[np.dtype]:
     """Returns the dtypes in which a result is read outside."""
