@@ -1,9 +1,23 @@
 """The `autocast` transform: which operation of a JAX function runs in which dtype, and why.
 
-A call passes through these files: `_trace.py` traces the function, `_decide.py` decides about all of it and
-returns a frozen `CastPlan`, and `_emit.py` executes the plan. `_explain.py` turns the plan into data and
-tables. Other packages take `plan_of(fun, args, kwargs, policy)`, walk the nodes of its plan, and `execute` it
-with a `Tap` that sees values. Names that are not in `__all__` are for mpjax alone.
+A call passes through these files: `_trace.py` traces the function, `_program.py` finds the facts about it,
+`_decide.py` decides about all of it and returns a frozen `CastPlan`, and `_emit.py` executes the plan.
+`_explain.py` turns the plan into data and tables. Other packages take `plan_of(fun, args, kwargs, policy)`,
+walk the nodes of its plan, and `execute` it with a `Tap` that sees values. Names that are not in `__all__`
+are for mpjax alone.
+
+The words of these files:
+
+- body: a jaxpr, of the whole program or of a call in it. Facts about it are found by the calls around it.
+- source: where a value comes from: arguments, constants or positions, behind a layer or not.
+- reads: the uses of a value in half precision and in float32, and what follows it up to the next product.
+- node: an operation with the decision about it; a plan has those of a body.
+- held: the dtype in which autocast has a value, and its kind, which decides where it meets others.
+- wide: a value that may be outside the range of half precision.
+- exact: a product that keeps float32 operands.
+- original: the float32 value that an operand was rounded from. Its gradient is computed in float32.
+- island: float32 operations whose inputs are kept for the backward pass, which computes the inside again.
+- fenced: an island whose inputs the backward pass reads through an optimisation barrier.
 """
 
 from typing import TYPE_CHECKING

@@ -101,11 +101,11 @@ class Node:
     """Returns whether a matrix product is in its bodies, at any depth."""
     return self.call is not None and any(plan.has_product for plan in self.call.plans)
 
-  def originals(self) -> list[Var]:
-    """Returns the variables whose gradient a product computes in float32 itself."""
+  def originals(self) -> dict[int, Var]:
+    """Returns the variables whose gradient a product computes in float32 itself, by operand."""
     if self.listed != "allow" or self.fp8 is not None or not has_own_gradients(self.equation):
-      return []
-    return [cast(Var, self.equation.invars[i]) for i in sorted(self.own_casts)]
+      return {}
+    return {i: cast(Var, self.equation.invars[i]) for i in sorted(self.own_casts)}
 
 
 class LoopCarry(NamedTuple):

@@ -270,7 +270,7 @@ class Body:
     )
 
   def _adds_many(self, made: Node) -> bool:
-    known, operands = self.facts.lineages, made.equation.invars
+    known, operands = self.facts.sources, made.equation.invars
     if made.mode is not Mode.HALF or self.how(operands[0]).kind is not Kind.HALF:
       return False
     return adds_many(made.equation, known is not None and not known[operands[-1]].varies)
@@ -404,7 +404,7 @@ class Operation:
     rows = shape_of(result)[:1]
     rounded = [a for a, held in met.items() if held.kind is Kind.HALF]
     data = (a for a in self.equation.invars if a not in rounded and shape_of(a)[:1] == rows)
-    return any(layers[a].sources & ~self.body.program.parameters for a in data)
+    return any(layers[a].inputs & ~self.body.program.parameters for a in data)
 
   def met(self, atom: Atom) -> Held:
     """Returns how a value is held when it meets the others."""
@@ -610,7 +610,7 @@ def _of_follower(op: Operation) -> Node | None:
 
 def _followed(op: Operation, met: Sequence[Held], largest: int) -> Held:
   """Returns how results of a size are held that follow the operands, as they met."""
-  equation, lineages, pairs = op.equation, op.facts.lineages, list(zip(op.operands, met, strict=True))
+  equation, sources, pairs = op.equation, op.facts.sources, list(zip(op.operands, met, strict=True))
   statistics = max((size(a) for a, h in pairs if h.kind is Kind.STATISTIC), default=0)
   kind = strongest(met)
   is_large = kind is Kind.STATISTIC and not (small(met) and largest <= statistics)
@@ -624,7 +624,7 @@ def _followed(op: Operation, met: Sequence[Held], largest: int) -> Held:
   masks = [a for a, h in pairs if h.wide is Wide.SATURATES]
   if out.wide and masks:
     # A mask of integers times -1e9 is a mask; a value times 1e9, or plus 1e9, is a value.
-    values = any(not h.wide and (lineages is None or lineages[a].real) for a, h in pairs)
+    values = any(not h.wide and (sources is None or sources[a].real) for a, h in pairs)
     number = all(size(a) == 1 for a in masks) and equation.primitive is not jax.lax.select_n_p
     if has(equation, Trait.SCALES) or number:
       out = out._replace(wide=Wide.OVERFLOWS if values else Wide.SATURATES)

@@ -146,8 +146,7 @@ class Emitter:
   def _emit(self, node: Node, values: _Environment, leave_out: int = 0) -> None:
     equation = node.equation
     with as_traced(equation, leave_out):
-      own = zip(sorted(node.own_casts), node.originals(), strict=False)
-      originals = {i: values.read(v, FLOAT32) for i, v in own}
+      originals = {i: values.read(v, FLOAT32) for i, v in node.originals().items()}
       operands = [
         _before_cast(values, atom, node)
         if i in node.widened
@@ -378,10 +377,6 @@ def _emit_jit(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Arra
   return _compat.bind_jit(call.equation, list(operands), jax.tree.leaves(side), closed)
 
 
-def _emit_inline(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
-  return emit.body(call)(*operands)
-
-
 def _emit_remat(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
   jaxpr, constants = _compat.trace_open(emit.body(call), list(operands))
   policy = call.equation.params["policy"]
@@ -468,10 +463,10 @@ def _emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
       of = dict(zip(moving, xs[len(inputs) :], strict=True)) | still
       return rule(*xs[: len(inputs)], *(of[i] for i in range(len(inputs))))
 
-    like = [*(_struct(a.aval) for a in inputs), *(_struct(inputs[i].aval) for i in moving)]
+    avals = [*(a.aval for a in inputs), *(inputs[i].aval for i in moving)]
     held = [*call.ins, *(call.ins[i] for i in moving)]
     values = [*primals, *(tangents[i] for i in moving)]
-    out, _ = _emit_rule(call, emit, flat, like, held, values, tangents=len(moving))
+    out, _ = _emit_rule(call, emit, flat, avals, held, values, tangents=len(moving))
     n = len(call.outs)
     return tuple(_as_results(call, out[:n])), tuple(_as_results(call, out[n:]))
 
@@ -506,13 +501,14 @@ def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
       return [*outs, *kept]
 
     values = [primal.value for primal in primals]
-    out, held = _emit_rule(call, emit, flat, list(map(_struct, avals)), call.ins, values)
+    out, held = _emit_rule(call, emit, flat, avals, call.ins, values)
     n = len(call.outs)
     kept_held[:] = held[n:]
     return tuple(_as_results(call, out[:n])), tuple(_merged(is_traced, out[n:], known))
 
   def f_backward(residuals: Sequence[Any], cotangents: Sequence[Array]) -> tuple[Array | None, ...]:
-    given: list[bool] = []
+    given: list[bool] = []  # known after the trace, as is which are gradients of parameters
+    gradients: list[bool] = []
     kept, known = _parted(is_traced, residuals)
     avals_out = [v.aval for v in call.equation.outvars]
     if not _compat.takes_symbolic_zeros(call.equation):
@@ -526,15 +522,12 @@ def _emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emitter) -> li
       of_results = _merged(is_given, xs[len(kept) :], zeros)
       out = backward(_merged(is_traced, xs[: len(kept)], known), of_results)
       given[:] = [x is not None and x.dtype != jax.dtypes.float0 for x in out]
+      gradients[:] = [h.kind is Kind.FLEXIBLE for h in _parted(given, call.ins)[0]]
       return [x for x, is_given in zip(out, given, strict=True) if is_given]
 
-    like = [*map(_struct, kept_types), *map(_struct, _parted(is_given, avals_out)[0])]
+    types = [*kept_types, *_parted(is_given, avals_out)[0]]
     held = [*kept_held, *_parted(is_given, call.outs)[0]]
-
-    def gradients() -> list[bool]:
-      return [h.kind is Kind.FLEXIBLE for h, here in zip(call.ins, given, strict=True) if here]
-
-    out, _ = _emit_rule(call, emit, flat, like, held, [*kept, *moving], gradients=gradients)
+    out, _ = _emit_rule(call, emit, flat, types, held, [*kept, *moving], gradients=gradients)
     results = iter(out)
     return tuple(as_held(next(results), h) if here else None for h, here in zip(call.ins, given, strict=True))
 
@@ -573,11 +566,11 @@ def _emit_rule(
   call: Call,
   emit: Emitter,
   flat: Callable[..., list[Array]],
-  like: Sequence[jax.ShapeDtypeStruct],
+  types: Sequence[AbstractValue | jax.ShapeDtypeStruct],
   held: Sequence[Held],
   operands: Sequence[Array],
   tangents: int = 0,
-  gradients: Callable[[], list[bool]] | None = None,
+  gradients: list[bool] | None = None,
 ) -> tuple[list[Array], tuple[Held, ...]]:
   """Returns the results of a rule, and how they are held.
 
@@ -585,17 +578,16 @@ def _emit_rule(
     call: the call that the rule is of.
     emit: executes plans.
     flat: the rule, as a function of arrays.
-    like: the operands in the program's own dtypes, in which the rule is traced.
+    types: those of the operands in the program's own dtypes, in which the rule is traced.
     held: how the operands are held.
     operands: the operands.
     tangents: how many of the last are tangents, in which the rule must stay linear.
-    gradients: for a backward rule, returns after the trace which results are gradients of parameters.
+    gradients: for a backward rule, which results are gradients of parameters; known after the trace.
   """
   # The rule is traced long after the function.
   with tracing(Regions(call.half, instead=tracing.value.instead)):
-    closed = jax.make_jaxpr(flat)(*like)
-  of_parameters = gradients() if gradients else None
-  plan = call.decide(-1, closed, held, tangents=tangents, gradients=of_parameters)
+    closed = jax.make_jaxpr(flat)(*map(_struct, types))
+  plan = call.decide(-1, closed, held, tangents=tangents, gradients=gradients)
   return emit(plan, [*constants_of(closed), *operands]), plan.outs
 
 
@@ -622,15 +614,14 @@ def _zero_like(zero: SymbolicZero, aval: AbstractValue) -> SymbolicZero:
   return SymbolicZero(zero.aval.update(dtype=dtype)) if jnp.issubdtype(dtype, jnp.inexact) else zero
 
 
-def _struct(aval: AbstractValue) -> jax.ShapeDtypeStruct:
-  aval = cast(jax.core.ShapedArray, aval)
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 # (call, operands, emit) -> results, as `call.outs` says
 _EMIT: dict[CallKind | None, Callable[[Call, Sequence[Array], Emitter], list[Array]]] = {
   CallKind.JIT: _emit_jit,
-  CallKind.INLINE: _emit_inline,
+  CallKind.INLINE: lambda call, operands, emit: emit.body(call)(*operands),
   CallKind.REMAT: _emit_remat,
   CallKind.SCAN: _emit_scan,
   CallKind.WHILE: _emit_while,

@@ -237,7 +237,7 @@ class Segments:
     inputs = dict(self._inputs((*copies, node)))
     inputs |= {v: dtype for v in inputs if castable(v.aval) and v not in wide and v not in of_copies}
     # A product's gradient goes to the float32 value, which is not kept for it.
-    originals = [(v, FLOAT32) for v in node.originals() if inputs.get(v, FLOAT32) != FLOAT32]
+    originals = [(v, FLOAT32) for v in node.originals().values() if inputs.get(v, FLOAT32) != FLOAT32]
     outputs = tuple((v, held_dtype(v, self.held)) for v in equation.outvars)
     return Island((node,), (*inputs.items(), *originals), outputs, copies, fenced=False)
 

@@ -22,10 +22,10 @@ from mpjax.casting._fp8_products import ProductRole, Sites, product_roles
 from mpjax.casting._kinds import castable, is_float, size
 from mpjax.casting._reasons import Code
 from mpjax.casting._sources import (
-  Lineage,
-  Lineages,
   Product,
   Root,
+  Source,
+  Sources,
   in_backward,
   is_filter,
   is_layer,
@@ -33,7 +33,7 @@ from mpjax.casting._sources import (
   is_product,
   loop_facts,
   products,
-  sources,
+  sources_of,
   states_precision,
   why_in_solver,
 )
@@ -106,7 +106,7 @@ class Readers(Backward[Reads]):
 
   Args:
     rules: the rules.
-    lineages: by the calls around a body, the sources of its values, where they are known.
+    sources: by the calls around a body, the sources of its values, where they are known.
 
   Attributes:
     float32: for each product, by its place, why it keeps float32 operands; `None` if it need not.
@@ -114,9 +114,9 @@ class Readers(Backward[Reads]):
 
   nothing = Reads.NONE
 
-  def __init__(self, rules: CastingRules, lineages: Mapping[Calls, Facts[Lineage]]):
+  def __init__(self, rules: CastingRules, sources: Mapping[Calls, Facts[Source]]):
     self._rules = rules
-    self._lineages = lineages
+    self._lineages = sources
     self.float32: dict[Calls, Code | None] = {}
 
   def enters(self, equation: JaxprEqn) -> bool:
@@ -146,7 +146,7 @@ class Readers(Backward[Reads]):
     carried = [end for end, v in zip(results, equation.outvars, strict=True) if is_float(v.aval)]
     return functools.reduce(operator.or_, carried or [Reads.NONE]) & ENDS
 
-  def _reads(self, equation: JaxprEqn, found: Reads, calls: Calls, operands: list[Lineage]) -> Reads:
+  def _reads(self, equation: JaxprEqn, found: Reads, calls: Calls, operands: list[Source]) -> Reads:
     """Returns how an equation reads its operands, given the readers of its results."""
     results = found & READERS
     if at_region_edge(marked_path(equation)):
@@ -172,7 +172,7 @@ class Readers(Backward[Reads]):
     return _followed(equation, results)
 
   def _why_float32(
-    self, equation: JaxprEqn, reads: Reads, calls: Calls, operands: list[Lineage]
+    self, equation: JaxprEqn, reads: Reads, calls: Calls, operands: list[Source]
   ) -> Code | None:
     """Returns why a product on the list `allow` keeps float32 operands; `None` if it need not.
 
@@ -299,14 +299,14 @@ class BodyFacts:
   """What is known of one body of a program.
 
   Attributes:
-    lineages: where its values come from; `None` if that is unknown.
+    sources: where its values come from; `None` if that is unknown.
     layers: the same, if no derivative or batching rule is around it: then the layers around its values are
       known, too.
   """
 
   def __init__(self, program: Program, closed: AnyJaxpr, calls: Calls):
-    self.lineages = program.lineages.get(calls)
-    self.layers = self.lineages if is_whole(calls) else None
+    self.sources = program.sources.get(calls)
+    self.layers = self.sources if is_whole(calls) else None
     unknown = [Reads.NONE] * len(open_jaxpr(closed).outvars)
     self._reads = program.reads.get(calls) or program.readers.solve(closed, unknown, calls)
     self._ends = self.layers is not None and not below_backward(calls)
@@ -325,20 +325,20 @@ class Program:
 
   Attributes:
     rules: the rules.
-    lineages: where its values come from.
+    sources: where its values come from.
     reads: their readers.
     readers: finds those of a body whose readers outside are unknown; and why products keep float32 operands.
     exact: the products of backward passes whose forward products all keep float32 operands, and `while` loops
       of them, which repeat the steps of a solver.
-    parameters: the sources that are parameters.
+    parameters: the bits of `Source.inputs` that are parameters.
     sites: the names of products under delayed FP8 scaling so far.
   """
 
   def __init__(self, rules: CastingRules, sites: Sites):
     self.rules = rules
-    self.lineages: dict[Calls, Facts[Lineage]] = {}
+    self.sources: dict[Calls, Facts[Source]] = {}
     self.reads: dict[Calls, Facts[Reads]] = {}
-    self.readers = Readers(rules, self.lineages)
+    self.readers = Readers(rules, self.sources)
     self.exact: frozenset[Calls] = frozenset()
     self.parameters = 0
     self.sites = sites
@@ -355,8 +355,8 @@ class Program:
       full_outputs: whether its outputs are read in float32.
     """
     program, outputs = cls(rules, Sites()), open_jaxpr(jaxpr).outvars
-    lineages, program.parameters = sources(jaxpr, rules, arguments)
-    _add(lineages, program.lineages)
+    sources, program.parameters = sources_of(jaxpr, rules, arguments)
+    _add(sources, program.sources)
     returned = Reads.FLOAT32 if full_outputs else Reads.HALF
     reads = [returned if castable(v.aval) else Reads.NONE for v in outputs]
     ends = [
@@ -364,7 +364,7 @@ class Program:
     ]
     reads = list(map(operator.or_, reads, ends))
     _add(program.readers.solve(jaxpr, reads), program.reads)
-    program._products = list(products(lineages, rules))
+    program._products = list(products(sources, rules))
     program.exact = program._backward_of_exact()
     return program
 
@@ -377,12 +377,12 @@ class Program:
       is_backward: whether it is a backward rule, about which nothing is known.
     """
     rule, outer = Program(self.rules, self.sites), calls[:-1]
-    if is_backward or outer not in self.lineages or outer not in self.reads:
+    if is_backward or outer not in self.sources or outer not in self.reads:
       return rule
     call, body = calls[-1][0], open_jaxpr(jaxpr)
-    operands = [self.lineages[outer][a] for a in call.invars][: len(body.invars)]
-    tangents = [Lineage(False, True, None, real=True)] * (len(body.invars) - len(operands))
-    _add(Lineages(self.rules).solve(jaxpr, [*operands, *tangents], calls), rule.lineages)
+    operands = [self.sources[outer][a] for a in call.invars][: len(body.invars)]
+    tangents = [Source(False, True, None, real=True)] * (len(body.invars) - len(operands))
+    _add(Sources(self.rules).solve(jaxpr, [*operands, *tangents], calls), rule.sources)
     results = [self.reads[outer][v] & READERS for v in call.outvars][: len(body.outvars)]
     others = [Reads.NONE] * (len(body.outvars) - len(results))
     _add(rule.readers.solve(jaxpr, [*results, *others], calls), rule.reads)

@@ -45,7 +45,7 @@ Root: TypeAlias = tuple[Hashable, Hashable]  # the identity of a value behind re
 _STACKED = "stacked"  # the array that a scan stacks from a value
 
 
-class Lineage(NamedTuple):
+class Source(NamedTuple):
   """The facts about a value that determine the role of a product.
 
   Attributes:
@@ -58,7 +58,7 @@ class Lineage(NamedTuple):
     real: whether it depends on a float input or an array that the program closes over, not only on
       positions, indices and constants.
     solved: whether it comes from linear algebra, without layers in between.
-    sources: a bit for each input, and for each kind of constant. Before a layer, those that it depends on;
+    inputs: a bit for each input, and for each kind of constant. Before a layer, those that it depends on;
       after one, those that linear operations have put into it.
   """
 
@@ -69,10 +69,10 @@ class Lineage(NamedTuple):
   argument: bool = False
   real: bool = False
   solved: bool = False
-  sources: int = 0
+  inputs: int = 0
 
 
-# Bits of `Lineage.sources`: closed-over arrays of JAX, those of NumPy, positions; then inputs.
+# Bits of `Source.inputs`: closed-over arrays of JAX, those of NumPy, positions; then inputs.
 _CLOSED_OVER, _NUMPY, _POSITIONS = 1, 2, 4
 _CONSTANTS = _NUMPY | _POSITIONS
 # What leaves a value that is added as large as it is, or scales it.
@@ -88,28 +88,28 @@ _ACTIVATIONS = frozenset(
 )
 
 
-class Lineages(ByRules[Lineage]):
+class Sources(ByRules[Source]):
   """The sources of values, without those that are known to be `parameters`."""
 
   def __init__(self, rules: CastingRules, parameters: int | None = None):
     super().__init__(rules)
     self._parameters = parameters
 
-  def start(self, atom: Atom) -> Lineage:
+  def start(self, atom: Atom) -> Source:
     if is_variable(atom):
       real = is_float(atom.aval)
-      sources = _CLOSED_OVER & ~(self._parameters or 0)
-      return Lineage(False, True, (atom, "constant"), argument=True, real=real, sources=sources)
+      bits = _CLOSED_OVER & ~(self._parameters or 0)
+      return Source(False, True, (atom, "constant"), argument=True, real=real, inputs=bits)
     is_array = is_float(atom.aval) and bool(shape_of(atom))
-    return Lineage(False, False, None, argument=is_array, real=is_array)
+    return Source(False, False, None, argument=is_array, real=is_array)
 
-  def constant(self, variable: Var, value: object) -> Lineage:
+  def constant(self, variable: Var, value: object) -> Source:
     fact = self.start(variable)
     # A NumPy array cannot be trained; one of JAX may be a parameter.
-    return fact if isinstance(value, jax.Array) else fact._replace(varies=False, sources=_NUMPY)
+    return fact if isinstance(value, jax.Array) else fact._replace(varies=False, inputs=_NUMPY)
 
-  def join(self, a: Lineage, b: Lineage) -> Lineage:
-    return Lineage(
+  def join(self, a: Source, b: Source) -> Source:
+    return Source(
       a.active or b.active,
       a.varies or b.varies,
       b.root if a.root is None else a.root,
@@ -117,64 +117,64 @@ class Lineages(ByRules[Lineage]):
       a.argument and b.argument,
       a.real or b.real,
       a.solved or b.solved,
-      a.sources | b.sources,
+      a.inputs | b.inputs,
     )
 
-  def transfer(self, equation: JaxprEqn, operands: list[Lineage], calls: Calls) -> list[Lineage]:
-    found = functools.reduce(self.join, operands, Lineage(False, False, None))
-    active, sources = found.active, _sources(equation, operands)
+  def transfer(self, equation: JaxprEqn, operands: list[Source], calls: Calls) -> list[Source]:
+    found = functools.reduce(self.join, operands, Source(False, False, None))
+    active, bits = found.active, _bits(equation, operands)
     solved = found.solved or has(equation, Trait.ALGEBRA)
     if is_product(equation, self._rules):
       layer = is_layer(equation, self._rules, of_matrices=True) and not is_outer(equation)
       layer = layer and found.varies and not (self._parameters is not None and is_filter(operands))
-      active, sources = active or layer, 0 if active or layer else sources
+      active, bits = active or layer, 0 if active or layer else bits
       solved = all(f.solved for f in operands[:2])
     elif equation.primitive is jax.lax.gather_p:
       active = active or operands[1].varies
     elif has(equation, Trait.SAME_WEIGHT) and len(operands) == 1:
       return [operands[0]._replace(argument=False)]
     gradient = found.gradient or backward_depth(equation) > 0
-    made = found._replace(active=active, gradient=gradient, solved=solved, sources=sources)
+    made = found._replace(active=active, gradient=gradient, solved=solved, inputs=bits)
     other = made._replace(real=False, solved=False)
     of_literals = not any(map(is_variable, equation.invars))
     pairs = ((made if is_float(v.aval) else other, v) for v in equation.outvars)
     return [fact._replace(root=None if of_literals else (calls, v)) for fact, v in pairs]
 
-  def row(self, fact: Lineage) -> Lineage:
+  def row(self, fact: Source) -> Source:
     if fact.root is not None and fact.root[0] is _STACKED:
       return fact._replace(root=cast(Root | None, fact.root[1]))
     return fact._replace(root=(fact.root, "row"))
 
-  def stacked(self, fact: Lineage) -> Lineage:
+  def stacked(self, fact: Source) -> Source:
     return fact._replace(root=(_STACKED, fact.root), argument=False)
 
-  def after_loop(self, result: Var, fact: Lineage, calls: Calls) -> Lineage:
+  def after_loop(self, result: Var, fact: Source, calls: Calls) -> Source:
     return fact._replace(root=(calls, result), argument=False)
 
-  def chosen(self, result: Lineage, choice: Lineage) -> Lineage:
+  def chosen(self, result: Source, choice: Source) -> Source:
     return result._replace(argument=False)
 
 
-def _sources(equation: JaxprEqn, operands: list[Lineage]) -> int:
-  """Returns the sources of an equation's results."""
+def _bits(equation: JaxprEqn, operands: list[Source]) -> int:
+  """Returns `Source.inputs` of an equation's results."""
   if equation.primitive in (jax.lax.gather_p, jax.lax.dynamic_slice_p):
-    return operands[0].sources
+    return operands[0].inputs
   if equation.primitive is jax.lax.iota_p:
     return _POSITIONS
   given = operands[1:] if equation.primitive is jax.lax.select_n_p else operands
   if any(f.active for f in given) and not has(equation, _LINEAR):
     return 0
-  return functools.reduce(operator.or_, (f.sources for f in given), 0)
+  return functools.reduce(operator.or_, (f.inputs for f in given), 0)
 
 
-def is_filter(operands: Sequence[Lineage]) -> bool:
+def is_filter(operands: Sequence[Source]) -> bool:
   """Returns whether a product is one of data and a NumPy array, before any layer: no layer, but a filter.
 
   Args:
     operands: the sources of its operands; parameters are not among them.
   """
-  data = [bool(f.sources & ~_CONSTANTS) and not f.active for f in operands[:2]]
-  return any(data) and any(f.sources & _NUMPY and not f.varies for f in operands[:2])
+  data = [bool(f.inputs & ~_CONSTANTS) and not f.active for f in operands[:2]]
+  return any(data) and any(f.inputs & _NUMPY and not f.varies for f in operands[:2])
 
 
 class Product(NamedTuple):
@@ -186,7 +186,7 @@ class Product(NamedTuple):
   """
 
   place: Calls
-  operands: tuple[Lineage, Lineage]
+  operands: tuple[Source, Source]
 
   @property
   def equation(self) -> JaxprEqn:
@@ -199,40 +199,40 @@ class Product(NamedTuple):
     return self.operands[0].root, self.operands[1].root
 
 
-def products(lineages: Facts[Lineage], rules: CastingRules) -> Iterator[Product]:
+def products(sources: Facts[Source], rules: CastingRules) -> Iterator[Product]:
   """Yields the products of a program in its order, those of bodies after their call."""
-  for equation in lineages.equations:
+  for equation in sources.equations:
     if is_product(equation, rules):
-      lhs, rhs = (lineages[a] for a in equation.invars[:2])
-      yield Product((*lineages.calls, (equation, 0)), (lhs, rhs))
+      lhs, rhs = (sources[a] for a in equation.invars[:2])
+      yield Product((*sources.calls, (equation, 0)), (lhs, rhs))
     for i in range(len(bodies_of(equation))):
-      inner = lineages.inside(equation, i)
+      inner = sources.inside(equation, i)
       if inner is not None:
         yield from products(inner, rules)
 
 
-def sources(jaxpr: AnyJaxpr, rules: CastingRules, arguments: Sequence[int]) -> tuple[Facts[Lineage], int]:
-  """Returns the sources of a whole program's values, and which of them are parameters; see `Program.of`."""
+def sources_of(jaxpr: AnyJaxpr, rules: CastingRules, arguments: Sequence[int]) -> tuple[Facts[Source], int]:
+  """Returns the sources of a whole program's values, and which inputs are parameters; see `Program.of`."""
   inputs = [
-    Lineage(
+    Source(
       False,
       True,
       input_root(i),
       argument=True,
       real=is_float(v.aval),
-      sources=_source(i) if shape_of(v) else 0,
+      inputs=_bit(i) if shape_of(v) else 0,
     )
     for i, v in enumerate(open_jaxpr(jaxpr).invars)
   ]
-  lineages = Lineages(rules).solve(jaxpr, inputs)
+  sources = Sources(rules).solve(jaxpr, inputs)
   groups: dict[int, int] = {}  # by argument, the bits of its leaves
   for i, argument in enumerate(arguments):
-    groups[argument] = groups.get(argument, 0) | _source(i)
-  parameters, has_filters = _parameters(products(lineages, rules), list(groups.values()))
+    groups[argument] = groups.get(argument, 0) | _bit(i)
+  parameters, has_filters = _parameters(products(sources, rules), list(groups.values()))
   if has_filters:
-    inputs = [fact._replace(sources=fact.sources & ~parameters) for fact in inputs]
-    lineages = Lineages(rules, parameters).solve(jaxpr, inputs)
-  return lineages, parameters
+    inputs = [fact._replace(inputs=fact.inputs & ~parameters) for fact in inputs]
+    sources = Sources(rules, parameters).solve(jaxpr, inputs)
+  return sources, parameters
 
 
 def input_root(i: int) -> Root:
@@ -240,13 +240,13 @@ def input_root(i: int) -> Root:
   return (i, "input")
 
 
-def _source(i: int) -> int:
+def _bit(i: int) -> int:
   """Returns the bit of an input of a whole program."""
   return _POSITIONS << 1 + i
 
 
 def _parameters(found_products: Iterable[Product], groups: list[int]) -> tuple[int, bool]:
-  """Returns the sources that are parameters, and whether a product may be one of data and a NumPy array.
+  """Returns the inputs that are parameters, and whether a product may be one of data and a NumPy array.
 
   What a layer multiplies an activation by is a parameter, and with it the other inputs of its argument,
   unless data is among them. The right operand of a product before any layer is a parameter, and the left one
@@ -268,12 +268,12 @@ def _parameters(found_products: Iterable[Product], groups: list[int]) -> tuple[i
       rows = dims is not None and dims[0][1] == (len(shape_of(equation.invars[1])) - 1,) != (0,)
       first.append((lhs, rhs, rows))
     elif dims is None or not dims[1][0]:
-      found |= (rhs if lhs.active else lhs).sources
+      found |= (rhs if lhs.active else lhs).inputs
   layers = found = found & ~_CONSTANTS
   for lhs, rhs, _ in first:
-    data |= (lhs.sources if rhs.sources & found else rhs.sources if lhs.sources & found else 0) & ~found
+    data |= (lhs.inputs if rhs.inputs & found else rhs.inputs if lhs.inputs & found else 0) & ~found
   for lhs, rhs, rows in first:
-    left, right = lhs.sources & ~_CONSTANTS, rhs.sources & ~_CONSTANTS
+    left, right = lhs.inputs & ~_CONSTANTS, rhs.inputs & ~_CONSTANTS
     apart = len(groups) < 2 or not any(left & leaves and right & leaves for leaves in groups)
     if not rhs.varies:  # a filter, or rows of data behind a weight on the left
       found |= left & ~data if rows else 0
