@@ -70,7 +70,7 @@ from mpjax.jaxpr import (
   in_region,
   inside,
   is_variable,
-  live,
+  live_equations,
   marked_path,
   open_jaxpr,
   operation_name,
@@ -132,7 +132,7 @@ class Body:
     `full_outputs`: whether its outputs are read in float32.
     """
     jaxpr = self.jaxpr
-    decisions = [self._decide(equation) for equation in live(jaxpr).equations]
+    decisions = [self._decide(equation) for equation in live_equations(jaxpr)]
     decisions = pull_in(decisions, self.held, set(variables_of(jaxpr.outvars)), full_outputs)
     nodes = tuple(map(self._executed, decisions))
     plan = CastPlan(

@@ -346,8 +346,12 @@ def _key(part: object, of: Callable[[Any], Hashable] = lambda part: part) -> Has
     kind = call_kind(part.equation)
     is_plain = kind is not None and kind.is_plain  # a rule is decided where the call is
     return (part.ins, part.outs, part.carry, _key(part.plans)) if is_plain else part
-  if isinstance(part, (Node, Island)):
-    return tuple(_key(value, of) for name, value in vars(part).items() if name not in ("path", "parts"))
+  if isinstance(part, Node):
+    other = ("equation", "path", "call")
+    decided = [value for name, value in vars(part).items() if name not in other]
+    return (of(part.equation), _key(part.call), *decided)
+  if isinstance(part, Island):
+    return tuple(_key(value, of) for name, value in vars(part).items() if name != "parts")
   return tuple(_key(one, of) for one in part) if type(part) is tuple else of(part)
 
 

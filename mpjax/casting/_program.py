@@ -116,14 +116,14 @@ class Readers(Backward[Reads]):
 
   def __init__(self, rules: CastingRules, sources: Mapping[Calls, Facts[Source]]):
     self._rules = rules
-    self._lineages = sources
+    self._sources = sources
     self.float32: dict[Calls, Code | None] = {}
 
   def enters(self, equation: JaxprEqn) -> bool:
     return self._rules.list_of(equation.primitive) == "call" and not at_region_edge(marked_path(equation))
 
   def transfer(self, equation: JaxprEqn, results: list[Reads], calls: Calls) -> list[Reads]:
-    known = self._lineages.get(calls)
+    known = self._sources.get(calls)
     operands = [known[a] for a in equation.invars] if known else []
     reads = self._reads(equation, functools.reduce(operator.or_, results or [Reads.NONE]), calls, operands)
     later, ends = reads, Reads.NONE

@@ -21,7 +21,7 @@ from mpjax.jaxpr._bodies import (
   variables_of,
 )
 from mpjax.jaxpr._flops import flops, taps
-from mpjax.jaxpr._flow import Backward, Calls, Facts, Forward, live, needed, outputs_of
+from mpjax.jaxpr._flow import Backward, Calls, Facts, Forward, live, live_equations, needed, outputs_of
 from mpjax.jaxpr._interpret import (
   Rule,
   bind_again,
