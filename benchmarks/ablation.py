@@ -30,7 +30,7 @@ _island = _islands.Segments._island
 
 def _unfenced(*arguments: Any) -> Any:
   island = _island(*arguments)
-  return island and dataclasses.replace(island, fenced=False)
+  return island and dataclasses.replace(island, fenced=False, parts=())
 
 
 # The function of each mechanism, and what takes its place.
