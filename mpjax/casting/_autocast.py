@@ -16,8 +16,8 @@ from mpjax._own_autocast import AUTO, OwnAutocast
 from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting import _fp8_products
 from mpjax.casting._casting_rules import OpLists, make_rules
-from mpjax.casting._explain import kernels_in_float32
 from mpjax.casting._half_precision import NO_REGIONS, explaining, tracing
+from mpjax.casting._known_programs import KnownPrograms
 from mpjax.casting._linen_modules import bound_call, with_variables
 from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION, autocast_scope
@@ -144,6 +144,8 @@ def autocast(
   if policy is AUTO:
     warn_without_scale(policy, "autocast cannot apply a loss scale")
 
+  programs = KnownPrograms()
+
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
     resolved = get_policy(policy)
@@ -161,11 +163,11 @@ def autocast(
       def transform(fun: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
           traced = Traced(fun, args, kwargs, rules, resolved)
-          for kernel in kernels_in_float32(traced.plan):
+          program = programs.of(traced)
+          for kernel in program.kernels:
             said = f"under autocast {kernel}; if that is intended, put it into mpjax.full_precision"
             warnings.warn(said, PrecisionWarning, **AT_THE_USER)
-          rules.overrides.check_all_matched()
-          return traced.execute(fp8_state=fp8_state)
+          return traced.finish(program(traced.operands, fp8_state))
 
         return run
 

@@ -25,7 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import DropVar, Primitive
 
 from mpjax import _compat
-from mpjax._types import Array, Atom, Fp8State, Jaxpr, JaxprEqn, Var
+from mpjax._types import Array, Atom, Fp8State, Jaxpr, JaxprEqn, Literal, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node, Tap
 from mpjax.casting._fp8_products import SideInputs
@@ -273,14 +273,19 @@ class _Environment:
     """Returns a result as an array, also if the program returns a constant."""
     if is_variable(atom):
       return self.read(atom, held.dtype)
-    value = np.asarray(atom.val)
-    array = jnp.asarray(value.item() if getattr(atom.aval, "weak_type", False) else value)
+    array = array_of(atom)
     return array if array.dtype == held.dtype else array.astype(held.dtype)
 
   def free(self, variables: Sequence[Var]) -> None:
     """Drops all copies of values that nothing reads any more."""
     for variable in variables:
       self._arrays.pop(variable, None)
+
+
+def array_of(literal: Literal) -> Array:
+  """Returns a literal as an array of its type."""
+  value = np.asarray(literal.val)
+  return jnp.asarray(value.item() if getattr(literal.aval, "weak_type", False) else value)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -80,6 +80,11 @@ class Traced:
     full = self._returns_float32
     program = Program.of(self.closed, self.rules, self._arguments, full)
     return Body(program, self.closed, self._held()).plan(full_outputs=full)
+
+  def known(self) -> tuple[Hashable, ...]:
+    """Returns what decisions depend on, next to the program and the rules; of values, what `_held` knows."""
+    arrays = tuple(isinstance(x, jax.Array) for x in constants_of(self.closed))
+    return tuple(self._held()), self._returns_float32, arrays, tuple(self._arguments)
 
   def _held(self) -> list[Held]:
     """Returns how constants and arguments are held."""

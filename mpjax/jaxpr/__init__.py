@@ -13,6 +13,7 @@ from mpjax.jaxpr._bodies import (
   equations_in,
   is_variable,
   joined_branches,
+  once_for_each,
   open_jaxpr,
   scan_parts,
   shape_of,
