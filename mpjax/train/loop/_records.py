@@ -44,7 +44,7 @@ class Records:
 
   def of(self, step: int, metrics: Metrics) -> dict[str, Any]:
     """Returns the record of a step; waits for its metrics."""
-    values = plain_data({name: np.asarray(value) for name, value in metrics.items()})
+    values = plain_data({name: np.asarray(value).item() for name, value in metrics.items()})
     if step > self.start + 1:
       now = time.perf_counter()
       self._times.append(now - self._clock)
