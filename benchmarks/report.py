@@ -14,7 +14,7 @@ import json
 import re
 from typing import Any
 
-from benchmarks import _headlines, ablation
+from benchmarks import _headlines
 from benchmarks.__main__ import SUITES
 from benchmarks._runner import ROOT, markdown, provenance
 from mpjax._render.picture_style import save_figure
@@ -53,7 +53,6 @@ def measured_once(report: dict[str, Any]) -> str:
 
 # Reports that no suite of their name makes.
 OTHERS = {
-  "ablation_v5e": ablation.table,
   "gpu_h200_124m": measured_once,
   "gpu_h200_1b": measured_once,
 }
