@@ -26,7 +26,7 @@ from mpjax.planner._results import (
 NO_FIT = "DOES NOT FIT"
 _ABREAST = 5  # plans in one table
 _MOST_ROWS, _MOST_PLANS, _MOST_PARTS, _MOST_NAMED = 10, 7, 3, 2
-_ALIKE = 1e-3  # relative difference of equal times
+_ALIKE = 1e-3  # relative difference of equal times, and the least share of the time that is named
 _MOST_SHARE = 0.97  # the most of a GPU's memory for a process; the driver and the runtime keep the rest
 _ROOMY = 0.5  # a larger batch is suggested below this share of the memory
 _LARGE = 0.2  # outputs are mentioned above this share of the peak
@@ -409,7 +409,8 @@ def _figures(plan: Plan, rates: bool) -> Iterator[str]:
     about = f"{_about(plan.time)}; " if plan.time else ""
     yield f"time: {about}at least {_seconds(plan.floor)} ({plan.floor.bound})"
   if plan.time:
-    yield _largest(plan.time.parts, _seconds)
+    longest = {name: n for name, n in plan.time.parts.items() if n >= _ALIKE * plan.time.seconds}
+    yield _largest(longest, _seconds)
   if rates:
     of = f"{percent_text(plan.utilisation)} of {with_prefix(plan.peak_flops, 'FLOP/s')}"
     known = f"{plan.throughput:,.0f} {plan.item}/s; model FLOPs utilisation (MFU) {of}"
