@@ -15,8 +15,7 @@ from jax.extend.core import Primitive
 from mpjax._gone import instead
 from mpjax._types import DTypeLike, Jaxpr, JaxprEqn, PolicyLike
 from mpjax.dtypes import one_of
-from mpjax.fp8 import Recipe
-from mpjax.fp8._hardware import on_device
+from mpjax.fp8 import Recipe, on_device
 from mpjax.jaxpr import (
   FULL_PRECISION,
   Forward,

@@ -33,7 +33,7 @@ from mpjax.casting._gradient_sums import MANY, derivative_apart, look_up, store_
 from mpjax.casting._half_precision import Regions, tracing
 from mpjax.casting._islands import is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
-from mpjax.fp8._scaling import keep_in_fp8
+from mpjax.fp8 import keep_in_fp8
 from mpjax.jaxpr import (
   CallKind,
   as_traced,

@@ -24,7 +24,7 @@ from mpjax.casting._islands import statistics_bytes
 from mpjax.casting._kinds import FLOAT32, Kind, castable, is_float
 from mpjax.casting._reasons import NOT_FP8, Code
 from mpjax.casting._trace import plan_of
-from mpjax.fp8._hardware import in_force, slowness
+from mpjax.fp8 import in_force, slowness
 from mpjax.jaxpr import (
   UNKNOWN,
   Trait,

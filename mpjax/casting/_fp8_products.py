@@ -17,9 +17,7 @@ from mpjax._types import Array, Fp8State, JaxprEqn, PyTree
 from mpjax.casting._kinds import is_float, size
 from mpjax.casting._reasons import Code
 from mpjax.casting._sources import Product, Root
-from mpjax.fp8 import Recipe
-from mpjax.fp8._delayed import check_state, open_state
-from mpjax.fp8._hardware import lacks
+from mpjax.fp8 import Recipe, check_state, lacks, open_state
 from mpjax.jaxpr import Calls, backward_depth, shape_of, times_run
 from mpjax.products import (
   GRADIENT,

@@ -9,8 +9,7 @@ from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import OpLists
 from mpjax.casting._sources import input_root
 from mpjax.casting._trace import plan_of
-from mpjax.fp8 import Recipe
-from mpjax.fp8._delayed import empty_state
+from mpjax.fp8 import Recipe, empty_state
 from mpjax.policy import get_policy, matmul_precision
 
 

@@ -17,7 +17,7 @@ import jax
 from mpjax._render.plain_text import pip_install
 from mpjax.dtypes import did_you_mean
 from mpjax.formats import LOW_PRECISION, DeviceData, described_devices, narrow_bits, runs_on
-from mpjax.fp8._hardware import in_force, lacks, matrix_units_of, on_units, slowness
+from mpjax.fp8 import in_force, lacks, matrix_units_of, on_units, slowness
 from mpjax.policy import Policy
 
 HERE = "here"

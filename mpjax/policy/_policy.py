@@ -28,8 +28,7 @@ from mpjax.dtypes import (
   platform,
 )
 from mpjax.formats._passes import PASSES, SHORT_NAMES
-from mpjax.fp8 import Recipe
-from mpjax.fp8._recipe import parse_recipe
+from mpjax.fp8 import Recipe, parse_recipe
 from mpjax.patterns import component_regex
 from mpjax.policies import ALIASES, presets, read_preset
 from mpjax.policy._loss_scaling import LossScaling, parse_loss_scaling

@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching
 
 from mpjax import _compat
 from mpjax._types import Array
-from mpjax.fp8._scaling import amax_of
+from mpjax.fp8 import amax_of
 from mpjax.jaxpr import PrimitiveFacts, register
 from mpjax.products._primitives import lower_as
 

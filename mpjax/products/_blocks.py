@@ -17,8 +17,7 @@ from jax.core import ShapedArray
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mpjax._types import Array, DTypeLike
-from mpjax.fp8._recipe import BLOCKS
-from mpjax.fp8._scaling import as_stored, scale_of
+from mpjax.fp8 import BLOCKS, as_stored, scale_of
 from mpjax.products._dimensions import LARGEST_UNIT, Dims, free_dims, own_dims, product_of_scales
 from mpjax.products._spec import ACTIVATION, FLOAT32, GRADIENT, WEIGHT, Spec
 

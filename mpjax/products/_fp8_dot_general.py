@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching
 
 from mpjax import _compat
 from mpjax._types import JaxprEqn
-from mpjax.fp8._scaling import amax_of, not_differentiable, quantise, scale_of
+from mpjax.fp8 import amax_of, not_differentiable, quantise, scale_of
 from mpjax.jaxpr import shape_of
 from mpjax.products._blocks import multiply_blocks, require_whole_blocks
 from mpjax.products._dimensions import (

@@ -27,9 +27,7 @@ from jax.lax import RaggedDotDimensionNumbers
 
 from mpjax import _compat
 from mpjax._types import JaxprEqn
-from mpjax.fp8 import Recipe
-from mpjax.fp8._recipe import FP4
-from mpjax.fp8._scaling import amax_of, quantise, scale_of
+from mpjax.fp8 import FP4, Recipe, amax_of, quantise, scale_of
 from mpjax.jaxpr import shape_of
 from mpjax.products._dimensions import free_dims, gradient_as_jax, mapped_as_jax, sum_of_tangents
 from mpjax.products._half_products import half_ragged_dot_p

@@ -10,9 +10,7 @@ import numpy as np
 
 from mpjax._types import Array, DTypeLike
 from mpjax.dtypes import one_of
-from mpjax.fp8 import Recipe
-from mpjax.fp8._hardware import on_device
-from mpjax.fp8._recipe import RecipeLike, parse_recipe
+from mpjax.fp8 import Recipe, RecipeLike, on_device, parse_recipe
 from mpjax.products._fp8_dot_general import multiply_dot
 from mpjax.products._spec import Spec, spec_of
 

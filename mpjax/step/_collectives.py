@@ -19,7 +19,7 @@ from jax.tree_util import KeyPath
 from mpjax._average import Average, is_average, sum_of
 from mpjax._types import Array, Mesh, PyTree
 from mpjax.dtypes import at_least_float32
-from mpjax.fp8._scaling import amax_of, quantise, scale_of
+from mpjax.fp8 import amax_of, quantise, scale_of
 from mpjax.loss_scale import is_overwritten
 from mpjax.products import InFp8
 from mpjax.sharding import axes_of_batch, batch_shards, dimension_over, is_spec, keep_axes

@@ -22,7 +22,7 @@ from mpjax._average import is_average, worth
 from mpjax._lazy import nnx
 from mpjax._types import Array, LossFunction, Metrics, PolicyLike, PyTree
 from mpjax.casting import Explanation, explain_as_run, init_fp8_state
-from mpjax.fp8._delayed import grow_gradients
+from mpjax.fp8 import grow_gradients
 from mpjax.loss_scale import (
   all_finite,
   find_scaler,

@@ -26,9 +26,7 @@ from mpjax._render.plain_text import bytes_text
 from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.casting import fp8_weights
 from mpjax.dtypes import cast_floating
-from mpjax.fp8 import Recipe
-from mpjax.fp8._recipe import BLOCKS
-from mpjax.fp8._scaling import amax_of, quantise, scale_of
+from mpjax.fp8 import BLOCKS, Recipe, amax_of, quantise, scale_of
 from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy
 from mpjax.registry._kinds import MODELS, checked

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.formats import runs_on
-from mpjax.fp8 import Recipe
-from mpjax.fp8._hardware import on_units
+from mpjax.fp8 import Recipe, on_units
 from mpjax.policy import Policy, get_policy
 from mpjax.tuning._gradient_error import Gradients
 from mpjax.tuning._modules import LEVELS, Module, mixed_policy

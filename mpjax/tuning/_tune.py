@@ -18,7 +18,7 @@ from mpjax._types import PolicyLike, PyTree
 from mpjax.casting import Explanation
 from mpjax.dtypes import as_shapes
 from mpjax.formats import fp8_time
-from mpjax.fp8._hardware import on_units
+from mpjax.fp8 import on_units
 from mpjax.numerics import listed, on_axes_of, rows, step_of
 from mpjax.planner import Target, get_target, plan, presets_of
 from mpjax.policy import Policy, get_policy

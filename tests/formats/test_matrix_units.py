@@ -19,7 +19,7 @@ from mpjax.formats import (
   padded,
   runs_on,
 )
-from mpjax.fp8._recipe import RECIPES
+from mpjax.fp8 import RECIPES
 
 TARGETS = pathlib.Path(mpjax.__file__).parent / "formats" / "devices"
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax.fp8._recipe import parse_recipe
+from mpjax.fp8 import parse_recipe
 from mpjax.products import fp8_dot_general, multiply_ragged, recipe_of_experts, spec_of
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"

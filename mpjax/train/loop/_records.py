@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax._render.plain_text import plain_data
 from mpjax._types import Metrics, PyTree
-from mpjax.fp8._hardware import in_force
+from mpjax.fp8 import in_force
 from mpjax.numerics import find_nonfinite
 from mpjax.policy import LossScaling
 from mpjax.step import TrainState, TrainStep

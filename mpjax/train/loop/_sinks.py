@@ -25,7 +25,7 @@ from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mpjax._render.plain_text import bytes_text, pip_install, power_of_two_text
-from mpjax.fp8._hardware import in_force
+from mpjax.fp8 import in_force
 from mpjax.policy import Policy
 from mpjax.step import Layout, TrainState
 from mpjax.train._errors import ConfigError, described, one_line, write_atomically
