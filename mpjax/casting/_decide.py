@@ -1,8 +1,18 @@
 """Decides about a program: the dtype of each operation and of each value, with the reason.
 
-A `Body` decides about the operations of one jaxpr in order, each by the first of `_RULES` that applies, and
-returns a frozen `CastPlan`. Only custom derivative and batching rules are decided later: they are not
-programs until JAX differentiates or batches (`Call.decide`).
+A `Body` decides about the operations of one jaxpr in order, each by the first of `_RULES` that applies.
+`pull_in` may then move operations from half precision to float32; a frozen `CastPlan` is the result. Only
+custom derivative and batching rules are decided later: they are not programs until JAX differentiates or
+batches (`Call.decide`).
+
+Where a new rule goes:
+
+- about a primitive, whatever its operands: a row of `mpjax/jaxpr/_primitive_table.py`;
+- about where an operand comes from: a field of `Source`, which holds across calls and loops;
+- about an operation that follows its operands: `_of_follower`, and `_of_call` for a function with a rule of
+  its own, such as `relu`, which runs as one operation;
+- if float32 is read where half precision was: `Readers` in `_program.py`, which estimates that before any
+  decision, says so, too.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Code(enum.Enum):
   PINNED = "an operand was cast to float32 by the user, or is a gradient"
   RUNNING = "an operand is the memory of a loop's steps"
   STATISTIC = "an operand is a reduction's result"
-  ISLAND = "it is part of an island"
+  ISLAND = "it reads from an island"
   FLEXIBLE = "its operands come before any product"
   WIDE = "an operand may be outside the half-precision range"
   ORDER_ALONE = "nothing but an order is made of it"

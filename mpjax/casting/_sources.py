@@ -110,14 +110,14 @@ class Sources(ByRules[Source]):
 
   def join(self, a: Source, b: Source) -> Source:
     return Source(
-      a.active or b.active,
-      a.varies or b.varies,
-      b.root if a.root is None else a.root,
-      a.gradient or b.gradient,
-      a.argument and b.argument,
-      a.real or b.real,
-      a.solved or b.solved,
-      a.inputs | b.inputs,
+      active=a.active or b.active,
+      varies=a.varies or b.varies,
+      root=b.root if a.root is None else a.root,
+      gradient=a.gradient or b.gradient,
+      argument=a.argument and b.argument,
+      real=a.real or b.real,
+      solved=a.solved or b.solved,
+      inputs=a.inputs | b.inputs,
     )
 
   def transfer(self, equation: JaxprEqn, operands: list[Source], calls: Calls) -> list[Source]:
