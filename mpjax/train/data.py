@@ -94,7 +94,8 @@ def load_data(spec: DataConfig, *, seed: int) -> Data:
   train, held_out, facts = (*made, {})[:3]
   rows = {f"{title}: the training rows": train, f"{title}: the evaluation rows": held_out}
   for where, split in rows.items():
-    if hasattr(split, "__len__") and len(split) < spec.batch_size:
+    # A dict of whole arrays has no rows: `_row` says so.
+    if hasattr(split, "__len__") and not isinstance(split, Mapping) and len(split) < spec.batch_size:
       few = f"data.batch_size={spec.batch_size}: {where} are {len(split)} only"
       raise DataError(f"{few}; use a smaller batch")
   row, other = (_layout(_row(split, 0, where)) for where, split in rows.items())

@@ -101,6 +101,7 @@ NO_DATA = [
   (lambda: Rows(8), ["a Rows", "(train_rows, eval_rows)"]),
   (lambda: (Rows(8), None), ["the evaluation rows cannot be used", "NoneType", "len(rows)"]),
   (lambda: (iter([]), Rows(8)), ["the training rows", "rows[i]"]),
+  (lambda: ({"x": np.zeros((8, 2))}, Rows(8)), ["the training rows cannot be used", "rows[i]"]),
   (lambda: (Rows(8), Rows(3)), ["data.batch_size=8", "the evaluation rows are 3 only"]),
   (lambda: (Rows(8), [3] * 8), ["the evaluation rows cannot be used: row 0", "'int'", "dict"]),
   (

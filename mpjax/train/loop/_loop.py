@@ -102,10 +102,12 @@ class TrainingRun:
         self._profile.close()
         return self._finish()
     except OSError as error:
-      is_of_run = str(error.filename).startswith(str(path)) or error.errno in STORAGE_ERRORS
+      # Checkpoints have absolute paths.
+      inside = str(error.filename).startswith((str(path), str(path.absolute())))
+      is_of_run = inside or error.errno in STORAGE_ERRORS
       if path.exists() and not is_of_run:
         raise
-      failed = f"{path} cannot be written: {error.strerror}; {how_to_go_on(path)}"
+      failed = f"{error.filename or path} cannot be written: {error.strerror}; {how_to_go_on(path)}"
       raise CheckpointError(f"{failed} once there is room and permission to write") from error
 
   def _begin(self, opened: contextlib.ExitStack) -> None:
