@@ -71,7 +71,7 @@ ROW_START = 640  # H100: a row of T scores takes as long as T and so many at the
 
 def compiled_time(program: Program, target: Target) -> Time | None:
   """Returns the time of a step from its compiled program; `None` if the target has no published rates."""
-  if not target.has_rates:
+  if target.kind not in _SOURCES or not target.has_rates:
     return None
   return _time(_spent(program, target, BESIDE.get(target.kind, 0.0)), _SOURCES[target.kind], _ERROR)
 
@@ -81,7 +81,7 @@ def traced_time(program: Program, target: Target) -> Time | None:
 
   What is stored is read and written; what is not stored is computed where it is read, at no cost.
   """
-  if not target.has_rates:
+  if target.kind not in _SOURCES or not target.has_rates:
     return None
   spent = _spent(_kernels(program), target)
   for part, path in [*spent]:
