@@ -204,7 +204,7 @@ def _mesh_size(args: tuple[PyTree, ...], target: Target) -> int:
   if size > target.devices:
     raise ValueError(
       f"a mesh of {size} devices is larger than target {target.name}, which has {target.devices}: use a "
-      "smaller mesh, or a larger target (h200:8 has 8 devices, v5e:4x4 has 16)"
+      f"smaller mesh, or a larger target, such as target='h200:{size}' or, on 16 devices, 'v5e:4x4'"
     )
   return size
 
