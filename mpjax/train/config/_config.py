@@ -192,8 +192,8 @@ class TrainConfig(Section):
   def _check(self) -> TrainConfig:
     steps = self.profile_steps
     if steps is not None and (len(steps) != 2 or not steps[0] <= min(steps[1], self.steps)):
-      first = f"expected the first step, of {self.steps}, and the last, as in [10, 12]"
-      raise ValueError(f"profile_steps={list(steps)}: {first}")
+      expected = f"expected the first and the last step, as in [10, 12], in a run of {self.steps}"
+      raise ValueError(f"profile_steps={list(steps)}: {expected}")
     if len(set(self.trackers)) < len(self.trackers):
       raise ValueError(f"trackers={list(self.trackers)}: expected each only once")
     if self.init_optimizer and self.init_from is None:
