@@ -103,6 +103,7 @@ class _Reader:
           written.setdefault(b.maker, {})[b] = None
     starts: dict[HloInstruction | str, Operation] = {}
     ends = {start_of(i): i for i in computation.instructions if i.op.endswith("-done")}
+    chains: set[str] = set()
     for instruction, operation in operations.items():
       if instruction.op in VIEWS:
         continue
@@ -120,7 +121,7 @@ class _Reader:
         operation.chooses = instruction.op == "conditional"
       else:
         key = _asynchronous(instruction, "Start")
-        speaker = self._set_work(operation, key is not None, ends.get(instruction, instruction))
+        speaker = self._set_work(operation, key is not None, ends.get(instruction, instruction), chains)
         if key is not None:
           starts[key] = operation
         elif (awaited := _asynchronous(instruction, "Done")) in starts:
@@ -128,13 +129,16 @@ class _Reader:
       operation.path = path_of_name(speaker.named.op_name)
     return Program([o for i, o in operations.items() if i.op not in VIEWS], [], results)
 
-  def _set_work(self, operation: Operation, starts: bool, end: HloInstruction) -> HloInstruction:
+  def _set_work(
+    self, operation: Operation, starts: bool, end: HloInstruction, chains: set[str]
+  ) -> HloInstruction:
     """Sets what an operation computes, moves and exchanges; returns the instruction that says its module.
 
     Args:
       operation: an operation.
       starts: whether others run until another operation that awaits it.
       end: the instruction that has its result.
+      chains: the chains of a TPU's collectives that count already; those of this operation are added.
     """
     instruction: HloInstruction = operation.origin
     if instruction.op in _FREE or instruction.op.endswith("-done"):
@@ -143,15 +147,20 @@ class _Reader:
     made = [(product_of(one, fusions, self._kind), one) for one, fusions in inner]
     products = [(product, one) for product, one in made if product is not None]
     operation.products = [product for product, _ in products]
-    for one, _ in inner:
-      # On a TPU, fusions that compute during a collective repeat it, with its chain.
-      if one.op.removesuffix("-start") in COLLECTIVES and (starts or not chain_id(one)):
-        whole = end if one is instruction else one
-        is_share = not starts and _bytes(instruction) < _bytes(whole)
-        operation.part, operation.members = "collectives", group_of(one)
-        operation.collectives = _collectives(one, instruction if is_share else whole, is_share)
-        operation.queue = f"collectives{_way(instruction)}" * starts
-        return one
+    for one in (one for one, _ in inner if one.op.removesuffix("-start") in COLLECTIVES):
+      # On a TPU, several fusions that compute during a collective repeat it, with its chain.
+      if (chain := chain_id(one)) and not starts:
+        if chain not in chains:
+          operation.collectives = [*operation.collectives, *_collectives(one, one, False)]
+        chains.add(chain)
+        continue
+      chains.add(chain)
+      whole = end if one is instruction else one
+      is_share = not starts and _bytes(instruction) < _bytes(whole)
+      operation.part, operation.members = "collectives", group_of(one)
+      operation.collectives = _collectives(one, instruction if is_share else whole, is_share)
+      operation.queue = f"collectives{_way(instruction)}" * starts
+      return one
     if starts:
       _set_copy(operation, end)
       return instruction
