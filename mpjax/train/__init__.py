@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     save_safetensors as save_safetensors,
   )
   from mpjax.train.config._config import Config as Config
-  from mpjax.train.config._config_file import load_config as load_config, load_plugins as load_plugins
+  from mpjax.train.config._config_file import load_config as load_config
+  from mpjax.train.config._plugins import load_plugins as load_plugins
   from mpjax.train.loop._run import RunResult as RunResult, run as run
   from mpjax.train.loop._sinks import Tracker as Tracker
   from mpjax.train.setup._experiment import make_setup as make_setup
@@ -53,7 +54,8 @@ _MODULES = {
   "train._errors": ("Agreed", "CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "train._export": ("ExportedModel", "load_safetensors", "save_safetensors"),
   "train.config._config": ("Config",),
-  "train.config._config_file": ("load_config", "load_plugins"),
+  "train.config._config_file": ("load_config",),
+  "train.config._plugins": ("load_plugins",),
   "train.loop._run": ("RunResult", "run"),
   "train.loop._sinks": ("Tracker",),
   "train.setup._experiment": ("make_setup",),

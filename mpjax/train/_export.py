@@ -32,7 +32,8 @@ from mpjax.policy import Policy, get_policy
 from mpjax.registry._kinds import MODELS, checked
 from mpjax.registry._task import DataInfo, Task
 from mpjax.step import TrainState
-from mpjax.train._errors import ConfigError, write_atomically
+from mpjax.train._errors import ConfigError
+from mpjax.train._files import write_atomically
 from mpjax.train.config._config import Config, export_dtype
 from mpjax.train.setup._experiment import Experiment, Place, apply
 

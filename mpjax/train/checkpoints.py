@@ -28,7 +28,8 @@ import orbax.checkpoint as ocp
 
 from mpjax.step import TrainState
 from mpjax.train._checksums import Examined, examine, kinds
-from mpjax.train._errors import CheckpointError, how_to_go_on, one_line
+from mpjax.train._errors import CheckpointError, one_line
+from mpjax.train._files import how_to_go_on
 from mpjax.train.config._config_file import run_mismatch
 from mpjax.train.processes import everyone
 

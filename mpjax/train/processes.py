@@ -35,10 +35,10 @@ from mpjax.train._errors import (
   ConfigError,
   Interrupt,
   Interrupted,
-  how_to_go_on,
   one_line,
   outcome_of,
 )
+from mpjax.train._files import how_to_go_on
 from mpjax.train.config._config import DistributedConfig
 from mpjax.train.config._config_file import mismatch
 

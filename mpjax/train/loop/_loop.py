@@ -25,10 +25,10 @@ from mpjax.train._errors import (
   Interrupted,
   Stuck,
   described,
-  how_to_go_on,
   signal_name,
 )
 from mpjax.train._export import WIDE, export_text, save_safetensors
+from mpjax.train._files import how_to_go_on
 from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, nan_in
 from mpjax.train.data import Batch
 from mpjax.train.loop._records import Profile, Records, step_report, why_stuck

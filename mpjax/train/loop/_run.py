@@ -14,13 +14,8 @@ import rich.console
 from mpjax.train._errors import Interrupt
 from mpjax.train.checkpoints import quiet
 from mpjax.train.config._config import Config
-from mpjax.train.config._config_file import (
-  ConfigSource,
-  load_config,
-  load_plugins,
-  plugin_digests,
-  read_waits,
-)
+from mpjax.train.config._config_file import ConfigSource, load_config, read_waits
+from mpjax.train.config._plugins import load_plugins, plugin_digests
 from mpjax.train.loop._loop import TrainingRun
 from mpjax.train.loop._sinks import LOGGER, Output, Tracker, check_trackers, require_trackers, show_summary
 from mpjax.train.processes import Processes, versions

@@ -28,7 +28,8 @@ from mpjax._render.plain_text import bytes_text, pip_install, power_of_two_text
 from mpjax.fp8 import in_force
 from mpjax.policy import Policy
 from mpjax.step import Layout, TrainState
-from mpjax.train._errors import ConfigError, described, one_line, write_atomically
+from mpjax.train._errors import ConfigError, described, one_line
+from mpjax.train._files import write_atomically
 from mpjax.train.config._config import Config
 from mpjax.train.setup._experiment import Setup
 from mpjax.train.setup._optimizers import describe_optimizer

@@ -51,7 +51,7 @@ from mpjax.step import (
   unrounded,
 )
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config
-from mpjax.train.config._config_file import place
+from mpjax.train.config._plugins import place
 from mpjax.train.data import Data, load_data
 from mpjax.train.setup._optimizers import make_optimizer, make_schedule
 

@@ -14,7 +14,7 @@ from mpjax.dtypes import did_you_mean
 from mpjax.registry._kinds import TARGETS
 from mpjax.train._errors import ConfigError
 from mpjax.train.config._config import OptimizerConfig
-from mpjax.train.config._config_file import place
+from mpjax.train.config._plugins import place
 
 _OF_OPTAX = (
   "adafactor adagrad adam adamax adamw adan amsgrad lamb lars lion muon nadam nadamw radam rmsprop sgd yogi"

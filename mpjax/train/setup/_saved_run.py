@@ -19,8 +19,9 @@ from mpjax.loss_scale import LossScaleState
 from mpjax.optim import keeps_other_weights
 from mpjax.registry._task import DataInfo
 from mpjax.step import TrainState, can_adopt, merged, state_of, with_masters
-from mpjax.train._errors import CheckpointError, ConfigError, unfinished, write_atomically
+from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import WIDE, load_weights, save_safetensors
+from mpjax.train._files import unfinished, write_atomically
 from mpjax.train.checkpoints import Checkpoints, Restored, quiet
 from mpjax.train.config._config import Config, export_dtype
 from mpjax.train.config._config_file import has_grown, load_config, read_tree, run_mismatch
