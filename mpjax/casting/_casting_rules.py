@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -160,6 +160,11 @@ class Overrides:
   def _recipe(self) -> Recipe:
     """The policy's recipe; `auto` is what it is on this device."""
     return on_device(self._asked or Recipe())
+
+  @property
+  def key(self) -> Hashable:
+    """A key that is equal for overrides of one policy with the same choices."""
+    return tuple((pattern, settings) for pattern, _, settings in self._rules)
 
   @property
   def recipes(self) -> set[Recipe]:

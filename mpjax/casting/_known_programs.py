@@ -18,7 +18,16 @@ from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._emit import array_of, execute
 from mpjax.casting._explain import kernels_in_float32
 from mpjax.casting._trace import Traced
-from mpjax.jaxpr import CallKind, as_function, call_kind, constants_of, is_variable, once_for_each, open_jaxpr
+from mpjax.jaxpr import (
+  CallKind,
+  as_function,
+  call_kind,
+  constants_of,
+  is_variable,
+  known_primitives,
+  once_for_each,
+  open_jaxpr,
+)
 
 _MOST = 8
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, linear_util.WrappedFun)
@@ -63,7 +72,7 @@ class KnownPrograms(dict[Hashable, KnownProgram]):
     structure, overrides = _structure_of(traced.closed), traced.rules.overrides
     support = [(recipe, _fp8_products.support(recipe)) for recipe in overrides.recipes]
     precision = str(getattr(jax.config, "jax_default_matmul_precision", None))  # see `states_precision`
-    key = (structure, traced.policy, *traced.known(), *support, precision)
+    key = (structure, traced.policy, overrides.key, *traced.known(), *support, precision, known_primitives())
     program = self.pop(key, None)
     if program is None:
       program = KnownProgram(traced.plan)

@@ -40,6 +40,7 @@ from mpjax.jaxpr._primitives import (
   call_kind,
   facts,
   has,
+  known_primitives,
   register,
   register_as,
   rows,

@@ -154,6 +154,11 @@ def rows() -> Iterator[tuple[str, PrimitiveFacts]]:
     yield name, row
 
 
+def known_primitives() -> int:
+  """Returns how many primitives the table has; it only grows."""
+  return len(_ROWS) + len(_SAME)
+
+
 def facts(what: JaxprEqn | Primitive) -> PrimitiveFacts:
   """Returns the row of a primitive or an equation's primitive; `UNKNOWN` without a row."""
   return _row_of(what.primitive if isinstance(what, JaxprEqn) else what)

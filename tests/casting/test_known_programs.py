@@ -6,8 +6,10 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 
 import mpjax
+from mpjax.jaxpr import PrimitiveFacts, Trait, register
 from tests.casting._jaxprs import products
 
 NORMAL = np.random.default_rng(0).standard_normal((3, 8, 8)).astype(np.float32)
@@ -51,6 +53,25 @@ def test_what_the_function_closes_over_may_change():
   ):
     held |= changes
     np.testing.assert_allclose(cast(W), fun(W), rtol=0.02)
+
+
+def test_overrides_and_the_table_of_primitives_may_change():
+  overrides, mine = {"head": "fp32"}, Primitive("mine_for_a_test")
+  mine.def_abstract_eval(lambda x: x)
+
+  def fun(w, x):
+    with jax.named_scope("head"):
+      return mine.bind(x @ w) @ w
+
+  cast = mpjax.autocast(fun, "bf16", overrides=overrides)
+  trace = lambda run: str(jax.make_jaxpr(lambda *args: run(*args))(W, X))
+  for change in (
+    lambda: overrides.update(head="fp16"),
+    lambda: register(mine, PrimitiveFacts("infer", "element-wise", traits=Trait.ELEMENTWISE)),
+  ):
+    before = trace(cast)
+    change()
+    assert before != trace(cast) == trace(mpjax.autocast(fun, "bf16", overrides=overrides))
 
 
 def test_what_may_be_a_weight_makes_another_program():
