@@ -1,11 +1,15 @@
 """The time of a step from its compiled program."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from mpjax.planner import Collective, get_target
+import mpjax
+from mpjax.planner import TIME_PARTS, Collective, get_target
 from mpjax.planner._time import collective_seconds, compiled_time
 from mpjax.planner.compiled._from_hlo import from_hlo
 from tests.planner._programs import Program, cycles
+from tests.planner._steps import described
 
 CLOCK = 1.5e9 / 0.8  # of a TPU v5e, and the share of its compiler's cycles that passes
 MB = ("f32", 1024, 256)
@@ -142,6 +146,30 @@ def test_gpus_of_several_hosts_exchange_at_the_rate_of_the_network():
   assert inside == pytest.approx(2 * nbytes * 7 / 8 / 4.5e11, rel=0.3)
   assert across == pytest.approx(nbytes / 5e10, rel=0.3)  # one card of 400 Gbit/s each
   assert inside < every < across  # all cards of a host
+
+
+def loss(params, batch):
+  with jax.named_scope("up"):
+    h = jnp.tanh(batch @ params["up"])
+  with jax.named_scope("down"):
+    return jnp.sum((h @ params["down"]).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["v5e", "h100"])
+def test_a_plan_has_the_time_of_its_compiled_step(target):
+  half = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  params = {"up": half(1024, 4096), "down": half(4096, 1024)}
+  plan = mpjax.plan(
+    jax.value_and_grad(loss), params, half(4096, 1024), target=described(target), compile=True
+  )
+  time = plan.time
+  assert plan.floor.seconds < time.seconds < 4 * plan.floor.seconds
+  assert sum(time.parts.values()) == pytest.approx(time.seconds)
+  assert sum(time.modules.values()) == pytest.approx(time.seconds)
+  assert list(time.parts) == [name for name in TIME_PARTS if name in time.parts]
+  assert max(time.parts, key=time.parts.get) == "products"
+  assert {"up", "down"} <= set(time.modules)
 
 
 def test_a_gpu_takes_the_time_of_each_pass_of_a_product():

@@ -127,7 +127,7 @@ def test_a_run_whose_parameters_are_nan_ends_with_status_3_and_keeps_the_last_go
     first, last = str(stopped.value).split("\n")
     assert f"stopped at step {min(steps, 15)}: the state is not finite" in first
     assert "params/b holds NaN, params/w holds NaN" in first
-    assert f"the last finite checkpoint is of step 10: train.init_from={out} with another out=" in last
+    assert f"the last good checkpoint is of step 10: train.init_from={out} with another out=" in last
     assert "train.skip_nonfinite=true" in last
     assert stopped.value.exit_status == 3
     assert not (out / "summary.json").exists()
@@ -146,7 +146,7 @@ def test_checkpoints_of_a_run_with_one_nan_update_keep_one_from_before_it(tmp_pa
   states = kept(tmp_path / "run")
   assert any(step <= 10 for step in states)
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves([s.params for s in states.values()]))
-  assert "the last finite checkpoint is of step" in str(stopped.value)
+  assert "the last good checkpoint is of step" in str(stopped.value)
 
 
 def test_a_run_that_ends_with_a_nan_loss_is_not_finished(tmp_path, capsys):
@@ -157,7 +157,7 @@ def test_a_run_that_ends_with_a_nan_loss_is_not_finished(tmp_path, capsys):
     shown = capsys.readouterr()
     assert "run finished" not in shown.out
     assert "error: stopped at step 3, the last: its loss is nan" in shown.err
-    assert "the last finite checkpoint is of step 3" in shown.err
+    assert "the last good checkpoint is of step 3" in shown.err
   assert not (tmp_path / "run" / "summary.json").exists()
 
 

@@ -286,10 +286,10 @@ class TrainingRun:
     skips = self.config.train.skip_nonfinite
     change = "a lower optimizer.learning_rate" if skips else "train.skip_nonfinite=true"
     if step is None:
-      return f"no finite checkpoint was saved: start over with another out= and, for example, {change}"
+      return f"no good checkpoint was saved: start over with another out= and, for example, {change}"
     other = f"train.init_from={path} with another out= starts from it, for example with {change}"
     again = "the same command resumes there and takes the same steps again"
-    return f"the last finite checkpoint is of step {step}: {other}; {again}"
+    return f"the last good checkpoint is of step {step}: {other}; {again}"
 
   def _evaluate(self) -> dict[str, float]:
     """Returns the evaluation of the state. Saves nothing: a run resumed from here would skip it."""
