@@ -297,7 +297,8 @@ def explain_as_run(
 def kernels_in_float32(plan: CastPlan) -> list[str]:
   """Returns the reasons of the kernels that a half-precision policy leaves in float32, each with a name."""
   nodes = (node for node in plan.all_nodes() if node.half is not None and node.call is None)
-  rows = (row for node in nodes for row in _rows(node, node.equation, node.path, 1))
+  kernels = (node for node in nodes if has(node.equation, Trait.KERNEL) or bodies_of(node.equation))
+  rows = (row for node in kernels for row in _rows(node, node.equation, node.path, 1))
   return sorted({row.why for row in rows if row.code is Code.KERNEL_IN_FLOAT32})
 
 
