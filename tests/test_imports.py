@@ -23,7 +23,7 @@ NEVER = {
     r"\b(scan_parts|while_parts|scan_counts|cond_nconsts|num_consts)\b",
     "_compat jaxpr/__init__ jaxpr/_bodies casting/_emit step/_gather_where_read",
   ),
-  "a model or dataset by name": ("mpjax/train", r"\bzoo\b", ""),
+  "a model or dataset by name": ("mpjax/train", r"\bzoo\b", "train/config/__init__"),
   "the trainer, below it": ("mpjax/zoo", r"^ *(from|import) mpjax\.train", ""),
   "an attribute set on what is not ours": (
     "mpjax",

@@ -6,6 +6,7 @@ Help, the version and most errors about arguments do not import JAX, which takes
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import logging
 import pathlib
@@ -15,7 +16,6 @@ from collections.abc import Sequence
 from mpjax._render.plain_text import pip_install
 from mpjax._version import __version__
 from mpjax.cli._commands import COMMANDS, parse
-from mpjax.registry._names import nearest
 from mpjax.train._errors import Interrupt, outcome_of
 
 __all__ = ["COMMANDS", "main", "run_command"]
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"mpjax {__version__}")
     return 0
   if name not in COMMANDS:
-    near = "".join(f"; did you mean {command!r}?" for command in nearest(name, COMMANDS))
+    near = "".join(f"; did you mean {command!r}?" for command in difflib.get_close_matches(name, COMMANDS, 1))
     print(f"error: unknown command {name!r}: expected one of {', '.join(COMMANDS)}{near}", file=sys.stderr)
     return 2
   return run_command(name, rest, f"mpjax {name}")

@@ -6,6 +6,7 @@ Does not import JAX, so that help and errors about arguments are fast and need n
 from __future__ import annotations
 
 import argparse
+import difflib
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mpjax._gone import instead
-from mpjax.registry._names import ConfigError, keys_meant, nearest
+from mpjax._mistakes import ConfigError
 
 _CONFIG = "a YAML file, or the name of an example that comes with mpjax (default: gpt_stdlib)"
 _OVERRIDES = "dotted keys that override the file"
@@ -187,7 +188,10 @@ def parse(name: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
   if unknown and not unknown[0].startswith("-"):
     parser.error(f"unrecognized arguments: {' '.join(unknown)}")
   if unknown:
-    parser.exit(2, f"error: {prog} has no option {_advice(name, prog, unknown[0], arguments)}\n")
+    flag = unknown[0].partition("=")[0]
+    near = [f": did you mean {close}?" for close in difflib.get_close_matches(flag, command.flags, 1, 0.7)]
+    usual = f": {prog} --help says what it takes, such as {command.example}"
+    parser.exit(2, f"error: {prog} has no option {flag}{instead(flag, name) or (near or [usual])[0]}\n")
   if not command.first:
     return options
   pairs = with_default(options).overrides
@@ -241,24 +245,3 @@ def with_default(options: argparse.Namespace) -> argparse.Namespace:
   if "=" in first and not pathlib.Path(first).exists():
     options.config, options.overrides = "gpt_stdlib", [first, *options.overrides]
   return options
-
-
-def _advice(name: str, prog: str, flag: str, arguments: Sequence[str]) -> str:
-  """Returns an unknown flag, and what to write in its place. May import JAX, to know the keys of a config."""
-  command = COMMANDS[name]
-  flag, equals, value = flag.partition("=")
-  if not equals:
-    after = arguments[arguments.index(flag) + 1 :]
-    value = after[0] if after and not after[0].startswith("-") else "..."
-  if went := instead(flag, name):
-    return f"{flag}{went}"
-  keys = keys_meant(flag.lstrip("-"), command.keys)
-  if not keys and command.first == "config":
-    from mpjax.registry._kinds import dotted_keys
-    from mpjax.train import Config
-
-    keys = keys_meant(flag.lstrip("-"), dict.fromkeys(dotted_keys(Config)))
-  if keys:
-    return f"{flag}: write {' or '.join(f'{key}={value}' for key in keys)}"
-  near = nearest(flag, command.flags)
-  return f"{flag}: did you mean {near[0]}?" if near else f"{flag}: {prog} --help says what it takes"

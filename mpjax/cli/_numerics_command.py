@@ -10,11 +10,11 @@ import jax
 import yaml
 
 from mpjax import formats
+from mpjax._mistakes import config_errors
 from mpjax.cli._shared import Screen, load_configs
 from mpjax.cli._subject import load_batch, locate, open_subject, run_or_config
 from mpjax.numerics import find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
-from mpjax.registry._names import config_errors
 from mpjax.train import Config, ConfigError
 from mpjax.train.config._config_file import read_tree
 

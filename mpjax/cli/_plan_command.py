@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from mpjax._mistakes import config_errors
 from mpjax._render.picture_style import require_picture
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.tables import Report
@@ -18,7 +19,6 @@ from mpjax.cli._shared import Screen, load_configs, split_policies
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, presets_of
 from mpjax.planner._picture import save_picture
 from mpjax.planner._report import NO_FIT, answer, answer_beside, sections_of
-from mpjax.registry._names import config_errors
 from mpjax.train import ConfigError, Planner
 from mpjax.train.config._config import DEFAULT_RECOMPUTE
 from mpjax.train.setup._saved_run import facts_of

@@ -15,9 +15,9 @@ import rich.console
 import rich.markup
 import yaml
 
+from mpjax._mistakes import ConfigError, config_errors
 from mpjax._render.tables import TEXT_WIDTH, Shown, print_shown
 from mpjax.policy import bare_dtype_advice, get_policy
-from mpjax.registry._names import ConfigError, config_errors
 from mpjax.train import Config, load_config, load_plugins
 
 

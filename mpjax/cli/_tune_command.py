@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 
+from mpjax._mistakes import config_errors
 from mpjax.cli._shared import Screen, split_policies
 from mpjax.cli._subject import open_subject, run_or_config
 from mpjax.planner import get_target
-from mpjax.registry._names import config_errors
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config_file import read_tree
 from mpjax.tuning import tune

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
-import importlib
 import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar, Union
 
 import pydantic
@@ -17,9 +17,9 @@ import pydantic_core
 import typing_extensions
 
 from mpjax._gone import instead
-from mpjax.dtypes import did_you_mean
+from mpjax._mistakes import ConfigError
+from mpjax.dtypes import one_of
 from mpjax.policy import Policy
-from mpjax.registry._names import ConfigError, keys_meant
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
@@ -39,6 +39,22 @@ Seed = Annotated[_Whole, pydantic.Field(ge=0, le=UINT32_MAX)]
 Float = Annotated[float, pydantic.BeforeValidator(_no_bool), pydantic.Field(allow_inf_nan=False)]
 Positive = Annotated[Int, pydantic.Field(gt=0)]
 Natural = Annotated[Int, pydantic.Field(ge=0)]
+
+
+# Other trainers' names of keys.
+_ALIASES = {
+  "lr": "learning_rate",
+  "bs": "batch_size",
+  "batch": "batch_size",
+  "wd": "weight_decay",
+  "max_steps": "steps",
+  "grad_clip": "clip_norm",
+  "gradient_accumulation_steps": "accumulate",
+  "precision": "policy",
+  "dtype": "policy",
+  "output_dir": "out",
+  "resume_from": "init_from",
+}
 
 
 class Section(pydantic.BaseModel):
@@ -71,18 +87,27 @@ def checked(schema: type[_T], data: object, where: str = "", owner: str = "") ->
   return made
 
 
-def dotted_keys(schema: type, prefix: str = "") -> Iterator[str]:
+def _dotted_keys(schema: type, prefix: str = "") -> Iterator[str]:
   """Yields the keys of a section, and those of the sections, kinds and policy in it: `train.steps`."""
   for name, annotation in _fields(schema).items():
     if _fields(annotation):
-      yield from dotted_keys(annotation, f"{prefix}{name}.")
+      yield from _dotted_keys(annotation, f"{prefix}{name}.")
     else:
       yield prefix + name
     if name == "policy":
       yield from (f"policy.{f.name}" for f in dataclasses.fields(Policy) if f.name not in ("name", "reason"))
-  kinds: Any = getattr(schema, "kinds", None)
-  for kind in kinds.registered().values() if kinds else ():
-    yield from dotted_keys(kind.keys, prefix)
+  if issubclass(schema, KindSection):
+    for kind in schema.kinds.by_name.values():
+      yield from _dotted_keys(kind.keys, prefix)
+
+
+def _meant(word: str, keys: Iterable[str]) -> str:
+  """Returns the end of an error message: the first dotted key that a word (`lr`, `stepz`) may mean."""
+  ends: dict[str, str] = {}
+  for key in keys:
+    ends.setdefault(key.rpartition(".")[2], key)
+  near = difflib.get_close_matches(_ALIASES.get(word, word), ends, n=1)
+  return f"; did you mean {ends[near[0]]!r}?" if near else ""
 
 
 def _fields(schema: Any) -> dict[str, Any]:
@@ -114,8 +139,7 @@ def _describe(error: pydantic.ValidationError, schema: type, where: str, owner: 
       at = _fields(at).get(str(part))
     known = list(_fields(at))
     expected = f"expected one of {', '.join(known)}" if known else "it has none"
-    meant = keys_meant(key, [*known, *(other for other in dotted_keys(schema) if other != key)])
-    near = f"; did you mean {meant[0]!r}?" if meant else ""
+    near = _meant(name, [*known, *(other for other in _dotted_keys(schema) if other != key)])
     return f"unknown key {key!r}{' of ' * bool(owner)}{owner}: {expected}{near}"
   if kind in _EXPECTED and fault in ("type", "parsing", "from_float", "number"):
     message = f"expected {_EXPECTED[kind]}"
@@ -163,7 +187,7 @@ class Kinds:
   positional: tuple[str, ...] = ()
   common: tuple[str, ...] = ("kind",)
   key: str = "kind"
-  _kinds: dict[str, Registered] = dataclasses.field(default_factory=dict)
+  by_name: dict[str, Registered] = dataclasses.field(default_factory=dict)
 
   def register(self, name: str) -> Callable[[_F], _F]:
     """Returns a decorator that registers a function; it replaces a user's kind of the same name.
@@ -178,17 +202,12 @@ class Kinds:
 
     def decorate(fun: _F) -> _F:
       made = Registered(fun, *_keys(fun, title, self.positional, self.common))
-      if not made.is_own and name in self.registered() and self._kinds[name].is_own:
+      if not made.is_own and name in self.by_name and self.by_name[name].is_own:
         raise ValueError(f"{title}: mpjax itself uses this name; choose another")
-      self._kinds[name] = made
+      self.by_name[name] = made
       return fun
 
     return decorate
-
-  def registered(self) -> dict[str, Registered]:
-    """Returns all registered kinds by name."""
-    importlib.import_module("mpjax.zoo.registered")  # a plug-in, too: it imports this module
-    return dict(self._kinds)
 
   def find(self, name: object) -> Registered:
     """Returns the kind of that name.
@@ -196,12 +215,11 @@ class Kinds:
     Raises:
       ConfigError: if no such kind is registered; the message explains plug-ins.
     """
-    there = self.registered()
-    if isinstance(name, str) and name in there:
-      return there[name]
-    names = f"expected one of {', '.join(there)}{did_you_mean(str(name), there)}; "
+    if isinstance(name, str) and name in self.by_name:
+      return self.by_name[name]
+    names = f"{one_of(name, self.by_name)}; " if self.by_name else ""
     raise ConfigError(
-      f"unknown {self.section}.{self.key} {name!r}: {names if there else ''}a {self.key} of your own "
+      f"unknown {self.section}.{self.key} {name!r}: {names}a {self.key} of your own "
       "needs --plugin FILE.py or --plugin package.module on every command, as a config never loads code (in "
       "Python: mpjax.train.load_plugins)"
     )

@@ -13,12 +13,7 @@ from mpjax._gone import missing
 from mpjax._render.plain_text import pip_install
 
 if TYPE_CHECKING:
-  from mpjax.registry._kinds import (
-    register_data as register_data,
-    register_model as register_model,
-    register_optimizer as register_optimizer,
-  )
-  from mpjax.registry._task import DataInfo as DataInfo, ModelInfo as ModelInfo, Task as Task
+  from mpjax.registry import DataInfo as DataInfo, ModelInfo as ModelInfo, Task as Task
   from mpjax.train._errors import (
     Agreed as Agreed,
     CheckpointError as CheckpointError,
@@ -34,7 +29,12 @@ if TYPE_CHECKING:
   )
   from mpjax.train.config._config import Config as Config
   from mpjax.train.config._config_file import load_config as load_config
-  from mpjax.train.config._plugins import load_plugins as load_plugins
+  from mpjax.train.config._plugins import (
+    load_plugins as load_plugins,
+    register_data as register_data,
+    register_model as register_model,
+    register_optimizer as register_optimizer,
+  )
   from mpjax.train.loop._run import RunResult as RunResult, run as run
   from mpjax.train.loop._sinks import Tracker as Tracker
   from mpjax.train.setup._experiment import make_setup as make_setup
@@ -49,13 +49,12 @@ if _LOGGER.level == logging.NOTSET:
   _LOGGER.setLevel(logging.INFO)
 
 _MODULES = {
-  "registry._kinds": ("register_data", "register_model", "register_optimizer"),
-  "registry._task": ("DataInfo", "ModelInfo", "Task"),
+  "registry": ("DataInfo", "ModelInfo", "Task"),
   "train._errors": ("Agreed", "CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "train._export": ("ExportedModel", "load_safetensors", "save_safetensors"),
   "train.config._config": ("Config",),
   "train.config._config_file": ("load_config",),
-  "train.config._plugins": ("load_plugins",),
+  "train.config._plugins": ("load_plugins", "register_data", "register_model", "register_optimizer"),
   "train.loop._run": ("RunResult", "run"),
   "train.loop._sinks": ("Tracker",),
   "train.setup._experiment": ("make_setup",),

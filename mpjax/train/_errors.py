@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from mpjax.registry._names import ConfigError as ConfigError, DataError as DataError
+from mpjax._mistakes import ConfigError as ConfigError, DataError as DataError
 
 
 class Stuck(Exception):

@@ -29,8 +29,7 @@ from mpjax.dtypes import cast_floating
 from mpjax.fp8 import BLOCKS, Recipe, amax_of, quantise, scale_of
 from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy
-from mpjax.registry._kinds import MODELS, checked
-from mpjax.registry._task import DataInfo, Task
+from mpjax.registry import MODELS, DataInfo, Task, checked
 from mpjax.step import TrainState
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import write_atomically

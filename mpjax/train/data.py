@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from mpjax._types import ArrayLike
-from mpjax.registry._kinds import DATASETS
-from mpjax.registry._task import DataInfo
+from mpjax.registry import DATASETS, DataInfo
 from mpjax.sharding import Rows
 from mpjax.train._errors import DataError, described
 from mpjax.train.config._config import DataConfig

@@ -17,8 +17,7 @@ from jaxtyping import Bool, Float, Float32, Int, Key, PRNGKeyArray
 from mpjax._average import Average
 from mpjax._types import Array, Metrics, PyTree
 from mpjax.ops import linear_cross_entropy
-from mpjax.registry._kinds import Natural, Positive, register_model
-from mpjax.registry._task import ModelInfo, Task
+from mpjax.registry import ModelInfo, Natural, Positive, Task, register_model
 from mpjax.sharding import ShardingRule
 
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]

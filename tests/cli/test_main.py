@@ -63,19 +63,11 @@ print([name for name in ("jax", "numpy", "flax", "pydantic", "rich") if name in 
 
 
 WRONG_FLAGS = {
-  "train --steps 10": "write train.steps=10",
-  "train gpt_stdlib --lr=0.1": "write optimizer.learning_rate=0.1",
-  "train --policy bf16": "write policy=bf16",
-  "train --out runs/x": "write out=runs/x",
-  "train --batch-size 8": "write data.batch_size=8",
-  "train --data.kind text": "write data.kind=text",
-  "plan --target h200 --fit": "write target=h200",
-  "numerics --steps 3": "write steps=3",
-  "export runs/x --dtype bf16": "write dtype=bf16",
+  "train gpt_stdlib --lr=0.1": f"mpjax train --help says what it takes, such as {COMMANDS['train'].example}",
+  "export runs/x --dtype bf16": "mpjax export --help says what it takes, such as runs/x dtype=bf16",
   "plan --fitt": "did you mean --fit?",
   "numerics --pictures x": "save_html writes a page that draws them, --html says where",
   "tune --prove": "train both: mpjax train tuned.yaml, and mpjax train CONFIG policy=fp32",
-  "train --epochs 3": "mpjax train --help says what it takes",
 }
 
 

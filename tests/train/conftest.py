@@ -2,10 +2,10 @@
 
 import pytest
 
-import mpjax.zoo.registered  # noqa: F401 - kinds that it registers later would be forgotten, too
+import mpjax.train.config  # noqa: F401 - kinds that it registers later would be forgotten, too
 
 # A test's kinds are to be forgotten, for which there is no public function.
-from mpjax.registry._kinds import DATASETS, MODELS, TARGETS
+from mpjax.registry import DATASETS, MODELS, TARGETS
 from tests.train._runs import register_line
 
 
@@ -13,6 +13,6 @@ from tests.train._runs import register_line
 def _kinds():
   with pytest.MonkeyPatch.context() as patch:
     for kinds in (MODELS, DATASETS, TARGETS):
-      patch.setattr(kinds, "_kinds", dict(kinds._kinds))
+      patch.setattr(kinds, "by_name", dict(kinds.by_name))
     register_line()
     yield

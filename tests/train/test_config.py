@@ -15,7 +15,7 @@ import yaml
 import mpjax
 
 # What a registered name leads to.
-from mpjax.registry._kinds import MODELS
+from mpjax.registry import MODELS
 from mpjax.train import ConfigError, load_config, make_optimizer, register_data, register_model
 
 # A schedule by itself, and which optimisers there are.

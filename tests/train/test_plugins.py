@@ -17,7 +17,7 @@ import mpjax
 from mpjax.cli import main
 
 # What is registered is to be forgotten.
-from mpjax.registry._kinds import TARGETS
+from mpjax.registry import TARGETS
 from mpjax.train import ConfigError, load_config, load_plugins, load_safetensors, make_setup
 from tests.train import _runs
 from tests.train._runs import PLUGIN, curve, raises_one_line, refused, train_until_killed, write_config
@@ -126,13 +126,6 @@ def test_a_plugin_that_cannot_be_used_is_one_line(tmp_path, capsys):
     refused(["explain", "gpt_stdlib", "--plugin", str(tmp_path / "own.py")], words, capsys)
   for name in ("nowhere.py", "no_such_package.module", "."):
     refused(["explain", "gpt_stdlib", "--plugin", name], [f"--plugin {name}"], capsys)
-
-
-def test_two_plugins_with_one_kind_are_refused(tmp_path):
-  for name in ("a.py", "b.py"):
-    (tmp_path / name).write_text(REGISTERED + "data('twice')\ndef twice(): ...")
-  with pytest.raises(ConfigError, match=r"data.kind=twice is registered by --plugin .*a\.py"):
-    load_plugins([str(tmp_path / "a.py"), str(tmp_path / "b.py")])
 
 
 CONFIG = {
@@ -312,7 +305,7 @@ def picky(learning_rate, *, alpha: float = 5.0):
 
 @pytest.fixture
 def optimizers(tmp_path, monkeypatch):
-  monkeypatch.setattr(TARGETS, "_kinds", {})
+  monkeypatch.setattr(TARGETS, "by_name", {})
   (tmp_path / "optimizers.py").write_text(OPTIMIZERS)
   return ["--plugin", str(tmp_path / "optimizers.py")]
 
@@ -336,7 +329,7 @@ def test_an_optimizer_trains_resumes_and_is_exported(optimizers, line, tmp_path,
   assert (written["name"], written["target"]) == (None, "signed")
   assert written["options"] == {"momentum": 0.9, "decay": 0.01}
   assert main(["export", str(tmp_path / "whole"), *optimizers]) == 0
-  monkeypatch.setattr(TARGETS, "_kinds", {})
+  monkeypatch.setattr(TARGETS, "by_name", {})
   assert load_safetensors(tmp_path / "whole" / "model.safetensors").config.model.kind == "line"
   refused(["export", str(tmp_path / "whole")], ["--plugin"], capsys)
 
@@ -366,7 +359,7 @@ def test_an_optimizer_that_does_not_fit_is_one_line(optimizers, line, tmp_path, 
 
 
 def test_without_the_plugin_a_config_says_how_it_comes(line, capsys, monkeypatch):
-  monkeypatch.setattr(TARGETS, "_kinds", {})
+  monkeypatch.setattr(TARGETS, "by_name", {})
   assert main(["train", *line, "optimizer.target=signed"]) == 2
   assert capsys.readouterr().err == (
     "error: unknown optimizer.target 'signed': a target of your own needs --plugin FILE.py or --plugin "

@@ -18,7 +18,7 @@ import mpjax
 # What an inspection compiles for another device is not seen from outside.
 from mpjax.numerics import reference_state, reference_step
 from mpjax.numerics._pass import passes
-from mpjax.registry._task import ModelInfo
+from mpjax.registry import ModelInfo
 from mpjax.zoo.models import GPT, _attention, chosen_attention, gpt_sharding
 from mpjax.zoo.models._attention import attention
 from tests.casting._jaxprs import equations

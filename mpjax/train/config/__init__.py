@@ -1,1 +1,3 @@
-"""The config of a run: its keys and checks, the YAML file, registered kinds and plug-ins."""
+"""Configs, and the code that they choose from: plug-ins, and the zoo, which is always there."""
+
+from mpjax.zoo import registered as registered

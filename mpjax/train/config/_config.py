@@ -11,7 +11,7 @@ import yaml
 
 from mpjax.dtypes import DTYPE_NAMES
 from mpjax.policy import Policy, get_policy
-from mpjax.registry._kinds import (
+from mpjax.registry import (
   DATASETS,
   MODELS,
   TARGETS,

@@ -16,11 +16,10 @@ import jmp
 import yaml
 
 from mpjax._gone import instead, without_old_keys
+from mpjax._mistakes import ConfigError
 from mpjax.dtypes import did_you_mean
 from mpjax.policy import get_policy
-from mpjax.registry._kinds import checked
-from mpjax.registry._names import examples
-from mpjax.train._errors import ConfigError
+from mpjax.registry import checked
 from mpjax.train.config._config import Config, DistributedConfig
 
 # A file, the name of an example, a mapping of keys or a config.
@@ -38,7 +37,7 @@ def find_config(name: str | pathlib.Path) -> pathlib.Path:
     return path / "config.yaml"
   if path.exists():
     return path
-  known = examples()
+  known = _examples()
   if str(path) in known:
     return known[str(path)]
   if len(path.parts) > 1 and path.suffix not in (".yaml", ".yml"):
@@ -47,6 +46,13 @@ def find_config(name: str | pathlib.Path) -> pathlib.Path:
     raise ConfigError(f"no such run directory or config file: {path}: {there}")
   expected = f"expected a YAML file, or an example: {', '.join(known)}"
   raise ConfigError(f"no such config file: {path}: {expected}{did_you_mean(path.stem, known)}")
+
+
+def _examples() -> dict[str, pathlib.Path]:
+  """Returns the example configs by name: a wheel has them in the package, a checkout next to it."""
+  package = pathlib.Path(__file__).parents[2]
+  folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+  return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 
 def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:

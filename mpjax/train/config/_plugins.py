@@ -10,8 +10,13 @@ import sys
 import traceback
 from collections.abc import Iterable
 
-from mpjax.registry._kinds import DATASETS, MODELS, TARGETS, Registered
-from mpjax.train._errors import ConfigError, described
+from mpjax._mistakes import ConfigError
+from mpjax.registry import (
+  register_data as register_data,
+  register_model as register_model,
+  register_optimizer as register_optimizer,
+)
+from mpjax.train._errors import described
 
 # Names of the modules that are plug-ins.
 _LOADED: set[str] = set()
@@ -27,18 +32,13 @@ def load_plugins(names: str | Iterable[str]) -> None:
 
   Args:
     names: a file `FILE.py`, a module `package.module`, or several. The working directory is searched for
-      modules, too.
+      modules, too. Of two kinds of one name, the later replaces the earlier.
 
   Raises:
-    ConfigError: if a plug-in is missing or cannot be imported, or two of them register the same kind.
+    ConfigError: if a plug-in is missing or cannot be imported.
   """
-  owners: dict[str, str] = {}
   for name in dict.fromkeys([names] if isinstance(names, str) else names):
-    before = _registered()
     _load(name)
-    for kind, made in _registered().items():
-      if before.get(kind) is not made and owners.setdefault(kind, name) != name:
-        raise ConfigError(f"--plugin {name}: {kind} is registered by --plugin {owners[kind]}, too")
 
 
 def plugin_digests() -> dict[str, str]:
@@ -46,14 +46,6 @@ def plugin_digests() -> dict[str, str]:
   files = {name: getattr(sys.modules.get(name), "__file__", None) for name in _LOADED}
   read = {name: pathlib.Path(file).read_bytes() for name, file in files.items() if file is not None}
   return {name: hashlib.blake2b(source, digest_size=8).hexdigest() for name, source in read.items()}
-
-
-def _registered() -> dict[str, Registered]:
-  return {
-    f"{kinds.section}.{kinds.key}={name}": kind
-    for kinds in (MODELS, DATASETS, TARGETS)
-    for name, kind in kinds.registered().items()
-  }
 
 
 def _load(name: str) -> None:

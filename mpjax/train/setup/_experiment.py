@@ -18,15 +18,14 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Float32
 
 from mpjax._average import Average
+from mpjax._mistakes import ConfigError, config_errors
 from mpjax._types import Array, ArrayLike, Mesh, PyTree
 from mpjax.casting import Explanation, autocast
 from mpjax.dtypes import platform
 from mpjax.loss_scale import find_scaler, find_states
 from mpjax.optim import average_weights, evaluation_weights, keeps_other_weights
 from mpjax.policy import Policy, matmul_precision
-from mpjax.registry._kinds import MODELS
-from mpjax.registry._names import ConfigError, config_errors
-from mpjax.registry._task import DataInfo, MissingFact, ModelInfo, Task
+from mpjax.registry import MODELS, DataInfo, MissingFact, ModelInfo, Task
 from mpjax.sharding import (
   AXES,
   Rows,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax.dtypes import did_you_mean
-from mpjax.registry._kinds import TARGETS
+from mpjax.registry import TARGETS
 from mpjax.train._errors import ConfigError
 from mpjax.train.config._config import OptimizerConfig
 from mpjax.train.config._plugins import place

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import math
 
+from mpjax._mistakes import config_errors
 from mpjax._types import PolicyLike
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
-from mpjax.registry._names import config_errors
-from mpjax.registry._task import DataInfo
+from mpjax.registry import DataInfo
 from mpjax.sharding import BATCH_AXES
 from mpjax.step import GATHERS, Layout
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config

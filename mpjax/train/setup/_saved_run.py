@@ -17,7 +17,7 @@ import pydantic
 from mpjax._types import PyTree
 from mpjax.loss_scale import LossScaleState
 from mpjax.optim import keeps_other_weights
-from mpjax.registry._task import DataInfo
+from mpjax.registry import DataInfo
 from mpjax.step import TrainState, can_adopt, merged, state_of, with_masters
 from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import WIDE, load_weights, save_safetensors

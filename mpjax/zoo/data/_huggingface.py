@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.registry._kinds import Positive, register_data
-from mpjax.registry._names import DataError
+from mpjax._mistakes import DataError
+from mpjax.registry import Positive, register_data
 from mpjax.zoo.data._images import Classes, Images, images_to_rows
 from mpjax.zoo.data._text import Loaded, Share, documents_to_rows, streams_to_rows
 

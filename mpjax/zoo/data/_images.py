@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import numpy as np
 import pydantic
 
-from mpjax.registry._kinds import Positive, register_data
-from mpjax.registry._names import DataError
+from mpjax._mistakes import DataError
+from mpjax.registry import Positive, register_data
 from mpjax.zoo.data._text import Loaded, Share
 
 # With more classes, no classifier's last layer would fit on a device.

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 import pydantic
 
-from mpjax.registry._kinds import Natural, Positive, register_data
-from mpjax.registry._names import DataError
+from mpjax._mistakes import DataError
+from mpjax.registry import Natural, Positive, register_data
 
 # The share of rows that is held out.
 Share = Annotated[float, pydantic.Field(gt=0, lt=1)]

@@ -19,7 +19,7 @@ from mpjax._types import Array
 from mpjax.casting import as_its_module
 
 if TYPE_CHECKING:  # models do not need the packages that read data
-  from mpjax.registry._task import ModelInfo
+  from mpjax.registry import ModelInfo
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 _SHORTEST = 1024  # below this, splash needs more memory than the scores (TPU v5e)
