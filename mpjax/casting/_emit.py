@@ -387,7 +387,9 @@ def _emit_jit(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Arra
 
 
 def _emit_remat(call: Call, operands: Sequence[Array], emit: Emitter) -> list[Array]:
-  jaxpr, constants = _compat.trace_open(emit.body(call), list(operands))
+  side = emit.within(call.plans)
+  body = emit.once(call, side, emit.body(call, side=side))
+  jaxpr, constants = _compat.trace_open(body, list(operands))
   policy = call.equation.params["policy"]
   if policy is not None:
     policy = as_product(policy)

@@ -1,10 +1,12 @@
 """Layers that are alike: their islands are traced once, and compute, and are named, as if each were its own."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import mpjax
 from mpjax.jaxpr import parse_scopes
@@ -30,8 +32,15 @@ def deep(weights, x, epsilons=None, constants=None):
   return (x * x).mean()
 
 
-def test_more_layers_have_no_more_programs():
-  cast = mpjax.autocast(deep, "fp16")
+def of_checkpoints(weights, x):
+  """Calls of one function that is computed again in the backward pass."""
+  layer = jax.checkpoint(lambda x, w: x + jax.nn.softmax(x @ w) @ w)
+  return (functools.reduce(lambda x, w: layer(x, w["w"]), weights, x) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [deep, of_checkpoints])
+def test_more_layers_have_no_more_programs(loss):
+  cast = mpjax.autocast(loss, "fp16")
   of = lambda layers: [
     e for e in jax.make_jaxpr(cast)(params(layers), X).jaxpr.eqns if "remat" in e.primitive.name
   ]
