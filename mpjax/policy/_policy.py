@@ -252,6 +252,10 @@ class Policy(jmp.Policy):
     return {key: plain(getattr(self, key)) for key in _DEFAULTS}
 
   def __str__(self) -> str:
+    return self._text
+
+  @functools.cached_property
+  def _text(self) -> str:
     return write_text(self._dtypes() | self._changes(self.to_dict() | _OTHERS))
 
   def __repr__(self) -> str:
@@ -377,7 +381,7 @@ def _from_string(text: str, backend: str | None) -> Policy:
     return Policy(dtype, dtype, dtype, name=text)
   data = read_preset(name)
   if "by_backend" not in data:
-    return dataclasses.replace(_from_mapping(data, backend), name=name)
+    return _preset(name)
   device = platform(backend)
   chosen = data["by_backend"][device]
   reason = f"{name} on {device}: {chosen['base']}, {chosen['reason']}"
@@ -406,9 +410,14 @@ def _changed(policy: Policy, values: Mapping[str, Any]) -> Policy:
 
 
 @functools.cache
+def _preset(name: str) -> Policy:
+  """Returns the policy of a preset that is the same on every backend."""
+  return dataclasses.replace(_from_mapping(read_preset(name), None), name=name)
+
+
 def _preset_policies() -> Mapping[str, Policy]:
   """Returns the policies of the presets, by name, except `auto`, which is one of the others."""
-  return {name: get_policy(name) for name in presets() if name != "auto"}
+  return {name: _preset(name) for name in presets() if name != "auto"}
 
 
 def _fields(spec: Mapping[str, Any], backend: str | None, more: tuple[str, ...] = ()) -> dict[str, Any]:
