@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks._picture_style import BLACK, BLUE, GREY, HEADING, TEXT, new_figure, picture_style
 from benchmarks._runner import one
-from mpjax._render.picture_style import BLACK, BLUE, GREY, HEADING, TEXT, new_figure, picture_style
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks import _headlines
 from benchmarks.__main__ import SUITES
+from benchmarks._picture_style import save_figure
 from benchmarks._runner import ROOT, markdown, provenance
-from mpjax._render.picture_style import save_figure
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "benchmarks" / "README.md"

@@ -1,1 +1,1 @@
-"""Shows results to a person: plain text, sections for a terminal or a notebook, pictures."""
+"""Shows results to a person: plain text, sections for a terminal or a notebook."""

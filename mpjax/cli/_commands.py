@@ -99,7 +99,7 @@ COMMANDS = {
   "plan": Command(
     "say what a training step costs on a device that you need not have",
     "Memory by part, matrix units, collectives, an estimate of the time and a lower bound of it.",
-    "gpt_stdlib policy=fp32,bf16,fp16 target=h200 --picture plan.png",
+    "gpt_stdlib policy=fp32,bf16,fp16 target=h200",
     "train,plan",
     overrides=_SEVERAL,
     takes={
@@ -111,7 +111,6 @@ COMMANDS = {
       "--tokens": "also tokens (or images) a second and model FLOPs utilisation",
       **_TABLES,
       "--json FILE": "write the plans as JSON",
-      "--picture FILE": "write bars of memory, .png or .svg",
     },
   ),
   "numerics": Command(

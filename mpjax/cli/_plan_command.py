@@ -11,14 +11,12 @@ from typing import Any
 import jax
 
 from mpjax._mistakes import config_errors
-from mpjax._render.picture_style import require_picture
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.tables import Report
 from mpjax._types import PolicyLike
 from mpjax.cli._shared import Screen, load_configs, split_policies
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, presets_of
-from mpjax.planner._picture import save_picture
-from mpjax.planner._report import NO_FIT, answer, answer_beside, sections_of
+from mpjax.planner._report import NO_FIT, answer_of, sections_of
 from mpjax.train import ConfigError, Planner
 from mpjax.train.config._config import DEFAULT_RECOMPUTE
 from mpjax.train.setup._saved_run import facts_of
@@ -38,9 +36,6 @@ def run(options: argparse.Namespace) -> None:
   configs, screen = load_configs(options, target.kind), Screen()
   if options.memory and not (options.fit or options.cheapest):
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest, too")
-  if options.picture:
-    with config_errors("--picture: "):  # before anything is computed
-      require_picture(options.picture)
   planner = Planner(configs[0], target, facts_of(configs[0], options.config))
   compile: bool | str = False if options.analytic else "auto"
   memory = _memory(options.memory, target) if options.fit or options.cheapest else 0
@@ -75,15 +70,9 @@ def run(options: argparse.Namespace) -> None:
     plans.sort(key=lambda plan: plan.time.seconds if plan.time else 0)
   if options.cheapest:
     plans.sort(key=lambda plan: plan is not best)
-  said = (
-    answer_beside(plans, first, rates=options.tokens)
-    if len(plans) > 1
-    else [*first, *answer(plans[0], rates=options.tokens)]
-  )
+  said = answer_of(plans, first, rates=options.tokens)
   screen.show(Report(said, list(sections_of(plans))), options, alarm=NO_FIT)
   screen.write_json(options.json, report)
-  with config_errors():
-    screen.write("picture", "--picture", options.picture, lambda path: save_picture(plans, path))
 
 
 def _memory(text: str | None, target: Target) -> int:

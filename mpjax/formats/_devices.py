@@ -39,7 +39,7 @@ class DeviceData(TypedDict):
   bandwidth: float
   flops: dict[str, float]
   interconnect: NotRequired[float]
-  on_chip: NotRequired[float]
+  on_chip: NotRequired[int]
   matrix_units: str
   speeds: NotRequired[dict[str, float]]
   cuda: NotRequired[dict[str, Any]]

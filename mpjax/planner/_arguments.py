@@ -45,6 +45,7 @@ class Argument:
     part: one of `ARGUMENT_PARTS`.
     slot: slot of an optimiser's state, such as `mu`; empty for other parts.
     shape, dtype, sharding: as given.
+    kind: kind of the platform, whose layout it has.
   """
 
   part: str
@@ -52,6 +53,7 @@ class Argument:
   shape: tuple[int, ...]
   dtype: Any
   sharding: Any
+  kind: str
 
   @property
   def elements(self) -> int:
@@ -70,8 +72,8 @@ class Argument:
 
   @property
   def nbytes(self) -> int:
-    """Bytes on one device, without padding."""
-    return math.ceil(math.prod(self.local) * itemsize(self.dtype))
+    """Bytes on one device, in the compiler's layout."""
+    return array_bytes(self.local, self.dtype, self.kind)
 
   @property
   def on_host(self) -> bool:
@@ -80,7 +82,7 @@ class Argument:
 
 
 def name_arguments(
-  args: tuple[Any, ...], names: tuple[str, ...], parts: Mapping[str | int, str] | None
+  args: tuple[Any, ...], names: tuple[str, ...], parts: Mapping[str | int, str] | None, kind: str
 ) -> list[Argument]:
   """Returns the part of every leaf, in the order of the flattened arguments.
 
@@ -93,6 +95,7 @@ def name_arguments(
     args: the step's arguments.
     names: names of the step's parameters; may be shorter than `args`.
     parts: from the name of a parameter, or its number, to a part.
+    kind: kind of the platform.
 
   Raises:
     ValueError: for an unknown part, or a parameter that the step does not have.
@@ -113,27 +116,18 @@ def name_arguments(
     for path, leaf, slot in _leaves(argument):
       otherwise = "" if i == 0 and jax.dtypes.issubdtype(leaf.dtype, np.inexact) else "batch"
       part = chosen or ("optimizer state" if slot else _by_name(name, path, leaf.dtype)) or otherwise
-      slot = slot if part == "optimizer state" else ""
-      found.append(Argument(part, slot, tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None)))
+      slot, sharding = slot if part == "optimizer state" else "", getattr(leaf, "sharding", None)
+      found.append(Argument(part, slot, tuple(leaf.shape), leaf.dtype, sharding, kind))
   first = "batch" if any(a.part == "master weights" for a in found) else "master weights"
   return [a if a.part else dataclasses.replace(a, part=first) for a in found]
 
 
-def argument_bytes(argument: Argument, kind: str) -> int:
-  """Returns the bytes of an argument on one device, in the compiler's layout."""
-  if kind != "tpu":
-    return argument.nbytes
-  if jax.dtypes.issubdtype(argument.dtype, jax.dtypes.prng_key):
-    return tiled_bytes((*argument.local, key_words(argument.dtype)), np.dtype(np.uint32))
-  return tiled_bytes(argument.local, argument.dtype)
-
-
-def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, int], dict[str, int]]:
+def argument_parts(arguments: Sequence[Argument]) -> tuple[dict[str, int], dict[str, int]]:
   """Returns the bytes on a device by part, and the optimiser's bytes by slot and dtype."""
   parts: collections.Counter[str] = collections.Counter()
   slots: collections.Counter[str] = collections.Counter()
   for a in arguments:
-    nbytes = 0 if a.on_host else argument_bytes(a, kind)
+    nbytes = 0 if a.on_host else a.nbytes
     parts[a.part] += nbytes
     if a.part == "optimizer state" and nbytes:
       slots[f"{a.slot} {a.dtype}" if a.elements > 1 else "scalars"] += nbytes
@@ -174,14 +168,23 @@ def itemsize(dtype: object) -> float:
   if isinstance(dtype, np.dtype):
     bits = re.search(r"\d+", dtype.name)
     return 0 if dtype == "V" else int(bits[0]) / 8 if bits else dtype.itemsize
-  return 4 * key_words(dtype)
+  return 4 * _key_words(dtype)
 
 
 @functools.cache
-def key_words(dtype: object) -> int:
+def _key_words(dtype: object) -> int:
   """Returns the number of 32-bit words of a PRNG key of a dtype."""
   key = jax.ShapeDtypeStruct((), dtype)
   return math.prod(jax.eval_shape(jax.random.key_data, key).shape)
+
+
+def array_bytes(shape: tuple[int, ...], dtype: Any, kind: str) -> int:
+  """Returns the bytes of an array on a kind of platform."""
+  if kind != "tpu":
+    return math.ceil(math.prod(shape) * itemsize(dtype))
+  if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    shape, dtype = (*shape, _key_words(dtype)), np.dtype(np.uint32)
+  return tiled_bytes(shape, dtype)
 
 
 def tiled_bytes(shape: tuple[int, ...], dtype: object) -> int:

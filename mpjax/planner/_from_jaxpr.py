@@ -8,7 +8,6 @@ device, and knows which weight it is a form of.
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -44,7 +43,7 @@ from mpjax.jaxpr import (
   times_run,
   variables_of,
 )
-from mpjax.planner._arguments import Argument, argument_bytes, itemsize, tiled_bytes
+from mpjax.planner._arguments import Argument, array_bytes
 from mpjax.planner._products import product_of
 from mpjax.planner._program import Buffer, Operation, Program, fused_kernel
 from mpjax.planner._results import Collective
@@ -71,12 +70,12 @@ def from_jaxpr(
     devices: number of devices that share the work.
   """
   target = target or get_target()
-  given = [
-    Buffer((), None, weight=i if a.part == "master weights" else None) for i, a in enumerate(arguments)
-  ]
+  given = [Buffer((), None, weight=a if a.part == "master weights" else None) for a in arguments]
   jaxpr = open_jaxpr(closed)
   context = _Context(copied={*variables_of(jaxpr.outvars)})
   program = _Reader(arguments, target, devices).program(jaxpr, context, given)
+  for buffer, argument in zip(program.arguments, arguments, strict=False):
+    buffer.argument, buffer.nbytes = argument, 0 if argument.on_host else argument.nbytes
   if target.kind == "gpu":
     # Kernels read the host's memory themselves, and XLA's memory scheduler copies each result when it is
     # there, so that few are on the device at once. The latency-hiding scheduler may hold more.
@@ -98,23 +97,23 @@ class _Context(NamedTuple):
 
 class _Reader:
   def __init__(self, arguments: Sequence[Argument], target: Target, devices: int) -> None:
-    self._arguments, self._target, self._devices = arguments, target, devices
+    self._target, self._devices = target, devices
     batch = [a for a in arguments if a.part == "batch"]
     # One device's share of what depends on the batch, and of an array with a weight's shape, with padding.
     # Weights of one shape may lie on the mesh in several ways: all of them together have the right bytes.
-    self._share = sum(a.nbytes for a in batch) / max(1, sum(a.whole for a in batch)) if batch else 1.0
+    local = sum(array_bytes(a.local, a.dtype, "") for a in batch)
+    self._share = local / max(1, sum(a.whole for a in batch)) if batch else 1.0
     shares: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
     for a in arguments:
       for shape in _like_weight(a.shape) if a.part == "master weights" and len(a.shape) > 1 else ():
-        shares[shape].append(argument_bytes(a, target.kind) / max(1, a.whole))
+        shares[shape].append(a.nbytes / max(1, a.whole))
     self._shares = {shape: statistics.mean(several) for shape, several in shares.items()}
 
   def program(self, jaxpr: Jaxpr, context: _Context, given: Sequence[Buffer | None]) -> Program:
     """Returns the program of a jaxpr, whose arguments are the values `given`, or slices of them."""
     environment = {variable: self._value(variable.aval) for variable in (*jaxpr.invars, *jaxpr.constvars)}
     arguments = [environment[variable] for variable in jaxpr.invars]
-    for i, (argument, outer) in enumerate(itertools.zip_longest(arguments, given)):
-      argument.argument = i
+    for argument, outer in zip(arguments, given, strict=False):
       argument.weight = outer.weight if outer is not None else None
     operations: list[Operation] = []
     self._run(jaxpr, environment, context, operations)
@@ -130,7 +129,7 @@ class _Reader:
       if body is None:
         operands = [environment[v] for v in variables_of(equation.invars)]
         is_result = any(v in context.copied for v in equation.outvars)
-        if _is_view(equation, operands) and not (is_result and operands[0].argument is not None):
+        if _is_view(equation, operands) and not (is_result and operands[0].maker is None):
           environment.update(zip(equation.outvars, operands, strict=False))
         else:
           out.append(self._operation(equation, operands, environment, here))
@@ -172,7 +171,6 @@ class _Reader:
       here = here._replace(path=here.path or made.path, source=here.source or made.source)
     operation = Operation(
       equation,
-      equation.primitive.name,
       here.phase,
       here.path,
       here.source,
@@ -193,7 +191,7 @@ class _Reader:
     return operation
 
   def _part(self, value: Buffer, phase: str) -> str:
-    weight = self._arguments[value.weight] if value.weight is not None else None
+    weight = value.weight
     if weight and phase != BACKWARD and value.dtype.itemsize <= weight.dtype.itemsize:
       return "compute copies"
     return "gradients" if phase == BACKWARD and value.shape in self._shares else ""
@@ -228,11 +226,10 @@ class _Reader:
     """Returns a value with its bytes on one device, whose shape a `local` one has already."""
     on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
     shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(np.float32))
-    nbytes, share = math.ceil(math.prod(shape) * itemsize(dtype)), self._shares.get(shape)
+    share, kind = self._shares.get(shape), ""
     if local or share is None:
-      nbytes = tiled_bytes(shape, dtype) if self._target.kind == "tpu" and shape else nbytes
-      share = 1.0 if local else self._share
-    nbytes = int(nbytes * share)
+      share, kind = 1.0 if local else self._share, self._target.kind if shape else ""
+    nbytes = int(array_bytes(shape, dtype, kind) * share)
     return Buffer(shape, dtype, 0 if on_host else nbytes, on_host=on_host, whole=nbytes)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from mpjax import _compat
 from mpjax.formats import narrow_bits
 from mpjax.jaxpr import BACKWARD, OTHER, Trait, has, layer_pattern
-from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
+from mpjax.planner._arguments import Argument, argument_parts
 from mpjax.planner._program import (
   Buffer,
   Operation,
@@ -34,7 +34,7 @@ from mpjax.products import is_fp8
 
 _WORKSPACE = 4 << 20
 _MOST_SAVED = 20
-_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
+_IN_PARTS = (jax.lax.dynamic_slice_p, jax.lax.gather_p, jax.lax.slice_p)
 
 
 def analytic_memory(
@@ -66,20 +66,20 @@ def analytic_memory(
   missing = fresh - sum(transient[name] for name in ("outputs", "gradients", "activations", "temporaries"))
   transient["outputs"] += max(0, missing)
   saved = [
-    Saved(layer_pattern(b.maker.path), b.maker.source, b.maker.name, str(b.dtype), b.shape, 1, b.nbytes)
+    Saved(layer_pattern(o.path), o.source, o.origin.primitive.name, str(b.dtype), b.shape, 1, b.nbytes)
     for b in peak.saved
-    if b.maker is not None
+    if (o := b.maker) is not None
   ]
-  parts, slots = argument_parts(arguments, target.kind)
+  parts, slots = argument_parts(arguments)
   parts |= {name: transient[name] for name in TRANSIENT_PARTS if transient[name]}
   rows = tuple(add_up(saved, "count", "nbytes")[:_MOST_SAVED])
   return Memory(parts, slots, rows, total_bytes(peak.saved), sum(parts.values()))
 
 
-def host_memory(program: Program, arguments: Sequence[Argument], kind: str) -> HostMemory | None:
+def host_memory(program: Program, arguments: Sequence[Argument]) -> HostMemory | None:
   """Returns what a step keeps in the host's memory, and what it copies; `None` if it uses none."""
   copies = [(made, times) for copy, times in program.each() if copy.part == "host" for made in copy.writes]
-  held = sum(argument_bytes(a, kind) for a in arguments if a.on_host)
+  held = sum(a.nbytes for a in arguments if a.on_host)
   if not held and not copies:
     return None
   return HostMemory(
@@ -104,21 +104,22 @@ def stored_program(program: Program, kind: str = "gpu", donated: Sequence[Buffer
     for operation in program.operations
     if (writes := [v for v in operation.writes if storage.is_stored(v)]) or operation.origin.effects
   ]
-  operations += _copies(program, donated)
   given = {*program.arguments, *_in_place(program, donated)}
   return Program(_updates_early(operations), program.results, given)
 
 
 def _operation(operation: Operation, writes: list[Buffer], storage: _Storage, kind: str) -> Operation:
   reads: dict[Buffer, float] = {}
-  for value in operation.operands:
+  most = total_bytes(writes) if operation.origin.primitive in _IN_PARTS else math.inf
+  for i, value in enumerate(operation.operands):
     for source, nbytes in storage.sources(value).items():
-      reads[source] = min(source.nbytes, reads.get(source, 0) + nbytes)
+      read = 0 if is_update(operation) and not i else min(nbytes, most)
+      reads[source] = min(source.nbytes, reads.get(source, 0) + read)
   extra = 0
   if is_fp8(operation.origin):  # the quantised operands
     spec = operation.origin.params["spec"]
     for value, dtype in zip(operation.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), strict=True):
-      extra += math.prod(value.shape) * narrow_bits(dtype) // 8
+      extra += int(value.nbytes * narrow_bits(dtype) / 8 / max(1, value.dtype.itemsize))
   return dataclasses.replace(
     operation,
     reads=reads,
@@ -127,15 +128,6 @@ def _operation(operation: Operation, writes: list[Buffer], storage: _Storage, ki
     extra=extra,
     bodies=[stored_program(body, kind, body.arguments) for body in operation.bodies],
   )
-
-
-def _copies(program: Program, donated: Sequence[Buffer]) -> Iterator[Operation]:
-  """Yields the copies that a compiler adds of arguments that are updated and not donated."""
-  for o in program.operations:
-    if has(o.origin, Trait.IN_PLACE) and o.operands and not o.bodies:
-      whole = o.operands[0]
-      if whole.argument is not None and whole not in donated:
-        yield Operation(o.origin, path=o.path, reads={whole: 2.0 * whole.nbytes}, part="copies")
 
 
 def _updates_early(operations: list[Operation]) -> list[Operation]:
@@ -177,7 +169,7 @@ class _Storage:
       # Products round what they alone read to half precision anyway.
       rounds = lambda o: has(o.origin, Trait.PRODUCT) and o.origin.params.get("precision") is None
       for value, readers in self._readers.items():
-        computed = value.argument is None and value.dtype == np.float32
+        computed = value.maker is not None and value.dtype == np.float32
         if computed and readers and all(map(rounds, readers)):
           value.nbytes //= 2
 
@@ -192,7 +184,7 @@ class _Storage:
     if value not in self._reach:
       found: dict[Buffer, float] = {}
       most = math.inf
-      if value.maker is not None and value.maker.origin.primitive in _SLICES:
+      if value.maker is not None and value.maker.origin.primitive in _IN_PARTS:
         most = value.nbytes
       for operand in value.maker.operands if value.maker else ():
         for source, nbytes in self.sources(operand).items():
@@ -223,7 +215,7 @@ class _Storage:
           self._stored.add(value)
         elif operation.phase != BACKWARD and any(r.phase == BACKWARD for r in readers):
           sources = self.sources(value)
-          more = sum(s.nbytes for s in sources if s not in needed_later and s.argument is None)
+          more = sum(s.nbytes for s in sources if s not in needed_later and s.maker)
           if more > value.nbytes:
             self._stored.add(value)
             self._reach.clear()
@@ -236,11 +228,16 @@ def is_heavy(operation: Operation) -> bool:
   return has(operation.origin, Trait.READS_STORED) or bool(operation.bodies) or operation.part == "host"
 
 
+def is_update(operation: Operation) -> bool:
+  """Returns whether an operation writes a part of its first operand, in its place."""
+  return has(operation.origin, Trait.IN_PLACE) and bool(operation.operands) and not operation.bodies
+
+
 def _in_place(program: Program, donated: Sequence[Buffer]) -> Iterator[Buffer]:
   """Yields the results that take the memory of a donated argument of the same shape and dtype."""
   kind = lambda value: (value.shape, value.dtype, value.on_host)
   free = collections.Counter(map(kind, donated))
   for v in dict.fromkeys(program.results):
-    if v.argument is None and free[kind(v)]:
+    if v.maker is not None and free[kind(v)]:
       free[kind(v)] -= 1
       yield v

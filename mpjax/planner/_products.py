@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +36,7 @@ def list_products(program: Program, target: Target, *, least: bool = False) -> t
     least: count the branch of a conditional with the least FLOPs, not the one with the most.
   """
   rows = [
-    dataclasses.replace(_row(operation, product, target, times), flops=int(product.flops * times))
+    _row(operation, product, target, times)
     for operation, times in program.each(choose=min if least else max)
     for product in operation.products
   ]
@@ -65,11 +63,11 @@ def _sizes(equation: JaxprEqn, stated: int) -> tuple[int, int, int]:
   if "ragged_dot_dimension_numbers" in equation.params:
     m, n = out[0], out[-1]
     return m, n, stated // max(1, 2 * m * n)
-  (contracted, rhs_contracted), (batch, rhs_batch) = equation.params["dimension_numbers"]
+  (contracted, _), (batch, _) = equation.params["dimension_numbers"]
   lhs, rhs = map(shape_of, equation.invars[:2])
-  m = math.prod(d for i, d in enumerate(lhs) if i not in {*contracted, *batch})
-  n = math.prod(d for i, d in enumerate(rhs) if i not in {*rhs_contracted, *rhs_batch})
-  return m, n, math.prod(lhs[i] for i in contracted)
+  k, many = (math.prod(lhs[i] for i in axes) for axes in (contracted, batch))
+  shared = max(1, k * many)
+  return math.prod(lhs) // shared, math.prod(rhs) // shared, k
 
 
 def _units_of(equation: JaxprEqn, target: Target) -> tuple[str, int]:
@@ -111,25 +109,26 @@ def _narrow_dtype(spec: Spec, target: Target) -> str:
 
 
 def _row(operation: Operation, product: Product, target: Target, times: int) -> ProductGroup:
-  """Returns products, or a kernel that runs so many times, as a row without FLOPs."""
+  """Returns products, or a kernel, that run so many times, as a row."""
   path, source, phase = layer_pattern(operation.path), operation.source, operation.phase
+  count = int(product.flops * times)
   if product.kernel:
     dtypes = [dtype_of(atom) for atom in operation.origin.invars]
     floats = [dtype.name for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
-    name, named = operation.origin.params.get("name") or operation.name, ", ".join(dict.fromkeys(floats))
-    return ProductGroup(path, source, phase, "kernel", named, batch=times, kernel=str(name))
+    name = operation.origin.params.get("name") or operation.origin.primitive.name
+    named = ", ".join(dict.fromkeys(floats))
+    return ProductGroup(path, source, phase, named, batch=times, flops=count, kernel=str(name))
   dtype, shape = product.dtype, product.shape
   padded = formats.padded(target.matrix_units, dtype, *shape)
-  fits = formats.eligible(target.matrix_units, dtype, *shape)
-  why = "" if fits else _why(dtype, shape, padded, target)
-  row = ProductGroup(path, source, phase, operation.name, dtype, shape, padded, product.batch)
-  return dataclasses.replace(row, eligible=fits, why=why, passes=product.passes)
+  why = _why(dtype, shape, padded, target)
+  return ProductGroup(path, source, phase, dtype, shape, padded, product.batch, count, why, product.passes)
 
 
 def _why(dtype: str, sizes: tuple[int, int, int], wanted: tuple[int, int, int], target: Target) -> str:
+  """Returns what keeps a product from the full rate of the matrix units; empty if nothing does."""
   if not formats.runs_on(target.matrix_units, dtype):
     return f"{target.name} has no matrix units for {dtype}"
-  if 1 in sizes:
+  if 1 in sizes and sizes != wanted:
     return "a matrix times a vector: bound by memory"
   multiples = formats.padded(target.matrix_units, dtype, 1, 1, 1)
   wrong = [
@@ -138,13 +137,3 @@ def _why(dtype: str, sizes: tuple[int, int, int], wanted: tuple[int, int, int], 
     if size != pad
   ]
   return ", ".join(wrong)
-
-
-def serving_dtype(program: Program) -> np.dtype:
-  """Returns the dtype of the operands of most of the FLOPs, in which the weights would be served."""
-  total = Counter({np.dtype(np.float32): 0})
-  for operation, times in program.each():
-    if any(not product.kernel for product in operation.products):
-      dtype = jnp.dtype(jnp.bfloat16) if is_fp8(operation.origin) else _operand_dtype(operation.origin)
-      total[dtype] += int(operation.flops * times)
-  return jax.dtypes.canonicalize_dtype(total.most_common(1)[0][0])

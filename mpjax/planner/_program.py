@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.jaxpr import BACKWARD, FORWARD
+from mpjax.planner._arguments import Argument
 from mpjax.planner._results import Collective, Note, add_up
 
 _MOST_SOURCES = 3
@@ -22,8 +23,8 @@ class Buffer:
     shape, dtype: as traced, for all devices together; a compiled program has those on one device.
     nbytes: bytes in one device's main memory, padding included; 0 for one that is elsewhere.
     maker: the operation that computes it; `None` for an argument or constant.
-    argument: its position among the flat arguments, or `None`.
-    weight: the position of the weight that it is a cast, a view, a slice or a layer of; or `None`.
+    argument: the leaf of the step's arguments that it is, or `None`.
+    weight: the weight that it is, or a cast, a view, a slice or a layer of; or `None`.
     part: the part of memory that it belongs to whoever reads it; empty if that decides.
     on_host: whether it is in the host's memory.
     whole: `nbytes`, wherever it is.
@@ -33,8 +34,8 @@ class Buffer:
   dtype: Any
   nbytes: int = 0
   maker: Operation | None = None
-  argument: int | None = None
-  weight: int | None = None
+  argument: Argument | None = None
+  weight: Argument | None = None
   part: str = ""
   on_host: bool = False
   whole: int = 0
@@ -77,7 +78,6 @@ class Operation:
 
   Attributes:
     origin: the equation or the instruction.
-    name: the primitive, or what is said of it in the traced program.
     phase: FORWARD or BACKWARD in a derivative, else OTHER.
     path, source: modules, such as `GPT/blocks/0/up`, and line, such as `model.py:31`.
     operands: what it reads, in order; literals are left out.
@@ -100,7 +100,6 @@ class Operation:
   """
 
   origin: Any
-  name: str = ""
   phase: str = ""
   path: str = ""
   source: str = ""

@@ -1,10 +1,10 @@
-"""A plan: its data, an answer of twelve lines, and as named tables with a column for each plan."""
+"""A plan: its data, an answer of twelve lines, and named tables; several plans as one table, then each."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpjax._render.plain_text import bytes_text, table, with_prefix
@@ -24,20 +24,18 @@ from mpjax.planner._results import (
 )
 
 NO_FIT = "DOES NOT FIT"
-_ABREAST = 5  # plans in one table
 _MOST_ROWS, _MOST_PLANS, _MOST_PARTS, _MOST_NAMED = 10, 7, 3, 2
-_ALIKE = 1e-3  # relative difference of equal times, and the least share of the time that is named
+_LEAST_SHARE = 1e-3  # of the time, of a part that is named
 _MOST_SHARE = 0.97  # the most of a GPU's memory for a process; the driver and the runtime keep the rest
 _ROOMY = 0.5  # a larger batch is suggested below this share of the memory
-_LARGE = 0.2  # outputs are mentioned above this share of the peak
 _MISSES = 0.01  # products below the full rate are mentioned above this share of the FLOPs
 _RANKS = {"failed": 0, "out of memory": 0, "install": 2}  # of notes, by kind
-_LEFT_OUT = "notes left out: {}"
 _DIVIDE = "a mesh with fsdp divides them"
 _WAYS_OUT = {
   "activations": "jax.checkpoint around a block (train.recompute=blocks) keeps fewer of them, a smaller "
   "batch or accumulate=2 halves them",
   "optimizer state": f"optimizer_dtype: int8 in the policy takes a quarter of it, {_DIVIDE}",
+  "outputs": "jax.jit(step, donate_argnums=...) writes them where the inputs lie",
   **dict.fromkeys(("workspace", "temporaries"), "a smaller batch or accumulate=2 halves them"),
   **dict.fromkeys(("compute copies", "gradients", "master weights"), _DIVIDE),
 }
@@ -65,8 +63,6 @@ class Plan(Shown):
     parameters: number of trained parameters.
     memory: memory by the analytic plan.
     compiled: figures of the compiler, or `None`.
-    inference: bytes of the weights in the compute dtype.
-    checkpoint: bytes of a checkpoint of the state, without padding, once for all devices.
     products: the matrix products, the most FLOPs first, then the fused kernels.
     collectives: what crosses devices, from the compiled program. Without a compiled program: what the step
       itself states. A step of `mpjax.make_train_step` with a mesh states all but those of a `tensor` axis.
@@ -92,8 +88,6 @@ class Plan(Shown):
   parameters: int
   memory: Memory
   compiled: Compiled | None
-  inference: int
-  checkpoint: int
   products: tuple[ProductGroup, ...]
   collectives: tuple[Collective, ...]
   floor: Floor | None
@@ -109,7 +103,7 @@ class Plan(Shown):
   host: HostMemory | None = None
 
   def _answer(self) -> list[str]:
-    return answer(self)
+    return answer_of([self])
 
   def _sections(self) -> Iterator[Table]:
     return sections_of([self])
@@ -169,76 +163,52 @@ class Plan(Shown):
     return dataclasses.asdict(self) | derived
 
 
-def answer(plan: Plan, *, rates: bool = False) -> list[str]:
-  """Returns the answer of one plan, in at most eleven lines; `rates` adds items a second and utilisation."""
-  advice = [f"advice: {line}" for line in _advice(plan)][:2]
-  if not advice and plan.room:
-    advice = ["advice: nothing to change: it fits, and its products run at the full rate of the matrix units"]
-  return answer_lines([*_figures(plan, rates)], _notes([plan]), advice, rest=_LEFT_OUT)
-
-
-def answer_beside(plans: Sequence[Plan], first: Sequence[str] = (), *, rates: bool = False) -> list[str]:
-  """Returns the answer for several plans, with a row for each, in at most eleven lines.
+def answer_of(plans: Sequence[Plan], first: Sequence[str] = (), *, rates: bool = False) -> list[str]:
+  """Returns the answer for plans, in at most eleven lines: the figures of one, or a row for each of several.
 
   Args:
     plans: the plans, the most important first.
-    first: sentences before the table; by default, the plan with the shortest time among those that fit.
-    rates: as for `answer`.
+    first: sentences before it.
+    rates: whether to add items a second and utilisation.
   """
-  rows, left = _compared(plans[:_MOST_PLANS], rates)
+  notes = [f"note: {text}" for text in _each_once(plans, lambda p: sorted(p.notes, key=_rank))]
+  if len(plans) == 1:
+    advice = [f"advice: {line}" for line in _advice(plans[0])][:2]
+    return answer_lines([*first, *_figures(plans[0], rates)], notes, advice, rest="notes left out: {}")
+  rows, left = _summary(plans[:_MOST_PLANS], rates)
   lines = [line for row in table(rows, left=left) for line in row]
   if plans[_MOST_PLANS:]:
     lines.append(f"{len(plans) - _MOST_PLANS} more in the table summary")
-  said = [*_each_once(plans, _fp8), *_notes(plans)]
-  return answer_lines([*(first or _fastest(plans)), _title(plans), *lines], said, rest=_LEFT_OUT)
+  fp8 = [f"fp8: {text}" for text in _each_once(plans, lambda p: [p.fp8] if p.fp8 else [])]
+  return answer_lines([*first, _title(plans), *lines], [*fp8, *notes], rest="notes left out: {}")
 
 
 def sections_of(plans: Sequence[Plan]) -> Iterator[Table]:
-  """Yields the tables of plans: first what each needs, then the parts."""
-  subjects = dict.fromkeys(plan.subject or plan.label for plan in plans)
-  rows, left = _compared(plans)
-  lines = _each_once(plans, lambda plan: [_facts(plan)])
-  yield Table("summary", f"Plan of a step: {'; '.join(subjects)}", rows, lines, left)
-  tables: list[tuple[str, str, Callable[[Plan], _Rows], int]] = [
-    ("Memory of one device", "memory", _memory, _ABREAST),
-    ("Largest saved activations", "activations", _activations, 1),
-    ("Matrix products: FLOPs of one step on one device", "products", _products, _ABREAST),
-    ("Products below the full rate of the matrix units, and fused kernels", "products", _slow_products, 1),
-    ("Collectives of one step on one device", "collectives", _collectives, 1),
-    ("Time of a step", "time", _time, _ABREAST),
-    ("Time by module", "time", _modules, _ABREAST),
-  ]
-  for title, name, of, abreast in tables:
-    for i in range(0, len(plans), abreast):
-      if found := _joined(plans[i : i + abreast], of):
-        yield Table(name, title, [["", *(plan.label for plan in plans[i : i + abreast])], *found])
-  if notes := _each_once(plans, lambda plan: [*_fp8(plan), *plan.notes]):
+  """Yields a table of what each plan needs, then the tables of each plan."""
+  rows, left = _summary(plans)
+  memory = lambda plan: bytes_text(plan.device_memory) if plan.device_memory else "unknown"
+  devices = dict.fromkeys(f"target {p.target}: {p.devices} of {p.device}, memory {memory(p)}" for p in plans)
+  yield Table("summary", _title(plans), rows, [*devices], left)
+  tables: dict[str, tuple[str, Callable[[Plan], _Rows]]] = {
+    "memory": ("Memory of one device", _memory),
+    "activations": ("Largest saved activations", _activations),
+    "products": ("Matrix products of one step on one device, and those below the full rate", _products),
+    "collectives": ("Collectives of one step on one device", _collectives),
+    "time": ("Time of a step", _time),
+  }
+  for plan in plans:
+    for name, (title, of) in tables.items():
+      text = lambda value: value if isinstance(value, str) else bytes_text(value)
+      if found := [[row, text(value)] for row, value in of(plan) if value is not None]:
+        yield Table(name, title, [["", plan.label], *found])
+  if notes := _each_once(plans, lambda plan: [plan.fp8 and f"fp8: {plan.fp8}", *plan.notes]):
     yield Table("notes", "Notes", lines=notes)
 
 
 # Tables.
 
 
-def _joined(plans: Sequence[Plan], of: Callable[[Plan], _Rows]) -> list[list[str]]:
-  """Returns a row for each name that a plan has a value of; a new name goes behind the one before it."""
-  columns: list[dict[str, str]] = []
-  order: list[str] = []
-  for plan in plans:
-    column: dict[str, str] = {}
-    at = 0
-    for name, value in of(plan):
-      if name not in order:
-        order.insert(at, name)
-      at = order.index(name) + 1
-      if value is not None:
-        cell = value if isinstance(value, str) else bytes_text(value)
-        column[name] = f"{column[name]}; {cell}" if name in column else cell
-    columns.append(column)
-  rows = [[name, *(column.get(name, "-") for column in columns)] for name in order]
-  return [row for row in rows if any(cell != "-" for cell in row[1:])]
-
-
-def _compared(plans: Sequence[Plan], rates: bool = False) -> tuple[list[list[str]], list[int]]:
+def _summary(plans: Sequence[Plan], rates: bool = False) -> tuple[list[list[str]], list[int]]:
   """Returns a heading and a row of cells for each plan, and the columns that are aligned left."""
   item = next((plan.item for plan in plans if plan.item), "rows")
   rows = [["policy", "needs", "of memory", "products", "full rate", "time", "mostly", "at least"]]
@@ -252,64 +222,35 @@ def _compared(plans: Sequence[Plan], rates: bool = False) -> tuple[list[list[str
   return rows, [0, 3, 6]
 
 
-def _facts(plan: Plan) -> str:
-  """Returns the target of a plan, its memory, and the number of trained parameters."""
-  has = f"with {bytes_text(plan.device_memory)} of memory" if plan.device_memory else "of unknown memory"
-  if plan.room < plan.device_memory:
-    share = f"{percent_text(plan.room / plan.device_memory)}, XLA_PYTHON_CLIENT_MEM_FRACTION"
-    has += f", of which JAX takes {bytes_text(plan.room)} ({share})"
-  count = "1 device" if plan.devices == 1 else f"{plan.devices} devices, each"
-  return f"target {plan.target}: {plan.device}; {count} {has}; {plan.parameters:,} parameters"
-
-
 def _memory(plan: Plan) -> _Rows:
-  parts, compiled, host = plan.memory.parts, plan.compiled, plan.host
-  state = [name for name in ARGUMENT_PARTS if name != "batch"]
-  for name in state:
+  parts = plan.memory.parts
+  for name in (*ARGUMENT_PARTS, *TRANSIENT_PARTS):
     yield name, parts.get(name)
     if name == "optimizer state":
       yield from ((f"  {slot}", size) for slot, size in plan.memory.optimizer.items())
-  yield "persistent (state)", sum(parts.get(name, 0) for name in state)
-  yield from ((name, parts.get(name)) for name in ("batch", *TRANSIENT_PARTS))
   yield "peak, analytic", plan.memory.peak
   yield "  per parameter", f"{plan.bytes_per_parameter():.2f} B" if plan.parameters else None
-  if compiled:
-    yield from (("by the compiler", ""), ("  arguments", compiled.arguments), ("  outputs", compiled.outputs))
-    yield from (("  less aliases", -compiled.aliases), ("  temporaries", compiled.temporaries))
-    yield from (("peak, compiled", compiled.peak), ("  explained by parts", percent_text(compiled.explained)))
-    yield from ((f"    {name}", compiled.memory.parts.get(name)) for name in TRANSIENT_PARTS)
-    yield "  time to compile", _seconds(compiled)
+  if compiled := plan.compiled:
+    yield "peak, compiled", compiled.peak
+    yield from ((f"  {name}", compiled.memory.parts.get(name)) for name in TRANSIENT_PARTS)
   yield "peak of JAX's memory" if plan.room < plan.device_memory else "peak of device memory", _fit(plan)
-  if host:
-    yield from (
-      ("on the host", host.held),
-      ("  to the device", host.to_device),
-      ("  to the host", host.to_host),
-    )
-  yield from (("inference weights", plan.inference), ("checkpoint", plan.checkpoint))
 
 
 def _activations(plan: Plan) -> _Rows:
-  if plan.memory.saved_bytes:
-    yield "all, at their maximum", plan.memory.saved_bytes
-    yield "all, at the peak of memory", plan.memory.parts.get("activations")
+  yield "all, at their maximum", plan.memory.saved_bytes or None
   for s in plan.memory.saved[:_MOST_ROWS]:
     name = f"{s.path} {s.source} {_by(s.shape)}".strip()
     yield name, f"{s.count} of {s.dtype}  {bytes_text(s.nbytes):>10}"
 
 
 def _products(plan: Plan) -> _Rows:
+  """Yields the FLOPs by dtype and kernel, the products below the full rate, and the fused kernels."""
   if flops := plan.matrix_flops():
     yield "all", with_prefix(sum(flops.values()), "FLOP")
     yield from _shares(flops)
     yield "eligible at full rate", percent_text(plan.eligible)
-  if plan.compiled and plan.compiled.kernels:
-    yield "by the compiler", ""
-    yield from ((f"  {name}", share) for name, share in _shares(plan.compiled.kernels))
-
-
-def _slow_products(plan: Plan) -> _Rows:
-  """Yields the products that run below the full rate, and the fused kernels."""
+  if plan.compiled:
+    yield from ((f"by the compiler, {name}", share) for name, share in _shares(plan.compiled.kernels))
   slow = [product for product in plan.products if not product.eligible]
   for p in slow[:_MOST_ROWS]:
     shape = f"{p.batch} of {_by(p.shape)}" if p.batch > 1 else _by(p.shape)
@@ -330,55 +271,35 @@ def _collectives(plan: Plan) -> _Rows:
 
 
 def _time(plan: Plan) -> _Rows:
-  """Yields the estimated time by part, where it is from, the rates, and the floor."""
+  """Yields the estimated time by part and module, where it is from, the rates, and the floor."""
   if time := plan.time:
-    yield f"time by the {time.source}", _seconds(time)
-    yield "  error to expect", f"+-{100 * time.error:.0f}%"
-    yield from ((f"  {name}", _seconds(time.parts.get(name))) for name in TIME_PARTS)
-    yield "hidden by other work", _seconds(time.hidden or None)
+    yield f"time by the {time.source}", f"{_seconds(time)} (+-{100 * time.error:.0f}%)"
+    yield from ((f"  {name}", _seconds(time.parts[name])) for name in TIME_PARTS if name in time.parts)
+    yield "hidden by other work", _seconds(time.hidden) if time.hidden else None
   yield f"{plan.item} a second", f"{plan.throughput:,.0f}" if plan.throughput else None
   yield "model FLOPs utilisation", percent_text(plan.utilisation) if plan.utilisation else None
   if floor := plan.floor:
-    yield "no step is faster than", _seconds(floor)
+    yield "no step is faster than", f"{_seconds(floor)} ({floor.bound})"
     yield from ((f"  {name}", _seconds(seconds)) for name, seconds in floor.parts.items())
-    yield from (("bound by", floor.bound), ("bytes moved at least", floor.moved_bytes))
-
-
-def _modules(plan: Plan) -> _Rows:
   modules = _by_size(plan.time.modules) if plan.time else []
-  yield from ((name or "(no module)", _seconds(seconds)) for name, seconds in modules[:_MOST_ROWS])
-  yield "others", _seconds(sum(seconds for _, seconds in modules[_MOST_ROWS:]) or None)
+  yield from ((f"in {name or 'no module'}", _seconds(seconds)) for name, seconds in modules[:_MOST_ROWS])
 
 
 # Lines of answers.
 
 
-def _fastest(plans: Sequence[Plan]) -> list[str]:
-  """Returns a line on the plans with the shortest time among those that fit."""
-  fitting = [plan for plan in plans if not plan.room or plan.peak <= plan.room]
-  if not fitting:
-    return [f"none of {len(plans)} fits"]
-  times = {plan.label: plan.time for plan in fitting if plan.time}
-  least = min(times.values(), key=lambda time: time.seconds, default=None)
-  if least is None:
-    return []
-  best = [name for name, t in times.items() if math.isclose(t.seconds, least.seconds, rel_tol=_ALIKE)]
-  return [f"shortest time: {', '.join(best)}, {_about(least)}"]
-
-
-def _title(plans: Sequence[Plan], label: str = "") -> str:
+def _title(plans: Sequence[Plan]) -> str:
   """Returns the step that is planned, and the device."""
-  subjects = "; ".join(dict.fromkeys(plan.subject for plan in plans if plan.subject))
-  counts = dict.fromkeys((plan.target, plan.devices) for plan in plans)
-  where = ", ".join(_name_of(name) + (f", {n} devices" if n > 1 else "") for name, n in counts)
-  count = plans[0].parameters
-  subject = subjects or ("a step" if not count else f"a step of {count:,} parameters")
-  return f"{f'plan of {label}' if label else 'plans'} on {where}: {subject}"
+  first, label = plans[0], "plans" if plans[1:] else f"plan of {plans[0].label}"
+  devices = f", {first.devices} devices" if first.devices > 1 else ""
+  step = f"a step of {first.parameters:,} parameters" if first.parameters else "a step"
+  subjects = "; ".join(dict.fromkeys(plan.subject or step for plan in plans))
+  return f"{label} on {_name_of(first.target)}{devices}: {subjects}"
 
 
 def _figures(plan: Plan, rates: bool) -> Iterator[str]:
   """Yields whether a plan fits, its largest parts, its products, what crosses devices, and its time."""
-  yield _title([plan], plan.label)
+  yield _title([plan])
   needs = f"{bytes_text(plan.peak)}; the size of the device's memory is not known"
   if plan.room:
     whose = "that JAX takes" if plan.room < plan.device_memory else "of a device"
@@ -395,21 +316,23 @@ def _figures(plan: Plan, rates: bool) -> Iterator[str]:
     whole = with_prefix(sum(flops.values()), "FLOP")
     yield f"products: {shares} of {whole}; {rate} the full rate of the units"
   if 1 - plan.eligible >= _MISSES:
-    slow = [p for p in plan.products[::-1] if not (p.eligible or p.kernel)]
-    named = {p.why: f"{p.path or p.source} ({p.why})" for p in slow}
-    yield f"  below the full rate: {_first([*named.values()][::-1], gap='; ')}"
+    slow = [p for p in plan.products if not (p.eligible or p.kernel)]
+    named = dict.fromkeys(f"{p.path or p.source} ({p.why})" for p in slow)
+    yield f"  below the full rate: {_first([*named], gap='; ')}"
   if kernels := list(dict.fromkeys(product.kernel for product in plan.products if product.kernel)):
-    yield f"fused kernels: {_first(kernels, _MOST_PARTS)}; not in the products or the least time"
-  yield from _fp8(plan)
+    yield f"fused kernels: {_first(kernels)}; not in the products or the least time"
+  if plan.fp8:
+    yield f"fp8: {plan.fp8}"
   if crossing := [f"{c.operation} {c.dtype} {bytes_text(c.nbytes)}" for c in plan.collectives]:
     yield f"between devices: {_first(crossing)}"
   if plan.floor is None:
     yield f"time: not known, because {_name_of(plan.target)} has no published peak rates"
-  else:
-    about = f"{_about(plan.time)}; " if plan.time else ""
-    yield f"time: {about}at least {_seconds(plan.floor)} ({plan.floor.bound})"
-  if plan.time:
-    longest = {name: n for name, n in plan.time.parts.items() if n >= _ALIKE * plan.time.seconds}
+  elif time := plan.time:
+    about = f"about {_seconds(time)} (+-{100 * time.error:.0f}%) by the {time.source}"
+    yield f"time: {about}; at least {_seconds(plan.floor)} ({plan.floor.bound})"
+    longest = {
+      name: seconds for name, seconds in time.parts.items() if seconds >= _LEAST_SHARE * time.seconds
+    }
     yield _largest(longest, _seconds)
   if rates:
     of = f"{percent_text(plan.utilisation)} of {with_prefix(plan.peak_flops, 'FLOP/s')}"
@@ -417,33 +340,23 @@ def _figures(plan: Plan, rates: bool) -> Iterator[str]:
     yield f"rate: {known if plan.throughput else 'not known, because the time is not known'}"
 
 
-def _fp8(plan: Plan) -> list[str]:
-  return [f"fp8: {plan.fp8}"] if plan.fp8 else []
-
-
-def _notes(plans: Sequence[Plan]) -> list[str]:
-  """Returns the notes: failures first, missing packages last."""
-  ranked = lambda plan: sorted(plan.notes, key=lambda note: _RANKS.get(note.kind, 1))
-  return [f"note: {text}" for text in _each_once(plans, ranked)]
+def _rank(note: Note) -> int:
+  """Returns the place of a note: failures first, missing packages last."""
+  return _RANKS.get(note.kind, 1)
 
 
 def _advice(plan: Plan) -> Iterator[str]:
   """Yields what to change, the most important first."""
-  parts = _by_size(_parts(plan))
   if plan.room and plan.peak > plan.room:
     share = math.ceil(100 * plan.peak / max(1, plan.device_memory)) / 100
     if share <= _MOST_SHARE:
       yield f"XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} in the environment: so it fits the device"
-    for name, size in [part for part in parts if part[0] in _WAYS_OUT][:1]:
+    for name, size in [part for part in _by_size(_parts(plan)) if part[0] in _WAYS_OUT][:1]:
       yield f"{name} {bytes_text(size)}: {_WAYS_OUT[name]}; --fit (mpjax.largest_batch) finds what fits"
-  outputs = dict(parts).get("outputs", 0)
-  if plan.memory.optimizer and outputs > _LARGE * plan.peak:
-    yield f"outputs {bytes_text(outputs)}: jax.jit(step, donate_argnums=...) writes them where the inputs lie"
   first = next(iter(plan.matrix_flops()), "")
   if plan.floor and (first in ("float32", "tensorfloat32") or " x" in first):
     yield "a policy in half precision (bf16 or fp16) multiplies at a higher rate"
-  bound = plan.floor.bound if plan.floor else ""
-  if bound == "interconnect" or (plan.time and plan.time.longest == "collectives"):
+  if plan.time and plan.time.longest == "collectives":
     yield "reduce_dtype: bfloat16 or gather_dtype: float8_e4m3fn in the policy sends fewer bytes"
   if plan.room and plan.peak < _ROOMY * plan.room:
     yield "a larger batch fits: --fit (mpjax.largest_batch) finds the largest"
@@ -452,11 +365,11 @@ def _advice(plan: Plan) -> Iterator[str]:
 # Cells and words.
 
 
-def _each_once(plans: Sequence[Plan], of: Callable[[Plan], Iterable[str]]) -> list[str]:
+def _each_once(plans: Sequence[Plan], of: Callable[[Plan], Sequence[str]]) -> list[str]:
   """Returns each text of the plans once, behind the labels of its plans unless all have it."""
   found: dict[str, list[str]] = {}
   for plan in plans:
-    for text in dict.fromkeys(of(plan)):
+    for text in dict.fromkeys(filter(None, of(plan))):
       found.setdefault(text, []).append(plan.label)
   every = len(plans)
   return [text if len(labels) == every else f"{', '.join(labels)}: {text}" for text, labels in found.items()]
@@ -482,20 +395,16 @@ def _largest(parts: dict[str, Any], text: Callable[[Any], str]) -> str:
   return f"  largest: {', '.join(named)}"
 
 
-def _first(names: Sequence[str], most: int = _MOST_NAMED, gap: str = ", ") -> str:
+def _first(names: Sequence[str], gap: str = ", ") -> str:
   """Returns the first names, and how many are left out."""
-  more = [f"{len(names) - most} more"] if len(names) > most else []
-  return gap.join([*names[:most], *more])
+  more = [f"{len(names) - _MOST_NAMED} more"] if names[_MOST_NAMED:] else []
+  return gap.join([*names[:_MOST_NAMED], *more])
 
 
 def _fit(plan: Plan) -> str:
   if not plan.room:
     return "not known"
   return percent_text(plan.peak / plan.room) + (f"  {NO_FIT}" if plan.peak > plan.room else "")
-
-
-def _about(time: Time) -> str:
-  return f"about {_seconds(time)} (+-{100 * time.error:.0f}%) by the {time.source}"
 
 
 def percent_text(share: float) -> str:

@@ -37,7 +37,7 @@ class Note(str):
   """A sentence for the reader of a plan.
 
   Attributes:
-    kind: what it is about: `devices`, `weights`, `units`, `fp8`, `constants`, `loops`, `gathered`, `install`,
+    kind: what it is about: `devices`, `weights`, `fp8`, `constants`, `loops`, `gathered`, `install`,
       `failed`, `out of memory`, `program` or `time`.
   """
 
@@ -117,7 +117,7 @@ class Compiled(Renamed):
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductGroup:
+class ProductGroup(Renamed):
   """Equal matrix products (or convolutions, as products), or fused kernels, of one line of the program.
 
   Fused kernels (Pallas, cuDNN's attention): `dtype` has the floating dtypes of the operands, `batch` is how
@@ -126,14 +126,12 @@ class ProductGroup:
   Attributes:
     path, source: modules, such as `GPT/blocks/*/up`, and line.
     phase: forward, backward, or empty.
-    operation: primitive; `kernel` for a fused kernel.
     dtype: the dtype in which the target multiplies.
     shape: M, N, K of one product of the batch.
     padded: the next M, N, K at which the target's matrix units run at full rate; `shape` if that does.
     batch: number of products of that shape in one operation.
     flops: FLOPs of all of them.
-    eligible: whether the product runs on the matrix units at full rate.
-    why: what prevents it; empty if it is eligible.
+    why: what keeps it from the full rate of the matrix units; empty if nothing does.
     passes: number of products in `dtype` that make up one product of float32 operands; 1 for others.
     kernel: the name of a fused kernel; empty for a product.
   """
@@ -141,16 +139,19 @@ class ProductGroup:
   path: str
   source: str
   phase: str
-  operation: str
   dtype: str
   shape: tuple[int, int, int] = (0, 0, 0)
   padded: tuple[int, int, int] = (0, 0, 0)
   batch: int = 1
   flops: int = 0
-  eligible: bool = False
   why: str = ""
   passes: int = 1
   kernel: str = ""
+
+  @property
+  def eligible(self) -> bool:
+    """Whether the product runs on the matrix units at full rate."""
+    return not (self.why or self.kernel)
 
   @property
   def units(self) -> str:

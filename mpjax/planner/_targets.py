@@ -26,10 +26,10 @@ _GPU_SHARE = 0.75
 _SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # The workspace that XLA gives a cuBLAS call, from Hopper on and before.
 _HOPPER, _WORKSPACE, _WORKSPACE_BEFORE = 9, 32 << 20, 4 << 20
-# The packages of each extra, one of each group, by the names that Python imports.
-_PACKAGES = {
-  "plan-tpu": (("libtpu",), ("flatbuffers",)),
-  "plan-cuda": (("jax_cuda13_plugin", "jax_cuda12_plugin"), ("flatbuffers",)),
+# By kind of device the extra of mpjax that compiles for it, and its packages, one of each group.
+_EXTRAS = {
+  "tpu": ("plan-tpu", ("libtpu",), ("flatbuffers",)),
+  "gpu": ("plan-cuda", ("jax_cuda13_plugin", "jax_cuda12_plugin"), ("flatbuffers",)),
 }
 
 
@@ -79,14 +79,14 @@ class Target:
     return not self.topology
 
   @property
+  def sides(self) -> tuple[int, ...]:
+    """Returns the sides of a slice in chips; for GPUs 1, the number of hosts, and of the GPUs of each."""
+    return tuple(map(int, self.topology.rpartition(":")[2].split("x"))) if self.topology else (self.devices,)
+
+  @property
   def has_rates(self) -> bool:
     """Returns whether peak rates are published for it."""
     return bool(self.flops) and bool(self.bandwidth)
-
-  @property
-  def extra(self) -> str:
-    """Returns the extra of mpjax whose packages compile for the target; empty for a CPU."""
-    return {"gpu": "plan-cuda", "tpu": "plan-tpu"}.get(self.kind, "")
 
   @property
   def cache(self) -> int:
@@ -121,15 +121,11 @@ device_description_str: "{self.device}\""""
 
 def presets_of(target: Target) -> list[str]:
   """Returns the policy presets that a target has matrix units for, the least memory traffic first."""
-  on_gpu = target.kind == "gpu"
-  has_units = {
-    "fp8": target.matrix_units in LOW_PRECISION,
-    "bf16": runs_on(target.matrix_units, "bfloat16"),
-    "fp16": on_gpu and runs_on(target.matrix_units, "float16"),
-    "tf32": on_gpu and runs_on(target.matrix_units, "tensorfloat32"),
-    "fp32": True,
-  }
-  return [name for name, has in has_units.items() if has]
+  units = {"bf16": "bfloat16"}
+  if target.kind == "gpu":
+    units |= {"fp16": "float16", "tf32": "tensorfloat32"}
+  found = [name for name, dtype in units.items() if runs_on(target.matrix_units, dtype)]
+  return ["fp8"] * (target.matrix_units in LOW_PRECISION) + [*found, "fp32"]
 
 
 def target_names() -> list[str]:
@@ -151,10 +147,8 @@ def get_target(name: str | Target | None = None) -> Target:
   base = base.strip().lower()
   if base not in described_devices():
     known = target_names()
-    raise ValueError(
-      f"unknown target {name!r}: expected one of {', '.join(known)}, with GPUs as in h200:8 or a slice as in "
-      f"v5e:2x4{did_you_mean(base, known)}"
-    )
+    expected = f"expected one of {', '.join(known)}, with GPUs as in h200:8 or a slice as in v5e:2x4"
+    raise ValueError(f"unknown target {name!r}: {expected}{did_you_mean(base, known)}")
   data = described_devices()[base]
   chips = data.get("tpu", {})
   least = str(chips.get("default", "1"))
@@ -172,28 +166,15 @@ def get_target(name: str | Target | None = None) -> Target:
 
 def _from_data(name: str, data: DeviceData, count: int, topology: str) -> Target:
   """Returns `count` devices of a described kind."""
-  gpu = data["kind"] == "gpu"
-  memory = int(data["memory"])
-  cuda = dict(data["cuda"]) if gpu else {}
-  major, minor = cuda.pop("compute_capability", (0, 0))
-  return Target(
-    name=name,
-    device=data["device"],
-    kind=data["kind"],
-    devices=count,
-    memory=memory,
-    usable=int(memory * _gpu_share()) if gpu else memory,
-    bandwidth=float(data["bandwidth"]),
-    flops={dtype: float(rate) for dtype, rate in data["flops"].items()},
-    interconnect=float(data.get("interconnect", 0)),
-    matrix_units=data["matrix_units"],
-    workspace=(_WORKSPACE if major >= _HOPPER else _WORKSPACE_BEFORE) if gpu else 0,
-    on_chip=int(data.get("on_chip", 0)),
-    topology=topology,
-    compute_capability=(major, minor),
-    cuda=cuda,
-    speeds=data.get("speeds", {}),
-  )
+  same = {field.name for field in dataclasses.fields(Target)}
+  facts: dict[str, Any] = {key: value for key, value in data.items() if key in same}
+  gpu = facts.get("cuda", {})
+  capability = tuple(gpu.get("compute_capability", (0, 0)))
+  facts["cuda"] = {key: value for key, value in gpu.items() if key != "compute_capability"}
+  if gpu:
+    facts["workspace"] = _WORKSPACE if capability[0] >= _HOPPER else _WORKSPACE_BEFORE
+  facts["usable"] = int(data["memory"] * (_gpu_share() if gpu else 1))
+  return Target(name=name, devices=count, topology=topology, compute_capability=capability, **facts)
 
 
 def _gpu_share() -> float:
@@ -248,9 +229,9 @@ def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
     return policy, ""
   if target.is_here:
     return policy, "; ".join(filter(None, (in_force(recipe), slowness(recipe))))
-  major, minor = target.compute_capability
+  capability = ".".join(map(str, target.compute_capability))
   device: Any = types.SimpleNamespace(
-    platform=target.kind, device_kind=target.device, compute_capability=f"{major}.{minor}"
+    platform=target.kind, device_kind=target.device, compute_capability=capability
   )
   says = "; ".join(filter(None, (in_force(recipe, device), slowness(recipe, device))))
   if not recipe.emulate and lacks(recipe, device):
@@ -262,7 +243,7 @@ def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
 
 def missing(target: Target) -> str:
   """Returns one line that says what to install to compile for a target; empty if nothing is missing."""
-  installed = lambda group: any(map(importlib.util.find_spec, group))
-  if all(map(installed, _PACKAGES.get("" if target.is_here else target.extra, ()))):
+  extra, *groups = ("",) if target.is_here else _EXTRAS[target.kind]
+  if all(any(map(importlib.util.find_spec, group)) for group in groups):
     return ""
-  return f"analytic only: {pip_install(target.extra)} to compile for {target.name} without the device"
+  return f"analytic only: {pip_install(extra)} to compile for {target.name} without the device"

@@ -13,24 +13,19 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
-from mpjax.formats import narrow_bits, padded
+from mpjax.formats import padded
 from mpjax.jaxpr import Trait, has, layer_pattern, shape_of
-from mpjax.planner._arguments import Argument, argument_bytes
-from mpjax.planner._memory import is_heavy
+from mpjax.planner._memory import is_heavy, is_update
 from mpjax.planner._products import list_products
 from mpjax.planner._program import Buffer, Operation, Product, Program, total_bytes
 from mpjax.planner._results import TIME_PARTS, Collective, Floor, Memory, Time
 from mpjax.planner._targets import Target
-from mpjax.products import is_fp8
 
 _SOURCES = {"tpu": "compiler's cycles", "gpu": "roofline of the compiled program"}
 # Half of the published steps in benchmarks/README.md are nearer than the first; the second is of traced ones.
 _ERROR, _ERROR_TRACED = 0.2, 0.5
 
 
-_IN_PARTS = (jax.lax.dynamic_slice_p, jax.lax.gather_p, jax.lax.slice_p)
 _Spent = dict[Any, float]  # seconds by part and module
 _HIDDEN = "", ""  # the place of those that other work hides
 
@@ -92,11 +87,7 @@ def traced_time(program: Program, target: Target) -> Time | None:
 
 
 def time_floor(
-  program: Program,
-  arguments: Sequence[Argument],
-  memory: Memory,
-  collectives: Sequence[Collective],
-  target: Target,
+  program: Program, memory: Memory, collectives: Sequence[Collective], target: Target
 ) -> Floor | None:
   """Returns the shortest time of a step, or `None` if the target has no published peak rates.
 
@@ -105,23 +96,16 @@ def time_floor(
   instead.
 
   Args:
-    program: the traced step.
-    arguments: the leaves of its arguments.
+    program: what the step stores.
     memory: memory of the step, the compiler's if there is one.
     collectives: the collectives of the step.
     target: the target with the peak rates.
   """
   if not target.has_rates:
     return None
-  read = {
-    value.argument
-    for operation in program.operations
-    for i, value in enumerate(operation.operands)
-    if i or not (_in_place(operation) or operation.origin.primitive in _IN_PARTS)
-  }
-  moved = sum(argument_bytes(a, target.kind) for i, a in enumerate(arguments) if i in read and not a.on_host)
-  written = [value for value in set(program.results) if value.argument is None]
-  moved += total_bytes([value for value in written if value.maker is None or not _in_place(value.maker)])
+  read = {b for o in program.operations for b, n in o.reads.items() if b.argument and n >= b.nbytes}
+  moved = total_bytes(read)
+  moved += total_bytes({b for b in program.results if b.maker is not None and not is_update(b.maker)})
   moved += 2 * max(0, memory.saved_bytes - target.cache)
   # A kernel may state more FLOPs than it runs: the masked half of causal attention.
   products = list_products(program, target, least=True)
@@ -133,11 +117,6 @@ def time_floor(
     parts["interconnect"] = sum(c.sent for c in collectives) / target.interconnect
   bound = max(parts, key=lambda name: parts[name])
   return Floor(parts[bound], parts, bound, moved)
-
-
-def _in_place(operation: Operation) -> bool:
-  """Returns whether an operation writes a part of its first operand."""
-  return has(operation.origin, Trait.IN_PLACE) and not operation.bodies
 
 
 def _time(spent: _Spent, source: str, error: float) -> Time:
@@ -235,14 +214,13 @@ def _merged(program: Program) -> Iterator[Operation]:
   for operation in program.operations:
     reads, writes = operation.reads, operation.writes
     depth = max((level.get(b, 0) for b in reads), default=0)
-    is_copy = operation.part == "copies" and not writes
-    heavy = is_copy or is_heavy(operation)
+    heavy = is_heavy(operation)
     ends = heavy or (has(operation.origin, Trait.STORES_RESULT) and not _of_rows(operation))
     level.update(dict.fromkeys(writes, depth + ends))
     alone = Operation(operation.origin, path=operation.path, part="element-wise")
     if heavy:
-      if is_fp8(operation.origin):
-        yield dataclasses.replace(alone, moved=_quantised_bytes(operation))
+      if operation.extra:  # the operands' largest values, then their codes
+        yield dataclasses.replace(alone, moved=operation.extra + 2 * total_bytes(operation.operands[:2]))
       yield dataclasses.replace(operation)
       continue
     elements = max((math.prod(v.shape) for v in (*operation.operands, *writes)), default=0)
@@ -259,30 +237,15 @@ def _merged(program: Program) -> Iterator[Operation]:
 
 
 def _moved(kernel: Operation) -> float:
-  """Returns the bytes that a kernel reads and writes: a part of a value where it needs no more."""
-  reads, written = sum(kernel.reads.values()), float(total_bytes(kernel.writes))
-  if kernel.origin.primitive is jax.lax.gather_p:
-    reads = sum(min(nbytes, written) for nbytes in kernel.reads.values())
-  elif has(kernel.origin, Trait.IN_PLACE) and len(kernel.operands) > 1 and not kernel.bodies:
-    reads -= next(iter(kernel.reads.values()), 0.0)  # a copy has no operands
-    written = len(kernel.writes) * reads
-  return reads + written
+  """Returns the bytes that a kernel reads and writes; of an update in place, what it reads twice."""
+  reads = sum(kernel.reads.values())
+  return 2 * reads if is_update(kernel) else reads + total_bytes(kernel.writes)
 
 
 def _of_rows(operation: Operation) -> bool:
   """Returns whether an operation reduces the last dimension: a kernel does so, and goes on with the row."""
   last = len(shape_of(operation.origin.invars[0])) - 1 if len(operation.operands) == 1 else -1
   return operation.origin.params.get("axes") == (last,)
-
-
-def _quantised_bytes(product: Operation) -> float:
-  """Returns the bytes that move while the operands of an FP8 product are quantised."""
-  spec = product.origin.params["spec"]
-  nbytes, dtypes = 0.0, (spec.lhs_dtype, spec.rhs_dtype)
-  for value, dtype, given in zip(product.operands[:2], dtypes, spec.given[:2], strict=True):
-    passes = 1 if given or spec.in_blocks else 2  # the largest value, then the codes
-    nbytes += value.nbytes * (passes + narrow_bits(dtype) / 8 / max(1, value.dtype.itemsize))
-  return nbytes
 
 
 # Seconds of one operation on one device.
@@ -330,10 +293,10 @@ def product_seconds(target: Target, product: Product, devices: int = 1) -> float
 
 
 def collective_seconds(target: Target, collectives: Sequence[Collective], group: Sequence[int]) -> float:
-  """Returns the seconds of a collective, of which each row has one result.
+  """Returns the seconds of a collective, of which each row has one result: its bytes over the bandwidth.
 
-  The bytes that cross are those of ring algorithms (Thakur et al., 2005): (n - 1) / n of the result of an
-  all-gather, and twice that for an all-reduce. Meshes and tori: "How to Scale Your Model", on sharding.
+  The bytes that a device sends are those of ring algorithms (Thakur et al., 2005): (n - 1) / n of the result
+  of an all-gather, and twice that for an all-reduce.
 
   Args:
     target: the target.
@@ -346,51 +309,28 @@ def collective_seconds(target: Target, collectives: Sequence[Collective], group:
   operation, nbytes = collectives[0].operation, sum(collective.nbytes for collective in collectives)
   share = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
   sent = nbytes * share.get(operation, (n - 1) / n)
-  if target.kind == "gpu":
-    return sent / _network(target, operation, group) + LATENCY * math.log2(n)
-  sides = _spanned(target, n)
-  reached = target.interconnect * efficiency(target, "interconnect")
-  link = reached / (2 * len(_sides(target)))
-  hops = sum(side // 2 if ring else side - 1 for side, ring in sides) * LATENCY
-  if operation == "collective-permute":
-    return sent / link + LATENCY
-  if operation.endswith("all-to-all"):
-    # A byte passes a quarter of the ring on average, half as much again without a link between its ends.
-    longest, ring = max(sides)
-    return nbytes * longest / (8 if ring else 4) / link + hops
-  return sent / (link * sum(2 if ring else 1 for _, ring in sides)) + hops
+  bandwidth = _torus(target, n) if target.kind == "tpu" else _network(target, operation, group)
+  return sent / (bandwidth * efficiency(target, "interconnect")) + LATENCY * math.log2(n)
+
+
+def _torus(target: Target, n: int) -> float:
+  """Returns the bytes/s at which each TPU of a group sends: over both links of an axis that is a ring."""
+  sides = sorted(target.sides, reverse=True)
+  left = math.ceil(n * math.prod(sides) / max(1, target.devices))  # chips
+  every, links = int(target.speeds.get("ring", 0)), 0
+  for side in sides:
+    if left > 1 or not links:
+      links += 2 if left >= side and every and side % every == 0 else 1
+      left = math.ceil(left / side)
+  return target.interconnect * links / (2 * len(sides))
 
 
 def _network(target: Target, operation: str, group: Sequence[int]) -> float:
-  """Returns the bytes/s at which each GPU of a group sends."""
-  reached = efficiency(target, "interconnect")
-  inside = (target.interconnect or target.speeds.get("host", HOST)) * reached
-  each = _sides(target)[-1]
-  together = sum(device // each == group[0] // each for device in group)
+  """Returns the bytes/s at which each GPU of a group sends: inside of a host, or by its cards."""
+  inside = target.interconnect or target.speeds.get("host", HOST)
+  together = sum(device // target.sides[-1] == group[0] // target.sides[-1] for device in group)
   if together == len(group):
-    return float(inside)
+    return inside
   # The rings of a host's GPUs leave it by different cards; in an all-to-all, each GPU has its own card.
   cards = 1 if operation.endswith("all-to-all") or operation == "collective-permute" else together
-  return float(
-    min(inside, cards * target.speeds.get("network", NETWORK) * efficiency(target, "interconnect"))
-  )
-
-
-def _sides(target: Target) -> tuple[int, ...]:
-  """Returns the sides of a slice in chips; for GPUs, the number of hosts and of the GPUs of each."""
-  sides = tuple(int(side) for side in target.topology.rpartition(":")[2].split("x") if side)
-  return sides or (1, target.devices)
-
-
-def _spanned(target: Target, n: int) -> list[tuple[int, bool]]:
-  """Returns the chips along each axis of the slice that a group spans, and whether they close a ring."""
-  sides = sorted(_sides(target), reverse=True)
-  left = math.ceil(n * math.prod(sides) / max(1, target.devices)) if n < target.devices else math.prod(sides)
-  spanned = []
-  for side in sides:
-    taken = min(side, left)
-    if taken > 1:
-      every = int(target.speeds.get("ring", 0))
-      spanned.append((taken, taken == side and bool(every) and side % every == 0))
-    left = math.ceil(left / taken)
-  return spanned or [(2, True)]
+  return min(inside, cards * target.speeds.get("network", NETWORK))

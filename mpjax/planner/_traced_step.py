@@ -96,7 +96,7 @@ def trace_step(
     jitted=jitted,
     args=args,
     jaxpr=traced.jaxpr,
-    arguments=name_arguments(args, names, parts),
+    arguments=name_arguments(args, names, parts, device.kind),
     donated=donated,
     devices=devices,
     policy=resolved,

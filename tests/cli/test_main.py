@@ -67,6 +67,7 @@ WRONG_FLAGS = {
   "export runs/x --dtype bf16": "mpjax export --help says what it takes, such as runs/x dtype=bf16",
   "plan --fitt": "did you mean --fit?",
   "numerics --pictures x": "save_html writes a page that draws them, --html says where",
+  "plan --picture x": "--json FILE has the bytes of each part; docs/notebooks/plan_7b.ipynb draws them",
   "tune --prove": "train both: mpjax train tuned.yaml, and mpjax train CONFIG policy=fp32",
 }
 

@@ -1,9 +1,8 @@
-"""`scripts/plan.py` as a user meets it: reports, JSON, pictures, searches, exit statuses."""
+"""`scripts/plan.py` as a user meets it: reports, JSON, searches, exit statuses."""
 
 import json
 import math
 import pathlib
-import xml.etree.ElementTree
 
 import jax
 import pytest
@@ -71,7 +70,6 @@ def test_report_holds_the_plan(run, parameters):
   assert report.keys() == {"plans"}
   assert (plan["label"], plan["target"], plan["devices"], plan["compiled"]) == ("bf16", "h200", 1, None)
   assert plan["parameters"] == parameters
-  assert plan["inference"] == 2 * parameters
   assert plan["memory"]["parts"].keys() <= {*ARGUMENT_PARTS, *TRANSIENT_PARTS}
   assert plan["memory"]["parts"]["master weights"] == 4 * parameters
   assert plan["memory"]["optimizer"]["mu float32"] == 4 * parameters
@@ -97,24 +95,16 @@ def test_policies_stand_side_by_side(run, parameters):
   assert all(label in printed for label in plans)
   assert len(printed.splitlines()) <= 12
   assert [next(iter(p["matrix_flops"])) for p in plans.values()] == ["tensorfloat32", "bfloat16", "float16"]
-  assert [p["inference"] // parameters for p in plans.values()] == [4, 2, 2]
   flops = [sum(p["matrix_flops"].values()) for p in plans.values()]
   assert flops[0] == flops[1] == flops[2]
   assert plans["bf16"]["memory"]["saved_bytes"] < plans["fp32"]["memory"]["saved_bytes"]
 
 
-def test_a_policy_may_be_a_string_of_dtypes_and_a_picture_is_written(run, tmp_path):
-  pytest.importorskip("matplotlib")
+def test_a_policy_may_be_a_string_of_dtypes(run):
   spec = "params=float32,compute=bfloat16,output=float32"
-  for suffix in ("png", "svg"):
-    picture = tmp_path / f"plan.{suffix}"
-    report, printed = run(*analytic(f"policy={spec}", "--picture", str(picture)))
-    [plan] = report["plans"]
-    assert plan["label"] == spec
-    assert list(plan["matrix_flops"]) == ["bfloat16"]
-    assert f"picture: {picture}" in printed
-  assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG\r\n")
-  assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
+  [plan] = run(*analytic(f"policy={spec}"))[0]["plans"]
+  assert plan["label"] == spec
+  assert list(plan["matrix_flops"]) == ["bfloat16"]
 
 
 def test_the_configs_own_policy_is_the_default_as_the_target_resolves_it(run):
@@ -132,7 +122,6 @@ def test_a_batch_lies_over_the_devices(run, target, mesh, devices):
   if target.startswith("h200"):
     assert share["memory"]["parts"]["batch"] * devices == alone["memory"]["parts"]["batch"]
   assert share["memory"]["parts"]["master weights"] == alone["memory"]["parts"]["master weights"]
-  assert share["checkpoint"] == alone["checkpoint"]
   # Each product is divided, and rounded down.
   assert sum(share["matrix_flops"].values()) * devices == pytest.approx(
     sum(alone["matrix_flops"].values()), rel=1e-3
@@ -185,9 +174,7 @@ BAD = [
   ("target=h200:3 mesh.data=3", "data.batch_size=8: expected a multiple of 3"),
   ("target=h200 train.accumulate=3", "data.batch_size=8 is not divisible by train.accumulate=3"),
   ("nosuch=3", "unknown key 'nosuch'"),
-  ("--picture plan.gif", "--picture: picture 'plan.gif': expected a name that ends in .png or .svg"),
   ("--json /no/dir/plan.json", "--json /no/dir/plan.json: cannot be written (No such file or directory)"),
-  ("--picture /no/dir/plan.png", "--picture /no/dir/plan.png: cannot be written (No such file or directory)"),
   ("target=h200 --fit --memory 1kB", "not even a batch of 1 fits 1"),
   ("target=h200 --cheapest --memory 1kB policy=bf16", "none of "),
   ("--table memry", "--table: no table 'memry': expected one of all, summary"),

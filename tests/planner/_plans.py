@@ -41,14 +41,14 @@ def a_compiled(policy="bf16"):
 
 
 def a_product(shape=(16384, 3072, 768), **changes):
-  values = {"path": "GPT/blocks/up", "source": "model.py:40", "phase": "forward", "operation": "dot_general"}
-  values |= {"dtype": "bfloat16", "padded": shape, "flops": 2 * math.prod(shape), "eligible": True}
+  values = {"path": "GPT/blocks/up", "source": "model.py:40", "phase": "forward"}
+  values |= {"dtype": "bfloat16", "padded": shape, "flops": 2 * math.prod(shape)}
   return ProductGroup(shape=shape, **values | changes)
 
 
 def the_head(dtype="bfloat16"):
   """The product with a vocabulary of 50257, which is no multiple of 8."""
-  why = {"padded": (16384, 50264, 768), "eligible": False, "why": "N = 50257 is no multiple of 8"}
+  why = {"padded": (16384, 50264, 768), "why": "N = 50257 is no multiple of 8"}
   return a_product((16384, 50257, 768), path="GPT/head", source="model.py:77", dtype=dtype, **why)
 
 
@@ -72,8 +72,6 @@ def a_plan(policy="bf16", compiled=True, **changes):
     "parameters": PARAMETERS,
     "memory": a_memory(policy),
     "compiled": a_compiled(policy) if compiled else None,
-    "inference": (4 if policy == "fp32" else 2) * PARAMETERS,
-    "checkpoint": 12 * PARAMETERS,
     "products": (the_head(DTYPE[policy]), a_product(dtype=DTYPE[policy])),
     "collectives": (),
     "floor": Floor(seconds=0.0123, parts=floor, bound="matrix units", moved_bytes=21_600_000_000),

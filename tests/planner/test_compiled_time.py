@@ -68,7 +68,7 @@ def test_a_collective_takes_what_no_other_work_hides():
   gathered = alone.parts["collectives"]
   assert gathered == pytest.approx(64 * 2**20 * 7 / 8 / 1e11, rel=0.2)  # on two of four links of 50 GB/s
   half = gathering(int(gathered / 2 * CLOCK))
-  assert half.hidden == pytest.approx(gathered / 2)
+  assert half.hidden == pytest.approx(gathered / 2, rel=1e-5)  # of whole cycles
   assert half.seconds == pytest.approx(gathered)
   hidden = gathering(int(3 * gathered * CLOCK))
   assert "collectives" not in hidden.parts

@@ -141,9 +141,6 @@ def test_what_a_gpu_has_no_units_for_takes_the_time_of_float32():
     for dtype, rate in rates.items():
       plan = plan_of(product_of, *[S((size, size), dtype)] * 2, target=target)
       assert plan.floor.parts["matrix units"] == pytest.approx(2 * size**3 / rate), (target, dtype)
-      said = [note for note in plan.notes if "has no matrix units for bfloat16" in note]
-      assert len(said) == (dtype == BF16), (target, dtype)
-      assert all("it has matrix units for float16" in note for note in said)
       assert plan.eligible == (dtype == F16), (target, dtype)
 
 

@@ -97,7 +97,7 @@ def test_arguments_are_named_by_what_they_are():
   for names, args, options, want in NAMED:
     plan = analytic(named(names) if names else returns_first, (*args, BATCH), **options)
     assert arguments(plan) == want | {"batch": nbytes(BATCH)}, (names, options)
-    assert (plan.parameters, plan.checkpoint, plan.notes) == (SIZE, sum(want.values()), ()), (names, options)
+    assert (plan.parameters, plan.notes) == (SIZE, ()), (names, options)
 
 
 def test_optimiser_state_is_told_by_slot_and_dtype():
@@ -151,7 +151,7 @@ def test_a_device_has_its_share_of_the_arguments():
     plan = analytic(VALUE_AND_GRAD, args, target=target)
     shares = {WEIGHTS: 4 * SIZE // weights, "batch": nbytes(BATCH) // batch}
     assert (plan.devices, arguments(plan)) == (8, shares), (target, of_params, of_batch)
-    assert (plan.checkpoint, plan.parameters) == (4 * SIZE, SIZE)  # of all devices together
+    assert plan.parameters == SIZE  # of all devices together
     alone = analytic(VALUE_AND_GRAD, (PARAMS, BATCH), target=target)
     assert flops(plan) * 8 == flops(alone), (target, of_params, of_batch)
     assert any("give its arguments shardings" in note for note in plan.notes) == (target == "h100:2x8")
@@ -190,7 +190,6 @@ def test_collectives_of_data_parallel_training_are_its_gradients():
 def test_arguments_on_a_tpu_are_padded_to_tiles():
   plan = analytic(VALUE_AND_GRAD, (PARAMS, BATCH), target="v5e")
   assert plan.memory.parts[WEIGHTS] == sum(tiled_bytes(x.shape, x.dtype) for x in PARAMS.values()) >= 4 * SIZE
-  assert plan.checkpoint == 4 * SIZE  # a file has no tiles
 
 
 # Sizes of unusual arguments and results.

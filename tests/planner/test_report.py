@@ -7,7 +7,7 @@ import pytest
 from mpjax._render.plain_text import bytes_text as in_words
 from mpjax._render.tables import tables_text
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective, Floor, Note
-from mpjax.planner._report import NO_FIT, answer, answer_beside, sections_of
+from mpjax.planner._report import NO_FIT, answer_of, sections_of
 from tests.planner._plans import PARAMETERS, a_plan, a_product, a_time, the_head
 
 POLICIES = ("fp32", "bf16", "bf16_pure")
@@ -23,17 +23,25 @@ def lines_of(text, start):
 
 def test_every_part_and_figure_is_there_in_its_order():
   crossing = Collective("all-reduce", "bfloat16", 123_000_000, 7, ("GPT/blocks",))
-  kernel = a_product(kernel="flash", operation="kernel", batch=36, eligible=False, flops=0)
+  kernel = a_product(kernel="flash", batch=36, flops=0)
   plan = a_plan(products=(the_head(), kernel), notes=(Note("pad it"),), collectives=(crossing,), devices=8)
   text = as_text([plan])
   for part, nbytes in plan.memory.parts.items():
-    [line] = lines_of(text, f"{part} ")
+    line, *_ = lines_of(text, f"{part} ")
     assert in_words(nbytes) in line
-  for figure in (plan.memory.peak, plan.compiled.peak, plan.inference, plan.checkpoint, plan.device_memory):
+  for figure in (plan.memory.peak, plan.compiled.peak, plan.device_memory):
     assert in_words(figure) in text, figure
   words = ["h200", "NVIDIA H200 SXM", f"{PARAMETERS:,} parameters", "mu float32", "no step is faster than"]
   words += ["16384x50257x768", "16384x50264x768", "N = 50257 is no multiple of 8", "GPT/head", "flash"]
-  words += ["pad it", "8 devices", "all-reduce", "123.00 MB", "model.py:30", "16x1024x12x64", "36 kernels of"]
+  words += [
+    "pad it",
+    "8 of NVIDIA",
+    "all-reduce",
+    "123.00 MB",
+    "model.py:30",
+    "16x1024x12x64",
+    "36 kernels of",
+  ]
   for word in words:
     assert word in text, word
   assert "saved10" not in text  # the least of the saved activations
@@ -42,14 +50,11 @@ def test_every_part_and_figure_is_there_in_its_order():
   assert order == sorted(order, key=(*ARGUMENT_PARTS, *TRANSIENT_PARTS).index)
 
 
-def test_policies_stand_side_by_side():
-  text = as_text([a_plan(policy) for policy in POLICIES])
-  headings = [line for line in text.splitlines() if line.split()[:3] == list(POLICIES)]
-  assert len(headings) == 4  # memory, matrix products, time, time by module
-  columns = [headings[0].index(policy) for policy in POLICIES]
-  assert columns == sorted(columns)
-  [line] = lines_of(text, "master weights ")
-  assert line.count("MB") == 3
+def test_each_of_several_plans_has_a_row_and_its_own_tables():
+  tables = list(sections_of([a_plan(policy) for policy in POLICIES]))
+  assert [row[0] for row in tables[0].rows[1:]] == list(POLICIES)
+  memory = [table for table in tables if table.name == "memory"]
+  assert [table.rows[0][1] for table in memory] == list(POLICIES)
   many = [a_plan(label=f"policy {i}") for i in range(12)]
   assert max(map(len, as_text(many).splitlines())) <= 116
 
@@ -58,8 +63,6 @@ def test_without_a_compiler_there_are_no_rows_of_it():
   text = as_text([a_plan(compiled=False)])
   assert "by the compiler" not in text
   assert "peak, compiled" not in text
-  [line] = lines_of(as_text([a_plan("fp32", compiled=False), a_plan("bf16")]), "peak, compiled")
-  assert " - " in line
 
 
 def test_the_first_table_says_what_each_needs_and_whether_it_fits():
@@ -72,9 +75,8 @@ def test_the_first_table_says_what_each_needs_and_whether_it_fits():
 def test_a_step_has_to_fit_what_jax_takes():
   need = a_plan().peak
   plan = a_plan(device_memory=int(1.1 * need), usable_memory=int(0.8 * need))
-  text = " ".join(as_text([plan]).split())
-  assert NO_FIT in text
-  assert f"of which JAX takes {in_words(plan.usable_memory)}" in text
+  assert NO_FIT in as_text([plan])
+  assert f"of the {in_words(plan.usable_memory)} that JAX takes" in str(plan)
   assert "advice: XLA_PYTHON_CLIENT_MEM_FRACTION=0.91 in the environment" in str(plan)
   roomy = str(a_plan(device_memory=2 * need, usable_memory=int(1.5 * need)))
   assert NO_FIT not in roomy
@@ -104,30 +106,29 @@ def test_the_answer_of_a_plan_says_whether_it_fits_and_what_to_change_in_twelve_
   assert plan.tables == ("summary", "memory", "activations", "products", "time", "notes")
   full = a_plan(device_memory=10**9, products=(a_product(),), notes=())
   assert f"{NO_FIT}: {in_words(full.peak)} of the 1.00 GB of a device" in str(full)
-  assert any("activations" in line and "recompute" in line for line in answer(full) if "advice" in line)
+  assert any("activations" in line and "recompute" in line for line in answer_of([full]) if "advice" in line)
   assert "all at the full rate" in str(full)
 
 
 def test_the_answer_of_several_plans_is_one_table():
   plans = [a_plan("fp32", time=a_time(0.05)), a_plan("bf16"), a_plan("bf16_pure", device_memory=1)]
-  first, _, heading, *rows = answer_beside(plans)
-  assert first == "shortest time: bf16, about 25.00 ms (+-35%) by the roofline of the compiled program"
+  _, heading, *rows = answer_of(plans)
   assert [row.split()[0] for row in rows[:3]] == [plan.label for plan in plans]
   assert [NO_FIT in row for row in rows[:3]] == [False, False, True]
   assert all("products  12.30 ms" in row for row in rows[:3])
   assert "full rate" in heading
   many = [dataclasses.replace(plans[0], label=f"policy{i}") for i in range(30)]
-  assert len(answer_beside(many, ["cheapest: policy0"])) <= 11
+  assert len(answer_of(many, ["cheapest: policy0"])) <= 11
 
 
 def test_rates_are_those_of_the_estimated_time():
   plan = a_plan(items=16384, item="tokens", model_flops=10**13, peak_flops=989e12, devices=8)
   assert plan.throughput == pytest.approx(16384 / 0.025)
   assert plan.utilisation == pytest.approx(1e13 / 0.025 / 989e12)
-  [line] = [line for line in answer(plan, rates=True) if line.startswith("rate:")]
+  [line] = [line for line in answer_of([plan], rates=True) if line.startswith("rate:")]
   assert "655,360 tokens/s;" in line
   assert "40.4% of 989.00 TFLOP/s" in line
-  _, _, heading, row, *_ = answer_beside([plan, a_plan(time=None)], rates=True)
+  _, heading, row, *_ = answer_of([plan, a_plan(time=None)], rates=True)
   assert heading.split()[-2:] == ["tokens/s", "MFU"]
   assert row.split()[-2:] == ["655,360", "40.4%"]
   table = a_plan(items=16384, item="tokens").table("time")

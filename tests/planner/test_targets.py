@@ -100,7 +100,7 @@ def test_this_machine_is_its_devices():
   for name in (None, "here"):
     target = get_target(name)
     assert (target.name, target.kind, target.devices) == ("here", "cpu", jax.device_count())
-    assert (target.is_here, target.extra, target.flops, target.bandwidth) == (True, "", {}, 0)
+    assert (target.is_here, target.flops, target.bandwidth) == (True, {}, 0)
     assert target.memory == target.usable > GIB
 
 

@@ -47,10 +47,6 @@ _FLOAT32 = 11
 _KERNELS = re.compile("__(cublas|cudnn|triton)")
 _HIGHEST = 2
 
-
-Shapes = tuple[tuple[int, ...], ...]
-# FLOPs by the pattern of a kernel's module and the shapes of its operands and results.
-Kernels = Mapping[tuple[str, Shapes], float]
 _TARGETS = ("tpu_custom_call", "__cudnn$fmha", "triton", "mosaic")
 _SENTINEL = 1 << 62  # the compiler writes 2^63 - 1 where it has no estimate
 _FREE = VIEWS | {"parameter", "constant", "partition-id", "replica-id", "iota", "async-update"}
@@ -59,12 +55,7 @@ _PART = frozenset({"dynamic-slice", "gather", "slice"})
 _SEES = frozenset({"bitcast", "get-tuple-element"})
 
 
-def from_hlo(
-  module: HloModule,
-  kind: str = "gpu",
-  weights: Collection[tuple[int, ...]] = (),
-  kernels: Kernels | None = None,
-) -> Program:
+def from_hlo(module: HloModule, kind: str = "gpu", weights: Collection[tuple[int, ...]] = ()) -> Program:
   """Returns the program of a compiled module. Arguments and results count for its caller.
 
   A compiler may put temporaries where a result will be; that is not followed.
@@ -73,17 +64,13 @@ def from_hlo(
     module: the module.
     kind: kind of the platform that it is compiled for.
     weights: shapes of the weights, whole and on one device.
-    kernels: FLOPs of fused kernels, as `traced_kernels` returns them.
   """
-  reader = _Reader(kind, {_without_ones(shape) for shape in weights}, kernels or {})
-  return reader.program(module.entry)
+  return _Reader(kind, {_without_ones(shape) for shape in weights}).program(module.entry)
 
 
 class _Reader:
-  def __init__(self, kind: str, weights: set[tuple[int, ...]], kernels: Kernels):
-    self._kind = kind
-    self._weights = weights
-    self._kernels = kernels
+  def __init__(self, kind: str, weights: set[tuple[int, ...]]):
+    self._kind, self._weights = kind, weights
     self._known: dict[HloComputation, Program] = {}
 
   def program(self, computation: HloComputation) -> Program:
@@ -171,7 +158,7 @@ class _Reader:
     if instruction.op == "custom-call" and any(n in instruction.proto.custom_call_target for n in _TARGETS):
       narrow = any(s.dtype.startswith("f8") for operand in instruction.operands for s in operand.shapes)
       operation.part = "attention kernels"
-      operation.products = [fused_kernel(_kernel_flops(instruction, self._kernels), narrow)]
+      operation.products = [fused_kernel(_kernel_flops(instruction), narrow)]
     elif products:
       largest, speaker = max(products, key=lambda product: product[0].flops)
       operation.part = "convolutions" if largest.convolution else "products"
@@ -247,6 +234,16 @@ def kept_of(program: Program) -> set[Buffer]:
   return kept | before & {b for operation in operations[end + 1 :] for b in operation.reads}
 
 
+def kernel_flops(program: Program) -> dict[str, int]:
+  """Returns the FLOPs of matrix products by kernel and operand dtypes, such as `cublas: bf16 x bf16`."""
+  counts: collections.Counter[str] = collections.Counter()
+  for operation, times in program.each():
+    for product in operation.products:
+      if product.operands:
+        counts[f"{product.kernel}: {' x '.join(product.operands)}"] += int(product.flops * times)
+  return {name: n for name, n in counts.most_common() if n}
+
+
 def _reads_arguments_only(instruction: HloInstruction) -> bool:
   """Returns whether an instruction reads only parameters, or views of them."""
   for at in instruction.operands:
@@ -286,14 +283,26 @@ def _leaves(shape: Any) -> int:
 # What one instruction computes, moves and exchanges.
 
 
-def traced_kernels(program: Program) -> Kernels:
-  """Returns the FLOPs of one run of each kernel of a traced program; the mean of those that look alike."""
-  found: dict[tuple[str, Shapes], list[float]] = collections.defaultdict(list)
-  for operation, _ in program.each():
-    if operation.part == "attention kernels":
+def state_kernels(program: Program, traced: Program) -> None:
+  """Gives kernels that state no FLOPs those of the traced kernels of their modules and shapes."""
+  stated: dict[tuple[str, Any], list[float]] = collections.defaultdict(list)
+  for operation, _ in traced.each():
+    if operation.part == "attention kernels" and operation.path:
       shapes = tuple(shape_of(value) for value in (*operation.origin.invars, *operation.origin.outvars))
-      found[layer_pattern(operation.path), shapes].append(operation.flops * operation.devices)
-  return {place: statistics.mean(several) for place, several in found.items()}
+      stated[layer_pattern(operation.path), shapes].append(operation.flops * operation.devices)
+  for operation, _ in program.each():
+    if operation.part == "attention kernels" and not operation.flops:
+      kernel, names = operation.origin, layer_pattern(operation.path).split("/")
+      shapes = tuple(shape.dims for value in (*kernel.operands, kernel) for shape in value.shapes)
+      fitting = [at for at in stated if _in_order(at[0].split("/"), names)]
+      if best := max(fitting, key=lambda at: (len(at[0]), at[1] == shapes, stated[at]), default=None):
+        operation.products = [operation.products[0]._replace(flops=statistics.mean(stated[best]))]
+
+
+def _in_order(few: list[str], many: list[str]) -> bool:
+  """Returns whether all names are among others, in their order, the last one last."""
+  left = iter(many)
+  return few[-1] == many[-1] and all(name in left for name in few)
 
 
 def _inside(
@@ -501,30 +510,12 @@ def _nbytes(instruction: HloInstruction) -> int:
   return sum(shape.nbytes for shape in instruction.shapes if shape.space == 0)
 
 
-def _kernel_flops(kernel: HloInstruction, traced: Kernels) -> float:
-  """Returns the FLOPs of one run of a kernel of a compiled program, 0 if they are not known.
-
-  Args:
-    kernel: a kernel's call.
-    traced: what `traced_kernels` returns.
-  """
+def _kernel_flops(kernel: HloInstruction) -> float:
+  """Returns the FLOPs of one run of a kernel of a compiled program, 0 if it does not state them."""
   config = kernel.config
   if "cudnn_fmha_backend_config" in config:
     return _attention(kernel, config["cudnn_fmha_backend_config"])
-  stated = int(config.get("custom_call_config", {}).get("cost_estimate", {}).get("flops", 0))
-  path = layer_pattern(path_of_name(kernel.op_name))
-  names = path.split("/")
-  shapes = tuple(shape.dims for value in (*kernel.operands, kernel) for shape in value.shapes)
-  fitting = [at for at in traced if at[0] and _in_order(at[0].split("/"), names)]
-  # A module may have several: then the one of its shapes.
-  best = max(fitting, key=lambda at: (len(at[0]), at[1] == shapes, traced[at]), default=None)
-  return stated or (traced[best] if best else 0)
-
-
-def _in_order(few: list[str], many: list[str]) -> bool:
-  """Returns whether all names are among others, in their order, the last one last."""
-  left = iter(many)
-  return few[-1] == many[-1] and all(name in left for name in few)
+  return int(config.get("custom_call_config", {}).get("cost_estimate", {}).get("flops", 0))
 
 
 def _attention(kernel: HloInstruction, config: Mapping[str, Any]) -> int:

@@ -135,23 +135,18 @@ def parse(proto: bytes) -> HloModule:
 
   Raises:
     ImportError: if `google.protobuf` is not installed.
-    ValueError: if the bytes are not a module, or an instruction reads what is not computed before it.
+    ValueError: if there are no bytes.
+    google.protobuf.message.DecodeError: if the bytes are not a message.
+    KeyError: if an instruction reads what is not computed before it, or there is no main computation.
   """
-  from google.protobuf.message import DecodeError
-
   if not proto:
     raise ValueError("JAX does not give the compiler's program")
-  try:
-    message = module_class().FromString(proto)
-  except DecodeError as error:
-    raise ValueError(f"expected a serialised HloModuleProto: {error}") from error
+  message = module_class().FromString(proto)
   order = {entry.key: entry.value.instruction_ids for entry in message.schedule.sequences}
   known: dict[bytes, list[HloShape]] = {}
   computations: dict[int, HloComputation] = {}
   for made in message.computations:
     computations[made.id] = _computation(made, order.get(made.id), computations, known)
-  if message.entry_computation_id not in computations:
-    raise ValueError("expected a serialised HloModuleProto: it has no main computation")
   return HloModule(
     {computation.name: computation for computation in computations.values()},
     computations[message.entry_computation_id],
@@ -165,11 +160,8 @@ def _computation(
   made: dict[int, HloInstruction] = {}
   for number in protos if order is None else [number & _LOCAL for number in order]:
     proto = protos[number]
-    try:
-      operands = [made[i & _LOCAL] for i in proto.operand_ids]
-      called = [computations[i] for i in proto.called_computation_ids]
-    except KeyError as error:
-      raise ValueError(f"{proto.name} reads or runs what is not computed before it") from error
+    operands = [made[i & _LOCAL] for i in proto.operand_ids]
+    called = [computations[i] for i in proto.called_computation_ids]
     shapes = _shapes(proto.shape, known)
     made[number] = HloInstruction(proto.name, proto.opcode, shapes, operands, called, proto)
   return HloComputation(message.name, list(made.values()), made[message.root_id & _LOCAL])
