@@ -91,6 +91,7 @@ _TABLE = {
   "Memory.training_state": "Plan.bytes_per_parameter('master weights', 'optimizer state') has what stays",
   "Memory.gathered": "compute copies has the gathered weights at the peak, Plan.collectives what is gathered",
   "Floor.touched_bytes Floor.cache": "moved_bytes has the least bytes, whatever a cache keeps",
+  "Compiled.seconds": "time the call of mpjax.plan",
   "Compiled.difference": "compare Plan.memory.parts with Plan.compiled.memory.parts",
   "loss_scale.scaled_region": (
     "give each loss an optimiser and a scale of its own, and call mpjax.value_and_grad(loss_fn, opt_state) "

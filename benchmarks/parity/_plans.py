@@ -47,7 +47,7 @@ def figures(plan: Plan) -> dict[str, Any]:
     products[kind] = products.get(kind, 0) + product.flops
   return {
     "memory": plan.memory.parts | {"saved": plan.memory.saved_bytes},
-    "compiled": plan.compiled and _without(plan.compiled, "memory", "seconds"),
+    "compiled": plan.compiled and _without(plan.compiled, "memory"),
     "compiled parts": plan.compiled and plan.compiled.memory.parts,
     "products": products,
     "collectives": [_without(collective, "sources") for collective in plan.collectives],

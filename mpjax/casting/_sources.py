@@ -18,7 +18,7 @@ from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
 from mpjax.casting._casting_rules import ByRules, CastingRules
 from mpjax.casting._kinds import is_float, size
 from mpjax.casting._reasons import Code
-from mpjax.formats._passes import passes_of
+from mpjax.formats import passes_of
 from mpjax.jaxpr import (
   FULL_PRECISION,
   CallKind,

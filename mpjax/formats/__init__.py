@@ -20,6 +20,7 @@ from mpjax.formats._matrix_units import (
   runs_on,
 )
 from mpjax.formats._numbers import FORMATS, NumberFormat
+from mpjax.formats._passes import PASSES as PASSES, SHORT_NAMES as SHORT_NAMES, passes_of as passes_of
 
 __all__ = [
   "FORMATS",

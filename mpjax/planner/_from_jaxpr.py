@@ -49,8 +49,6 @@ from mpjax.planner._program import Buffer, Operation, Program, fused_kernel
 from mpjax.planner._results import Collective
 from mpjax.planner._targets import Target, get_target
 
-_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
-
 
 def _like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
   """Returns the shapes that stand for a weight or its gradient: transposed, and one layer of a stack."""
@@ -70,10 +68,10 @@ def from_jaxpr(
     devices: number of devices that share the work.
   """
   target = target or get_target()
-  given = [Buffer((), None, weight=a if a.part == "master weights" else None) for a in arguments]
+  weights = [a if a.part == "master weights" else None for a in arguments]
   jaxpr = open_jaxpr(closed)
   context = _Context(copied={*variables_of(jaxpr.outvars)})
-  program = _Reader(arguments, target, devices).program(jaxpr, context, given)
+  program = _Reader(arguments, target, devices).program(jaxpr, context, weights)
   for buffer, argument in zip(program.arguments, arguments, strict=False):
     buffer.argument, buffer.nbytes = argument, 0 if argument.on_host else argument.nbytes
   if target.kind == "gpu":
@@ -109,12 +107,12 @@ class _Reader:
         shares[shape].append(a.nbytes / max(1, a.whole))
     self._shares = {shape: statistics.mean(several) for shape, several in shares.items()}
 
-  def program(self, jaxpr: Jaxpr, context: _Context, given: Sequence[Buffer | None]) -> Program:
-    """Returns the program of a jaxpr, whose arguments are the values `given`, or slices of them."""
+  def program(self, jaxpr: Jaxpr, context: _Context, weights: Sequence[Argument | None]) -> Program:
+    """Returns the program of a jaxpr, whose arguments are these weights, or layers of them."""
     environment = {variable: self._value(variable.aval) for variable in (*jaxpr.invars, *jaxpr.constvars)}
     arguments = [environment[variable] for variable in jaxpr.invars]
-    for argument, outer in zip(arguments, given, strict=False):
-      argument.weight = outer.weight if outer is not None else None
+    for argument, weight in zip(arguments, weights, strict=False):
+      argument.weight = weight
     operations: list[Operation] = []
     self._run(jaxpr, environment, context, operations)
     results = [environment[v] for v in variables_of(jaxpr.outvars)]
@@ -163,8 +161,8 @@ class _Reader:
     if kind is not None and kind.is_control_flow:
       for inner, places, _ in call_layout(equation).bodies:
         atoms = [equation.invars[k] for k in places]
-        given = [environment[atom] if is_variable(atom) else None for atom in atoms]
-        bodies.append(self.program(open_jaxpr(inner), here, given))
+        weights = [environment[atom].weight if is_variable(atom) else None for atom in atoms]
+        bodies.append(self.program(open_jaxpr(inner), here, weights))
     if not here.path or not here.source:
       # An operation that a transformation added does not have a name: it belongs to what it reads.
       made = next((v.maker for v in operands if v.maker is not None and v.maker.path), here)
@@ -182,10 +180,9 @@ class _Reader:
       chooses=kind is CallKind.COND,
       devices=math.prod(here.axes[axis] for axis in here.left) if here.axes else self._devices,
     )
-    is_form = has(equation, Trait.CAST) or equation.primitive in _SLICES
     for value in results:
       value.maker = operation
-      value.weight = operands[0].weight if operands and is_form else None
+      value.weight = operands[0].weight if operands and has(equation, Trait.CAST) else None
       value.part = self._part(value, here.phase)
     self._set_work(operation, here)
     return operation
@@ -211,7 +208,7 @@ class _Reader:
       size = 0 if name == "collective-permute" else group
       operation.members = range(group)
       operation.collectives = [
-        Collective(name, _crossing_dtype(value), value.whole, 1, (operation.path,), size)
+        Collective(name, str(value.dtype), value.whole, 1, (operation.path,), size)
         for value in (operation.writes if group > 1 else ())
       ]
     elif has(equation, Trait.KERNEL):
@@ -259,12 +256,6 @@ def _group(equation: JaxprEqn, sizes: Mapping[str, int]) -> int:
     return max(map(len, groups))
   axes = equation.params.get("axes", equation.params.get("axis_name", ()))
   return math.prod(sizes.get(axis, 1) for axis in (axes if isinstance(axes, tuple) else (axes,)))
-
-
-def _crossing_dtype(value: Buffer) -> str:
-  """Returns the dtype as which a value crosses devices; a key does as its words."""
-  is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-  return "uint32" if is_key else np.dtype(value.dtype).name
 
 
 def _at(equation: JaxprEqn, context: _Context) -> _Context:

@@ -24,8 +24,9 @@ from mpjax.planner._targets import Target, get_target, missing
 from mpjax.planner._time import compiled_time, time_floor, traced_time
 from mpjax.planner._traced_step import TracedStep, trace_step
 from mpjax.planner.compiled._compile import CompiledProgram, CompileError, compile_step
-from mpjax.planner.compiled._from_hlo import from_hlo, kept_of, kernel_flops, state_kernels
+from mpjax.planner.compiled._from_hlo import from_hlo, kept_of
 from mpjax.planner.compiled._hlo import parse
+from mpjax.planner.compiled._work import kernel_flops, state_kernels
 
 _EXPLAINED = 0.9  # the share of the peak that a program's buffers must explain to be shown
 _WORTH_A_NOTE = 10**6
@@ -166,7 +167,7 @@ def read_program(
   def figures(transient: dict[str, int], saved: int, explained: float, flops: dict[str, int]) -> Compiled:
     parts = named | transient | {"outputs": made.outputs - made.aliases}
     memory = Memory({name: n for name, n in parts.items() if n}, slots, (), saved, sum(parts.values()))
-    names = ("arguments", "outputs", "aliases", "temporaries", "peak", "seconds")
+    names = ("arguments", "outputs", "aliases", "temporaries", "peak")
     same = {name: getattr(made, name) for name in names}
     return Compiled(**same, memory=memory, explained=explained, kernels=flops)
 

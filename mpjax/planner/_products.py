@@ -10,7 +10,6 @@ import numpy as np
 
 from mpjax import formats
 from mpjax._types import JaxprEqn
-from mpjax.formats._passes import passes_of
 from mpjax.jaxpr import dtype_of, is_recomputation, layer_pattern, shape_of
 from mpjax.planner._program import Operation, Product, Program
 from mpjax.planner._results import ProductGroup, add_up
@@ -77,7 +76,7 @@ def _units_of(equation: JaxprEqn, target: Target) -> tuple[str, int]:
   dtype = _operand_dtype(equation)
   if dtype != np.float32:
     return dtype.name, 1
-  passes = passes_of(equation.params.get("precision"))
+  passes = formats.passes_of(equation.params.get("precision"))
   if passes and plain_primitive(equation.primitive) is jax.lax.dot_general_p:  # JAX drops those of others
     return passes.dtype, passes.products
   asked = equation.params.get("precision")

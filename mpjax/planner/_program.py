@@ -24,7 +24,7 @@ class Buffer:
     nbytes: bytes in one device's main memory, padding included; 0 for one that is elsewhere.
     maker: the operation that computes it; `None` for an argument or constant.
     argument: the leaf of the step's arguments that it is, or `None`.
-    weight: the weight that it is, or a cast, a view, a slice or a layer of; or `None`.
+    weight: the weight that it is, or a cast, a view or a layer of; or `None`.
     part: the part of memory that it belongs to whoever reads it; empty if that decides.
     on_host: whether it is in the host's memory.
     whole: `nbytes`, wherever it is.

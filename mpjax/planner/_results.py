@@ -102,7 +102,6 @@ class Compiled(Renamed):
     memory: the same, divided into parts by the compiler's schedule of the program.
     explained: share of `peak` that the parts account for.
     kernels: FLOPs of matrix products by kernel and operand dtypes, such as `cublas: bf16 x bf16`.
-    seconds: seconds of compilation.
   """
 
   arguments: int
@@ -113,7 +112,6 @@ class Compiled(Renamed):
   memory: Memory
   explained: float
   kernels: dict[str, int]
-  seconds: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -207,7 +207,7 @@ def _merged(program: Program) -> Iterator[Operation]:
   """Yields the kernels of a program, a loop or conditional as one.
 
   The level of a value is the most products, reductions over columns and the like that it depends on one after
-  another. Element-wise operations of one level are one kernel if they share a large operand.
+  another. Element-wise operations of one level and size are one kernel if they share a large operand.
   """
   level: dict[Buffer, int] = {}
   started: dict[tuple[int, int], list[Operation]] = collections.defaultdict(list)
@@ -226,18 +226,17 @@ def _merged(program: Program) -> Iterator[Operation]:
     elements = max((math.prod(v.shape) for v in (*operation.operands, *writes)), default=0)
     most = max((*reads.values(), *(b.nbytes for b in writes)), default=0)
     large = {b for b, nbytes in (reads | {b: b.nbytes for b in writes}).items() if 4 * nbytes >= most}
-    open_ones = started[depth, elements]
-    found = next((k for k in open_ones if not large.isdisjoint((*k.reads, *k.writes))), None)
-    if found is None:
-      found = alone
-      open_ones.append(found)
-      yield found
+    alike = started[depth, elements]
+    found = next((k for k in alike if not large.isdisjoint((*k.reads, *k.writes))), alone)
+    if found is alone:
+      alike.append(alone)
+      yield alone
     found.reads |= {b: nbytes for b, nbytes in reads.items() if b not in found.writes}
     found.writes = [*found.writes, *writes]
 
 
 def _moved(kernel: Operation) -> float:
-  """Returns the bytes that a kernel reads and writes; of an update in place, what it reads twice."""
+  """Returns the bytes that a kernel reads and writes; an update in place writes what it reads."""
   reads = sum(kernel.reads.values())
   return 2 * reads if is_update(kernel) else reads + total_bytes(kernel.writes)
 
@@ -295,8 +294,7 @@ def product_seconds(target: Target, product: Product, devices: int = 1) -> float
 def collective_seconds(target: Target, collectives: Sequence[Collective], group: Sequence[int]) -> float:
   """Returns the seconds of a collective, of which each row has one result: its bytes over the bandwidth.
 
-  The bytes that a device sends are those of ring algorithms (Thakur et al., 2005): (n - 1) / n of the result
-  of an all-gather, and twice that for an all-reduce.
+  An all-reduce is that of a ring (Thakur et al., 2005), which sends twice.
 
   Args:
     target: the target.
@@ -306,9 +304,8 @@ def collective_seconds(target: Target, collectives: Sequence[Collective], group:
   n = len(group)
   if n < 2 or not collectives:
     return 0.0
-  operation, nbytes = collectives[0].operation, sum(collective.nbytes for collective in collectives)
-  share = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
-  sent = nbytes * share.get(operation, (n - 1) / n)
+  operation, sent = collectives[0].operation, sum(collective.sent for collective in collectives)
+  sent *= 2 * (n - 1) / n if operation == "all-reduce" else 1
   bandwidth = _torus(target, n) if target.kind == "tpu" else _network(target, operation, group)
   return sent / (bandwidth * efficiency(target, "interconnect")) + LATENCY * math.log2(n)
 

@@ -27,7 +27,7 @@ from mpjax.dtypes import (
   parse_dtype,
   platform,
 )
-from mpjax.formats._passes import PASSES, SHORT_NAMES
+from mpjax.formats import PASSES, SHORT_NAMES
 from mpjax.fp8 import Recipe, parse_recipe
 from mpjax.patterns import component_regex
 from mpjax.policies import ALIASES, presets, read_preset

@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding
 
 from mpjax import _compat
 from mpjax._types import Array, JaxprEqn
-from mpjax.formats._passes import passes_of
+from mpjax.formats import passes_of
 from mpjax.products._dimensions import (
   Dims,
   gradient_as_jax,

@@ -10,7 +10,8 @@ import mpjax
 from mpjax.planner import get_target
 from mpjax.planner._from_jaxpr import from_jaxpr
 from mpjax.planner._time import compiled_time
-from mpjax.planner.compiled._from_hlo import from_hlo, state_kernels
+from mpjax.planner.compiled._from_hlo import from_hlo
+from mpjax.planner.compiled._work import state_kernels
 from tests.planner._programs import Program
 from tests.planner._steps import F32, S
 

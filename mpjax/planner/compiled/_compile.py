@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +49,6 @@ class CompiledProgram:
     arguments, outputs, aliases, temporaries: bytes on one device.
     live: bytes of temporaries that are live at the peak, without gaps between them; 0 if not known.
     proto: the optimised program as a serialised `HloModuleProto`; empty if JAX does not give it.
-    seconds: seconds of compilation.
     accessed: bytes of memory that it reads and writes, by the compiler's cost model; 0 without one.
   """
 
@@ -60,7 +58,6 @@ class CompiledProgram:
   temporaries: int
   live: int
   proto: bytes
-  seconds: float
   accessed: float = 0.0
 
   @property
@@ -92,10 +89,9 @@ def compile_step(
   jitted = jax.jit(flat, donate_argnums=tuple(donated), keep_unused=True)
   if not target.is_here:
     return _compile_apart(jitted, leaves, donated, target)
-  start = time.perf_counter()
   try:
     compiled = jitted.lower(*leaves).compile()
-    return CompiledProgram(**figures(compiled, time.perf_counter() - start))
+    return CompiledProgram(**figures(compiled))
   except RuntimeError as error:
     raise CompileError(_first_lines(str(error)), _is_memory(str(error))) from error
 

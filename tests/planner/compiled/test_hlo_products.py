@@ -12,8 +12,9 @@ from jax import lax
 from mpjax.planner import get_target
 from mpjax.planner._program import collectives_of
 from mpjax.planner._time import compiled_time
-from mpjax.planner.compiled._from_hlo import from_hlo, group_of
+from mpjax.planner.compiled._from_hlo import from_hlo
 from mpjax.planner.compiled._hlo import parse
+from mpjax.planner.compiled._work import group_of
 from mpjax.planner.compiled._worker import module_proto
 from tests.planner.compiled._hlo_text import computation, program
 from tests.planner.compiled.programs import CROSSINGS, KEPT, VERSIONS, parsed

@@ -36,6 +36,7 @@ def programs_of(version):
   found = {}
   for key, row in figures.items():
     size = row.pop("size")
-    row.pop("flops", None)  # which older files have
+    for old in ("flops", "seconds"):
+      row.pop(old, None)
     found[key], protos = CompiledProgram(**row, proto=protos[:size]), protos[size:]
   return found

@@ -39,7 +39,7 @@ def main() -> None:
     step = make()
     for target in targets:
       program = compile_step(step.function, step.args, step.donated_leaves, get_target(target))
-      made = dataclasses.replace(program, seconds=0.0, proto=without_folders(program.proto))
+      made = dataclasses.replace(program, proto=without_folders(program.proto))
       programs[f"{name} {target}"] = made
       print(name, target, len(made.proto), flush=True)
   lines = []
