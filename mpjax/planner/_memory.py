@@ -37,24 +37,15 @@ _MOST_SAVED = 20
 _IN_PARTS = (jax.lax.dynamic_slice_p, jax.lax.gather_p, jax.lax.slice_p)
 
 
-def analytic_memory(
-  traced: Program, program: Program, arguments: Sequence[Argument], target: Target
-) -> Memory:
-  """Returns the parts of memory at a step's peak.
-
-  Args:
-    traced: the traced step.
-    program: what it stores.
-    arguments: the leaves of its arguments.
-    target: the target whose compiler is modelled.
-  """
+def analytic_memory(program: Program, arguments: Sequence[Argument], target: Target) -> Memory:
+  """Returns the parts of memory at the peak of what a step stores, its arguments among them."""
   peak = live_at_peak(program)
   results = set(program.results)
   transient = by_part([b for b in peak.live if b not in results], read_backward(program))
   transient["outputs"] = total_bytes(results.intersection(peak.live))
   # Negative where a result takes its operand's place.
   transient["temporaries"] += peak.nbytes - total_bytes(peak.live)
-  if any(operation.flops for operation, _ in traced.each()):
+  if any(operation.flops for operation, _ in program.each()):
     most = _WORKSPACE if _compat.has_newer_xla() else target.workspace
     transient["workspace"] += min(most, target.workspace)
   room = target.on_chip

@@ -93,11 +93,10 @@ def plan(
   step = from_jaxpr(traced.jaxpr, traced.arguments, device, traced.devices)
   donated = [value for value, given in zip(step.arguments, traced.donated, strict=True) if given]
   program = stored_program(step, device.kind, donated)
-  memory = analytic_memory(step, program, traced.arguments, device)
+  memory = analytic_memory(program, traced.arguments, device)
   products = list_products(step, device)
   compiled, by_compiler, notes = _by_the_compiler(traced, step, device, compile)
   crossing = by_compiler or step
-  sent = collectives_of(crossing, least=True)
   return Plan(
     label=label or traced.label,
     target=device.name,
@@ -110,7 +109,7 @@ def plan(
     compiled=compiled,
     products=products,
     collectives=collectives_of(crossing),
-    floor=time_floor(program, compiled.memory if compiled else memory, sent, device),
+    floor=time_floor(program, crossing, compiled.memory if compiled else memory, device),
     notes=(*_notes(traced, products, device), *notes),
     fp8=traced.fp8,
     model_flops=model_flops(step),

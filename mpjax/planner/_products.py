@@ -26,17 +26,11 @@ def product_of(equation: JaxprEqn, stated: int, devices: int, target: Target) ->
   return Product(dtype, sizes, batch, stated / devices, "lhs_dilation" in equation.params, passes)
 
 
-def list_products(program: Program, target: Target, *, least: bool = False) -> tuple[ProductGroup, ...]:
-  """Returns products, then fused kernels, one row for each line, shape and dtype; the most FLOPs first.
-
-  Args:
-    program: the traced program.
-    target: the target with the matrix units.
-    least: count the branch of a conditional with the least FLOPs, not the one with the most.
-  """
+def list_products(program: Program, target: Target) -> tuple[ProductGroup, ...]:
+  """Returns products, then fused kernels, one row for each line, shape and dtype; the most FLOPs first."""
   rows = [
     _row(operation, product, target, times)
-    for operation, times in program.each(choose=min if least else max)
+    for operation, times in program.each()
     for product in operation.products
   ]
   products = add_up([row for row in rows if not row.kernel], "flops")

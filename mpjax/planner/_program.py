@@ -126,6 +126,11 @@ class Operation:
     """FLOPs of one run on one device, as products and kernels state them."""
     return sum(product.flops for product in self.products)
 
+  @property
+  def sent(self) -> float:
+    """The least bytes that a device sends in one run."""
+    return sum(collective.sent for collective in self.collectives)
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Program:
@@ -238,17 +243,11 @@ def live_at_peak(program: Program) -> Peak:
   return Peak(most, worst, saved)
 
 
-def collectives_of(program: Program, *, least: bool = False) -> tuple[Collective, ...]:
-  """Returns the program's collectives in one step: the bytes of the results on each device.
-
-  Args:
-    program: the program of the step.
-    least: count the branch of a conditional that sends least, not the one that sends most.
-  """
-  sent = lambda operation: sum(collective.sent for collective in operation.collectives)
+def collectives_of(program: Program) -> tuple[Collective, ...]:
+  """Returns the program's collectives in one step: the bytes of the results on each device."""
   rows = [
     dataclasses.replace(one, nbytes=one.nbytes * times, count=times)
-    for operation, times in program.each(worth=sent, choose=min if least else max)
+    for operation, times in program.each(worth=lambda operation: operation.sent)
     for one in operation.collectives
   ]
   of_sources = add_up(rows, "count", "nbytes")

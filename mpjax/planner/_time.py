@@ -16,7 +16,6 @@ from typing import Any
 from mpjax.formats import padded
 from mpjax.jaxpr import Trait, has, layer_pattern, shape_of
 from mpjax.planner._memory import is_heavy, is_update
-from mpjax.planner._products import list_products
 from mpjax.planner._program import Buffer, Operation, Product, Program, total_bytes
 from mpjax.planner._results import TIME_PARTS, Collective, Floor, Memory, Time
 from mpjax.planner._targets import Target
@@ -86,19 +85,17 @@ def traced_time(program: Program, target: Target) -> Time | None:
   return _time(spent, "roofline of the traced program", _ERROR_TRACED)
 
 
-def time_floor(
-  program: Program, memory: Memory, collectives: Sequence[Collective], target: Target
-) -> Floor | None:
+def time_floor(program: Program, crossing: Program, memory: Memory, target: Target) -> Floor | None:
   """Returns the shortest time of a step, or `None` if the target has no published peak rates.
 
   Every step reads its state and its batch from memory, and writes its results there. Arrays of which it reads
   or writes only a part do not count. Only activations that wait for the backward pass may stay in a cache
-  instead.
+  instead. Of a conditional, the branch with the least counts.
 
   Args:
     program: what the step stores.
+    crossing: the program that says what crosses devices.
     memory: memory of the step, the compiler's if there is one.
-    collectives: the collectives of the step.
     target: the target with the peak rates.
   """
   if not target.has_rates:
@@ -108,13 +105,12 @@ def time_floor(
   moved += total_bytes({b for b in program.results if b.maker is not None and not is_update(b.maker)})
   moved += 2 * max(0, memory.saved_bytes - target.cache)
   # A kernel may state more FLOPs than it runs: the masked half of causal attention.
-  products = list_products(program, target, least=True)
-  parts = {
-    "matrix units": sum(p.flops * p.passes / target.unit_rate(p.dtype)[1] for p in products if not p.kernel),
-    "memory": moved / target.bandwidth,
-  }
-  if collectives and target.interconnect:
-    parts["interconnect"] = sum(c.sent for c in collectives) / target.interconnect
+  seconds = lambda p: 0 if p.kernel else p.flops * p.passes / target.unit_rate(p.dtype)[1]
+  work = sum(times * seconds(p) for o, times in program.each(choose=min) for p in o.products)
+  parts = {"matrix units": work, "memory": moved / target.bandwidth}
+  sent = sum(o.sent * times for o, times in crossing.each(worth=lambda o: o.sent, choose=min))
+  if sent and target.interconnect:
+    parts["interconnect"] = sent / target.interconnect
   bound = max(parts, key=lambda name: parts[name])
   return Floor(parts[bound], parts, bound, moved)
 
