@@ -90,7 +90,7 @@ def time_floor(program: Program, crossing: Program, memory: Memory, target: Targ
 
   Every step reads its state and its batch from memory, and writes its results there. Arrays of which it reads
   or writes only a part do not count. Only activations that wait for the backward pass may stay in a cache
-  instead. Of a conditional, the branch with the least counts.
+  instead. A conditional counts its least branch.
 
   Args:
     program: what the step stores.
