@@ -91,8 +91,12 @@ BAD = [  # columns of the training split, options, words of the error
   ({"ids": [[1], None, [2, None]]}, IDS, ["[train]", "gaps"]),
   ({"ids": TEXTS}, IDS, ["ids is string", "lists of integers"]),
   ({"ids": [[0.5]] * 9}, IDS, ["ids is list<", "lists of integers"]),
-  ({"ids": [[1]] * 9}, IDS, ["data.seq_len=8", "tokens of the training split"]),
-  ({"image": IMAGES.tolist(), "label": [-1, *LABELS[1:].tolist()]}, PICTURES, ["[train]", "label[0]=-1"]),
+  ({"ids": [[1]] * 9}, IDS, ["the training rows are 0 only", "shorter rows"]),
+  (
+    {"image": IMAGES.tolist(), "label": [-1, *LABELS[1:].tolist()]},
+    PICTURES,
+    ["[train]", "label has -1 to 2"],
+  ),
   ({"image": [], "label": []}, PICTURES, ["cannot load dataset"]),
   ({"image": TEXTS, "label": list(range(12))}, PICTURES, ["[train]", "images is"]),
 ]
@@ -109,7 +113,7 @@ def test_unfit_datasets_are_named(tmp_path):
 def test_images_of_several_shapes_are_named(tmp_path):
   pictures([IMAGES[0], IMAGES[0][:5]], [0, 1]).save_to_disk(tmp_path / "ragged")
   options = {"path": str(tmp_path / "ragged"), **PICTURES}
-  with pytest.raises(DataError, match=r"shapes \[\(5, 6\), \(6, 6\)\]"):
+  with pytest.raises(DataError, match="must have the same shape"):
     load("huggingface", **options)
 
 

@@ -72,13 +72,11 @@ def test_the_fingerprint_follows_the_content_and_not_the_place(tmp_path):
 
 BAD = {  # name -> (content, options, words of the error)
   "missing": (None, {}, ["no such file"]),
-  "empty": (b"", {}, ["no tokens", "0 bytes"]),
-  "cut off": (b"\0" * 201, {}, ["201 bytes", "uint16", "cut off"]),
-  "too short": (b"\0" * 12, {}, ["data.seq_len=8", "6 tokens"]),
-  "one row": (b"\0" * 20, {}, ["at least two"]),
+  "empty": (b"", {}, ["cannot be read", "empty"]),
+  "cut off": (b"\0" * 201, {}, ["cannot be read with data.dtype=uint16", "multiple"]),
+  "too short": (b"\0" * 12, {}, ["the training rows are 0 only", "shorter rows"]),
   "an array file": (b"\x93NUMPY" + b"\0" * 200, {}, ["NumPy", "tofile"]),
   "a token too large": (b"\xff\xff" * 200, {}, ["token 0 is 65535", "data.vocab_size=1000", "data.dtype"]),
-  "two bytes are too few": (b"\0" * 200, {"vocab_size": 70_000, "dtype": "uint16"}, ["70000", "uint32"]),
 }
 
 

@@ -50,7 +50,8 @@ def load_huggingface(
   if eval_split == train_split:
     raise DataError(f"data.eval_split={eval_split!r} is the training split: expected another split, or null")
   columns = [column for column in (token_column, text_column, image_column, label_column) if column]
-  splits = _load(source, saved, [train_split, *([eval_split] if eval_split else [])], columns)
+  wanted = [name for name in (train_split, eval_split) if name]
+  splits = {name: split.select_columns(columns) for name, split in _load(source, saved, wanted).items()}
   titles = {split: f"{source}[{split}]" for split in splits}
   if token_column:
     if vocab_size is None:
@@ -82,8 +83,8 @@ def load_huggingface(
   return images_to_rows(pairs, source, num_classes, valid_fraction)
 
 
-def _load(source: str, saved: bool, wanted: list[str], columns: list[str]) -> dict[str, Any]:
-  """Returns splits by name, with these columns."""
+def _load(source: str, saved: bool, wanted: list[str]) -> dict[str, Any]:
+  """Returns splits by name."""
   datasets = importlib.import_module("datasets")
   try:
     splits = datasets.load_from_disk(source) if saved else datasets.load_dataset(source)
@@ -93,9 +94,6 @@ def _load(source: str, saved: bool, wanted: list[str], columns: list[str]) -> di
   for split in wanted:
     if split not in splits:
       raise DataError(f"dataset {source!r}: no split {split!r}; there are {', '.join(splits)}")
-    there = splits[split].column_names
-    if lacking := [column for column in columns if column not in there]:
-      raise DataError(f"{source}[{split}]: no column {lacking[0]!r}; there are {', '.join(there)}")
   return {split: splits[split] for split in wanted}
 
 

@@ -28,7 +28,6 @@ Loaded = tuple[Any, Any, dict[str, Any]]
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
 # Rows of token files that are read before a run: for the fingerprint, and to find wrong numbers.
 _SAMPLED = 256
-_NUMPY_FILE = b"\x93NUMPY"
 
 
 @register_data("stdlib")
@@ -48,14 +47,12 @@ def load_text(*, path: Paths | None = None, seq_len: Positive = 128, valid_fract
   files are split by file, a single file by position.
   """
   found = _files_of(path, "path", "text files there (not empty, hidden or binary ones)", _has_text)
-  documents: dict[str, bytes] = {}
-  seen: set[pathlib.Path] = set()
+  names: dict[pathlib.Path, str] = {}
   for position, files in enumerate(found):
     for name, file in files:
-      if (real := file.resolve()) not in seen:
-        seen.add(real)
-        # Named by position in the list: split and fingerprint do not depend on the location.
-        documents[name if len(found) == 1 else f"{position}:{name}"] = file.read_bytes()
+      # Named by position in the list: split and fingerprint do not depend on the location.
+      names.setdefault(file.resolve(), name if len(found) == 1 else f"{position}:{name}")
+  documents = {name: file.read_bytes() for file, name in names.items()}
   return documents_to_rows([documents], ", ".join(_listed(path)), seq_len, valid_fraction)
 
 
@@ -79,8 +76,6 @@ def load_tokens(
     DataError: for files that are missing, empty or cut off, or numbers outside the vocabulary.
   """
   numbers = np.dtype(dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")).newbyteorder("<")
-  if numbers.itemsize == 2 and vocab_size > 1 << 16:
-    raise DataError(f"data.dtype=uint16: data.vocab_size={vocab_size} needs uint32")
   splits = []
   for key, paths in {"path": path, "eval_path": eval_path}.items():
     if key == "path" or paths is not None:
@@ -91,8 +86,6 @@ def load_tokens(
       )
   if len(splits) == 1:
     [rows] = splits
-    if len(rows) < 2:
-      raise DataError(f"data.path={path!r}: {len(rows)} rows of {seq_len} tokens: expected at least two")
     count = len(rows) - max(1, round(len(rows) * valid_fraction))
     splits = [rows.part(0, count), rows.part(count, len(rows))]
   digest = hashlib.blake2b(repr((seq_len, vocab_size)).encode(), digest_size=8)
@@ -116,20 +109,13 @@ def find_files(
 
   Names are relative to the folder, or to the part of the pattern before its first wildcard. Files and whole
   folders for whose name `skip` is true are left out of a folder.
-
-  Raises:
-    OSError: for a folder that cannot be listed; `os.walk` would leave it out.
   """
   root = base = pathlib.Path(path)
   if root.is_file():
     return [(root.name, root)]
   files: list[pathlib.Path] = []
-  if path and root.is_dir():
-
-    def refuse(error: OSError) -> None:
-      raise error
-
-    for folder, folders, names in os.walk(root, onerror=refuse):
+  if root.is_dir():
+    for folder, folders, names in os.walk(root, onerror=_refuse):  # it would leave such a folder out
       folders[:] = [name for name in folders if not skip(name)]
       files += [pathlib.Path(folder, name) for name in names if not skip(name)]
   else:
@@ -138,13 +124,17 @@ def find_files(
   return sorted((file.relative_to(base).as_posix(), file) for file in files if file.is_file())
 
 
+def _refuse(error: OSError) -> None:
+  raise error
+
+
 def _files_of(
   path: Paths | None,
   key: str,
   what: str,
-  keep: Callable[[pathlib.Path, bool], bool] = lambda file, is_named: True,
+  keep: Callable[[pathlib.Path], bool] = lambda file: True,
 ) -> list[list[tuple[str, pathlib.Path]]]:
-  """Returns what `find_files` finds at each path of a key, as far as `keep(file, is_named)` is true.
+  """Returns what `find_files` finds at each path of a key: the file there, or those for which `keep` is true.
 
   Raises:
     DataError: if there is no path, or nothing is found at one.
@@ -155,7 +145,7 @@ def _files_of(
   found = []
   for each in paths:
     is_named = pathlib.Path(each).is_file()
-    found.append([(name, file) for name, file in find_files(each) if keep(file, is_named)])
+    found.append([(name, file) for name, file in find_files(each) if is_named or keep(file)])
     if not found[-1]:
       raise DataError(f"data.{key}={each!r}: no such file, or no {what}")
   return found
@@ -175,8 +165,8 @@ class Windows:
   def __init__(self, streams: Sequence[np.ndarray], seq_len: int, *, padded: bool = False):
     self._streams, self._seq_len, self._padded = streams, seq_len, padded
     more = seq_len - 1 if padded else 0
-    self._ends = np.cumsum([(max(len(stream) - 1, 0) + more) // seq_len for stream in streams])
-    self._rows = range(int(self._ends[-1]))
+    counts = [(max(len(stream) - 1, 0) + more) // seq_len for stream in streams]
+    self._ends, self._rows = np.cumsum(counts), range(sum(counts))
 
   def part(self, first: int, last: int) -> Self:
     """Returns the rows from `first` up to, not including, `last`."""
@@ -209,10 +199,6 @@ class TokenRows(Windows):
   ):
     super().__init__(streams, seq_len)
     self._vocab_size, self._files = vocab_size, files
-    if not len(self):
-      longest = max(map(len, streams))
-      named = ", ".join(map(str, files))
-      raise DataError(f"data.seq_len={seq_len}: longer than the {longest} tokens of {named}")
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
     row = super().__getitem__(index)
@@ -229,7 +215,7 @@ class TokenRows(Windows):
   def sample(self) -> bytes:
     """Returns a digest of the number of rows and of some rows; reads only a small part of large files."""
     digest = hashlib.blake2b(repr(len(self)).encode(), digest_size=16)
-    for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLED).astype(int)):
+    for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLED if len(self) else 0).astype(int)):
       digest.update(self[int(index)]["tokens"].tobytes())
     return digest.digest()
 
@@ -246,9 +232,6 @@ def documents_to_rows(
 
   Holds out a share of a single split's documents, chosen by name, or the end of a single document.
   `packed`: a split is one stream; else each row comes from one document and is padded.
-
-  Raises:
-    DataError: if a split is empty or shorter than a window.
   """
   splits = [list(split.values()) for split in documents]
   if len(splits) == 1 and len(splits[0]) == 1:
@@ -276,17 +259,8 @@ def streams_to_rows(
   """Cuts the streams of the training split and of the one held out into windows of `seq_len` to predict.
 
   `units` says what a token is, `facts` are further facts about the data. `packed`: as for documents.
-
-  Raises:
-    DataError: if a split is empty, or its stream is shorter than a window.
   """
   sizes = [sum(map(len, split)) for split in splits]
-  for name, size in zip(("training", "evaluation"), sizes, strict=True):
-    if size <= (seq_len if packed else 1):
-      raise DataError(
-        f"data.seq_len={seq_len}: longer than the {size} {units} of the {name} split of {title}; "
-        "use a smaller seq_len, more text or another valid_fraction"
-      )
   digest = hashlib.blake2b(repr((seq_len, sizes)).encode(), digest_size=8)
   lengths = [np.array([len(tokens) for tokens in split], np.int64) for split in splits if not packed]
   for tokens in (*splits[0], *splits[1], *lengths):
@@ -308,22 +282,21 @@ def _split_by_name(documents: Mapping[str, bytes], fraction: float) -> list[list
   return [[text for name, text in documents.items() if (name in held_out) == part] for part in (False, True)]
 
 
-def _has_text(file: pathlib.Path, is_named: bool) -> bool:
+def _head(file: pathlib.Path) -> bytes:
   with file.open("rb") as stream:
-    head = stream.read(1024)
-  return bool(head) and (is_named or b"\0" not in head)
+    return stream.read(1024)
+
+
+def _has_text(file: pathlib.Path) -> bool:
+  head = _head(file)
+  return bool(head) and b"\0" not in head
 
 
 def _map(file: pathlib.Path, dtype: np.dtype, skip_bytes: int) -> np.ndarray:
-  with file.open("rb") as stream:
-    head = stream.read(len(_NUMPY_FILE))
-  size = file.stat().st_size - skip_bytes
-  if head == _NUMPY_FILE:
+  if _head(file).startswith(b"\x93NUMPY"):
     raise DataError(f"{file} is an array of NumPy: expected raw numbers, as array.tofile(path) writes them")
-  if size <= 0:
-    raise DataError(f"{file} has no tokens: {size + skip_bytes} bytes, data.skip_bytes={skip_bytes}")
-  if size % dtype.itemsize:
-    raise DataError(
-      f"{file}: {size} bytes are not a whole number of {dtype.name}: it is cut off, or data.dtype is wrong"
-    )
-  return np.memmap(file, dtype, mode="r", offset=skip_bytes)
+  try:
+    return np.memmap(file, dtype, mode="r", offset=skip_bytes)
+  except ValueError as error:  # it is empty or cut off
+    said = f"data.dtype={dtype.name} and data.skip_bytes={skip_bytes}"
+    raise DataError(f"{file} cannot be read with {said}: {error}") from error
