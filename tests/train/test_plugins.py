@@ -345,8 +345,7 @@ UNFIT_OPTIMIZERS = [
   (["target=nothing"], ["returned a int", "optax transform"]),
   (["target=picky", "options.alpha=-1"], ["target=picky: alpha must be positive (optimizers.py:"]),
   (["target=nothing", "options.x=1"], ["optimizer.options.x", "it has none"]),
-  (["target=nothing", "name=lion"], ["name='lion' and target='nothing'"]),
-  (["target=nothing", "name=adamw"], ["'adamw' and target", "name=null removes the name"]),
+  (["target=nothing", "weight_decay=0.1"], ["optimizer.weight_decay=0.1: expected an option of the target"]),
   (["name=null"], ["unknown optimizer.name None", "adamw"]),
   (["name=signed"], ["optimizer.name 'signed'", "optimizer.target"]),
 ]

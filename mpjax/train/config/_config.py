@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -54,7 +53,7 @@ class DataConfig(KindSection):
 class OptimizerConfig(Section):
   """An optax optimiser, its learning-rate schedule and gradient clipping.
 
-  `name`: an optimiser of optax. `target`: a plug-in's optimiser, in place of `name`.
+  `name`: an optimiser of optax. `target`: a plug-in's optimiser, which replaces `name`.
   `schedule_steps`: the step at which the schedule ends; `null`: `train.steps`. `decay_fraction`: the share of
   these steps in which the schedule `wsd` (warm-up, stable, decay) falls.
   """
@@ -76,12 +75,8 @@ class OptimizerConfig(Section):
   def _check_target(cls, value: object) -> object:
     if not isinstance(value, Mapping) or value.get("target") is None:
       return value
-    for key in ("name", "weight_decay"):
-      if value.get(key):
-        raise ValueError(
-          f"{key}={value[key]!r} and target={value['target']!r}: give only one of them; "
-          f"{key}={'null' if key == 'name' else 0} removes the {key} of a file"
-        )
+    if value.get("weight_decay"):
+      raise ValueError(f"weight_decay={value['weight_decay']!r}: expected an option of the target")
     options = value.get("options") or {}
     if isinstance(options, Mapping):  # the annotation's check reports others
       options = TARGETS.check(value["target"], options)
@@ -265,29 +260,18 @@ class Config(Section):
       update[section] = before.model_copy(update={name: value}) if name else value
     return self.model_copy(update=update)
 
-  def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Config:
-    """Returns the config with other values, and nothing that was computed of those before."""
-    copied = super().model_copy(update=update, deep=deep)
-    for name in ("tree", "_policy") if "policy" in (update or ()) else ("tree",):
-      copied.__dict__.pop(name, None)
-    return copied
-
-  @functools.cached_property
-  def _policy(self) -> Policy:
-    return get_policy(self.policy)
-
-  @functools.cached_property
+  @property
   def tree(self) -> dict[str, Any]:
-    """The config as plain data, with all defaults and the whole policy; not to be changed."""
+    """Returns the config as plain data, with all defaults and the whole policy."""
     return self.model_dump(mode="json")
 
   def resolve_policy(self) -> Policy:
-    """Returns the policy for this backend, resolved once. Its `reason` says why `auto` chose it."""
-    return self._policy
+    """Returns the policy for this backend. Its `reason` says why `auto` chose it."""
+    return get_policy(self.policy)
 
   @pydantic.field_serializer("policy")
   def _whole_policy(self, _: object) -> dict[str, Any]:
-    return self._policy.to_dict()
+    return self.resolve_policy().to_dict()
 
   def to_yaml(self) -> str:
     """Returns the config as YAML, with all defaults and the whole policy."""

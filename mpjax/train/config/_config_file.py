@@ -102,7 +102,7 @@ def read_tree(source: ConfigSource, overrides: Sequence[str] = ()) -> dict[str, 
   if isinstance(source, (str, pathlib.Path)):
     source = find_config(source)
   elif isinstance(source, Config):
-    source = source.model_dump(mode="json") | {"policy": source.policy}
+    source = source.tree | {"policy": source.policy}
   elif not isinstance(source, Mapping):
     raise ConfigError(f"config={source!r}: expected a YAML file, the name of an example, or a mapping")
   title = source if isinstance(source, pathlib.Path) else "the config"
@@ -138,7 +138,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     value = _parsed(text)
   except _UNREADABLE as error:
     raise ConfigError(f"override {override!r}: {_said(error)}") from error
-  *parents, last = re.split(r"[.[]", key.replace("]", ""))
+  *parents, last = key.split(".")
   if parents[:1] == ["policy"] and not isinstance(tree.get("policy"), dict):
     given = tree.get("policy")
     tree["policy"] = {"base": Config.model_fields["policy"].default if given is None else given}
@@ -153,23 +153,13 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-  """Reads plain values: `1e-3` is a number, a date is text, and a file cannot grow by references."""
-
-  def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-    if self.check_event(yaml.AliasEvent):
-      raise _fault(self.peek_event(), "a reference (*name): write the value out")
-    return super().compose_node(parent, index)
+  """Reads plain values: `1e-3` is a number, and a date is text."""
 
   def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     names = [key.value for key, _ in node.value]
     if repeated := [name for i, name in enumerate(names) if name in names[:i]]:
       raise _fault(node, f"the key {repeated[0]!r} is there twice")
     return super().construct_mapping(node, deep)
-
-  def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-    if "${" in str(node.value):
-      raise _fault(node, f"{node.value}{instead('${}', 'config')}")
-    return super().construct_scalar(node)
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -187,7 +177,12 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError)
 
 
 def _parsed(text: str | bytes) -> Any:
-  """Returns the value of a YAML text."""
+  """Returns the value of a YAML text; without references, by which a file could grow."""
+  for event in yaml.parse(text, _Loader):
+    if isinstance(event, yaml.AliasEvent):
+      raise _fault(event, "a reference (*name): write the value out")
+    if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
+      raise _fault(event, f"{event.value}{instead('${}', 'config')}")
   return _plain(yaml.load(text, _Loader))
 
 
@@ -218,31 +213,19 @@ def _said(error: Exception) -> str:
 # Keys that may differ between processes.
 _OWN = frozenset({"distributed", "train.checkpoint_wait"})
 # Keys that may change when a run resumes. Only a mesh changes what a step computes: its rounding.
-_FREE = _OWN | {
-  "out",
-  "numerics",
-  "mesh",
-  "data.workers",
-  "train.log_every",
-  "train.eval_every",
-  "train.checkpoint_every",
-  "train.keep_checkpoints",
-  "train.max_skips",
-  "train.export",
-  "train.export_dtype",
-  "train.profile_steps",
-  "train.trackers",
-}
+_FREE = _OWN.union(
+  ["out", "numerics", "mesh", "data.workers", "train.log_every", "train.eval_every"],
+  ["train.checkpoint_every", "train.keep_checkpoints", "train.max_skips"],
+  ["train.export", "train.export_dtype", "train.profile_steps", "train.trackers"],
+)
 # Keys that may change when a run resumes with more steps.
 _GROWING = {"train.steps", "optimizer.schedule_steps"}
 
 
 def has_grown(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
   """Returns whether one config of a run has fewer steps than another."""
-  try:
-    return bool(theirs["train"]["steps"] < ours["train"]["steps"])
-  except (KeyError, TypeError):  # of a file that somebody has changed
-    return False
+  before = _flat(theirs).get("train.steps")
+  return isinstance(before, int) and before < ours["train"]["steps"]  # somebody may have changed the file
 
 
 def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
