@@ -27,17 +27,17 @@ _PLUGIN = {
 }
 _TABLES = {"--table NAME": "print one of the tables that the answer names", "--all": "print every table"}
 _ONE_OF = {"--all": "--table", "--cheapest": "--fit"}  # flags that exclude another
-_TARGET = {"target=DEVICE": "target=h200 or target=v5e:2x4 for a device"}
-# How a value is written, what reads it, and its name.
-_VALUES: dict[str, tuple[str, Any, str]] = {
-  "N": (r"\d+", int, "a whole number"),
-  "COUNT": (r"[1-9]\d*", int, "a whole number from 1 on"),
-  "SHARE": (r"0?\.\d+", float, "a share between 0 and 1, such as 0.999"),
-}
+_TARGET = {"target": "target=h200 or target=v5e:2x4 for a device"}
 _TRAINED = {
-  "checkpoint=RUN": "checkpoint=RUN or RUN/checkpoints/STEP for trained parameters",
-  "steps=N": "steps=N: first train N steps (10 without a checkpoint)",
-  "batches=COUNT": "batches=N: look at N batches (2)",
+  "checkpoint": "checkpoint=RUN or RUN/checkpoints/STEP for trained parameters",
+  "steps": "steps=N: first train N steps (10 without a checkpoint)",
+  "batches": "batches=N: look at N batches (2)",
+}
+# How the value of a command's own key is written, what reads it, and what it is. Others are text.
+_VALUES: dict[str, tuple[str, Any, str]] = {
+  "steps": (r"\d+", int, "a whole number"),
+  "batches": (r"[1-9]\d*", int, "a whole number from 1 on"),
+  "keep": (r"0?\.\d+", float, "a share between 0 and 1, such as 0.999"),
 }
 
 
@@ -52,8 +52,9 @@ class Command(NamedTuple):
     first: its first argument: `config`, which has a default; `directory`; or nothing.
     first_help: what that may be.
     overrides: what the `key=value` arguments after it are.
-    takes: the help of each of its own keys, `steps=N`, and of its flags. A flag's value may be left out
-      (`--hunt [FILE]`) or be one of several (`--plugin FILE...`); N is a whole number.
+    keys: the help of each of its own keys.
+    flags: the help of each of its flags, but for `--plugin`. A flag's value may be left out (`--hunt [FILE]`)
+      or be one of several (`--plugin FILE...`); N is a whole number.
   """
 
   does: str
@@ -63,19 +64,8 @@ class Command(NamedTuple):
   first: str = "config"
   first_help: str = _CONFIG
   overrides: str = _OVERRIDES
-  takes: Mapping[str, str] = MappingProxyType({})
-
-  @property
-  def keys(self) -> dict[str, str]:
-    """The command's own keys, each with what its value is."""
-    return {key: value for key, sign, value in (written.partition("=") for written in self.takes) if sign}
-
-  @property
-  def flags(self) -> dict[str, tuple[str, str]]:
-    """The value of each of the command's flags, and its help; with a first argument also `--plugin`."""
-    takes = {**(_PLUGIN if self.first else {}), **self.takes}
-    parts = ((*written.partition(" ")[::2], text) for written, text in takes.items())
-    return {flag: (value, text) for flag, value, text in parts if flag.startswith("--")}
+  keys: Mapping[str, str] = MappingProxyType({})
+  flags: Mapping[str, str] = MappingProxyType({})
 
 
 COMMANDS = {
@@ -83,7 +73,7 @@ COMMANDS = {
     "train a config's model, or resume an unfinished run",
     "Each of several processes runs the command; Slurm, Kubernetes, Cloud TPU and Open MPI need no flags.",
     "gpt_stdlib policy=fp16 train.steps=200 out=runs/x",
-    takes={
+    flags={
       "--coordinator HOST:PORT": "address of process 0, with a port that is free there",
       "--num-processes N": "number of processes",
       "--process-id N": "number of this process, from 0",
@@ -94,7 +84,7 @@ COMMANDS = {
     "Tables have the details. Computes nothing.",
     "gpt_stdlib policy=bf16,fp16",
     overrides=_SEVERAL,
-    takes=_TABLES,
+    flags=_TABLES,
   ),
   "plan": Command(
     "say what a training step costs on a device that you need not have",
@@ -102,8 +92,8 @@ COMMANDS = {
     "gpt_stdlib policy=fp32,bf16,fp16 target=h200",
     "train,plan",
     overrides=_SEVERAL,
-    takes={
-      **_TARGET,
+    keys=_TARGET,
+    flags={
       "--fit": "find the largest batch that fits, for each policy",
       "--cheapest": "find the policy, recompute and gather that fit into memory with the shortest time",
       "--memory SIZE": "memory to fit, such as 80GB or 16GiB; the target's by default",
@@ -119,9 +109,8 @@ COMMANDS = {
     "runs/x policy=fp16 batches=4",
     "train,numerics",
     first_help=f"a run directory, {_CONFIG}",
-    takes={
-      **_TRAINED,
-      "keep=SHARE": "keep=0.999: the share of gradients that a loss scale should keep",
+    keys={**_TRAINED, "keep": "keep=0.999: the share of gradients that a loss scale should keep"},
+    flags={
       "--html FILE": "file of the page; by default in the run directory, or in runs/numerics",
       "--json FILE": "write the report as JSON",
       "--apply FILE": "write the config with the advised policy",
@@ -138,9 +127,8 @@ COMMANDS = {
     "gpt_stdlib target=h200 --out tuned.yaml",
     first_help=f"a run directory, {_CONFIG}",
     overrides=f"{_OVERRIDES}; policy=a,b,c: choose only among these",
-    takes={
-      **_TARGET,
-      **_TRAINED,
+    keys=_TARGET | _TRAINED,
+    flags={
       "--for time|memory": "cost to minimise (time)",
       "--tolerance ERROR": "largest error of the gradient: 0.01 (of its norm) or '0.2 noise'; default "
       "'0.1 noise'",
@@ -155,11 +143,11 @@ COMMANDS = {
     first="directory",
     first_help="a run directory",
     overrides="by default the compute dtype, the best step and the average",
-    takes={
-      "dtype=DTYPE": "dtype=bf16",
-      "step=STEP": "step=best|latest|N",
-      "weights=WHICH": "weights=average|last",
-      "out=FILE": "out=FILE",
+    keys={
+      "dtype": "dtype=bf16",
+      "step": "step=best|latest|N",
+      "weights": "weights=average|last",
+      "out": "out=FILE",
     },
   ),
   "env": Command(
@@ -167,7 +155,7 @@ COMMANDS = {
     example="--json > env.json",
     extras="",
     first="",
-    takes={"--json": "print JSON"},
+    flags={"--json": "print JSON"},
   ),
   "bench": Command("measure mpjax against its alternatives (in a checkout)", extras="bench"),
 }
@@ -187,8 +175,8 @@ def parse(name: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
   if unknown and not unknown[0].startswith("-"):
     parser.error(f"unrecognized arguments: {' '.join(unknown)}")
   if unknown:
-    flag = unknown[0].partition("=")[0]
-    near = [f": did you mean {close}?" for close in difflib.get_close_matches(flag, command.flags, 1, 0.7)]
+    flag, known = unknown[0].partition("=")[0], [written.partition(" ")[0] for written in command.flags]
+    near = [f": did you mean {close}?" for close in difflib.get_close_matches(flag, known, 1, 0.7)]
     usual = f": {prog} --help says what it takes, such as {command.example}"
     parser.exit(2, f"error: {prog} has no option {flag}{instead(flag, name) or (near or [usual])[0]}\n")
   if not command.first:
@@ -198,7 +186,10 @@ def parse(name: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
   for pair in pairs:
     key, equals, text = pair.partition("=")
     if equals and key in command.keys:
-      options.own[key] = _value(pair, command.keys[key], text)
+      pattern, read, expected = _VALUES.get(key, (".*", str, "text"))
+      if not re.fullmatch(pattern, text):
+        raise ConfigError(f"{pair}: expected {expected}")
+      options.own[key] = read(text)
     elif command.first == "directory":
       raise ConfigError(f"unknown key {key!r}: expected {', '.join(command.keys)}")
     else:
@@ -206,23 +197,16 @@ def parse(name: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
   return options
 
 
-def _value(pair: str, kind: str, text: str) -> Any:
-  pattern, read, expected = _VALUES.get(kind, (".*", str, "text"))
-  if not re.fullmatch(pattern, text):
-    raise ConfigError(f"{pair}: expected {expected}")
-  return read(text)
-
-
 def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
   """Adds the arguments of a command to a parser."""
   if command.first:
     nargs, default = ("?", "gpt_stdlib") if command.first == "config" else (None, None)
     parser.add_argument(command.first, nargs=nargs, default=default, help=command.first_help)
-    own = [text for written, text in command.takes.items() if not written.startswith("--")]
-    text = "; ".join([command.overrides, *own])
+    text = "; ".join([command.overrides, *command.keys.values()])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=text)
   groups: dict[str, Any] = {}
-  for flag, (value, text) in command.flags.items():
+  for written, text in {**(_PLUGIN if command.first else {}), **command.flags}.items():
+    flag, _, value = written.partition(" ")
     if (one := _ONE_OF.get(flag, flag)) not in groups:
       groups[one] = parser.add_mutually_exclusive_group()
     group = groups[one]

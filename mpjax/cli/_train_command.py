@@ -108,13 +108,10 @@ def _are_several(flags: argparse.Namespace) -> bool:
         "--coordinator, --num-processes and --process-id, or --num-processes 1 for this one alone"
       ) from error
   host, _, port = (address or "").rpartition(":")
-  is_address = host and port.isdecimal() and 0 < int(port) < 65536
-  if not is_address or number not in range(count or 0):
-    named = {"coordinator": address, "num-processes": count, "process-id": number}
-    given = " ".join(f"--{name} {value}" for name, value in named.items() if value is not None)
+  if not host or not port.isdecimal() or int(port) not in range(1, 65536) or number not in range(count or 0):
     raise ConfigError(
-      f"{given}: expected --coordinator HOST:PORT, --num-processes N and --process-id I, from 0 to N - 1, "
-      "together, or none of them"
+      "expected --coordinator HOST:PORT, --num-processes N and --process-id I, from 0 to N - 1, together, or "
+      "none of them"
     )
   return True
 

@@ -244,15 +244,8 @@ def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(tiny_gpt, tmp_pat
     (["optimizer.options={b1: often}"], ["optimizer.options", "often"]),
     (["policy={base: bf16, overrides: {heat: fp32}}"], ["'heat' matches no module", "GPT/blocks/0"]),
     # Flags of a run of several processes.
-    (["--coordinator", "10.0.0.1:1234"], ["--coordinator 10.0.0.1:1234: expected", "together"]),
-    (
-      ["--num-processes", "4", "--process-id", "1"],
-      ["--num-processes 4 --process-id 1: expected --coordinator HOST:PORT"],
-    ),
-    (
-      ["--coordinator", "10.0.0.1", "--num-processes", "2", "--process-id", "0"],
-      ["--coordinator 10.0.0.1 --num-processes 2 --process-id 0: expected --coordinator HOST:PORT"],
-    ),
+    (["--coordinator", "10.0.0.1:1234"], ["expected --coordinator HOST:PORT", "together"]),
+    (["--coordinator", "10.0.0.1", "--num-processes", "2", "--process-id", "0"], ["HOST:PORT", "together"]),
     (["--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"], ["from 0 to N - 1"]),
   ]:
     refused(["train", *tiny_gpt, f"out={tmp_path / 'run'}", *overrides], words, capsys)
