@@ -96,7 +96,7 @@ def load_data(spec: DataConfig, *, seed: int) -> Data:
     # A dict of whole arrays has no rows: `_row` says so.
     if hasattr(split, "__len__") and not isinstance(split, Mapping) and len(split) < spec.batch_size:
       few = f"data.batch_size={spec.batch_size}: {where} are {len(split)} only"
-      raise DataError(f"{few}; use a smaller batch, shorter rows or more data")
+      raise DataError(f"{few}; use a smaller batch")
   row, other = (_layout(_row(split, 0, where)) for where, split in rows.items())
   if row != other:
     raise DataError(f"{title}: evaluation rows hold {other}, training rows {row}: expected the same")

@@ -91,7 +91,7 @@ BAD = [  # columns of the training split, options, words of the error
   ({"ids": [[1], None, [2, None]]}, IDS, ["[train]", "gaps"]),
   ({"ids": TEXTS}, IDS, ["ids is string", "lists of integers"]),
   ({"ids": [[0.5]] * 9}, IDS, ["ids is list<", "lists of integers"]),
-  ({"ids": [[1]] * 9}, IDS, ["the training rows are 0 only", "shorter rows"]),
+  ({"ids": [[1]] * 9}, IDS, ["data.seq_len=8", "tokens of a split"]),
   (
     {"image": IMAGES.tolist(), "label": [-1, *LABELS[1:].tolist()]},
     PICTURES,

@@ -74,7 +74,7 @@ BAD = {  # name -> (content, options, words of the error)
   "missing": (None, {}, ["no such file"]),
   "empty": (b"", {}, ["cannot be read", "empty"]),
   "cut off": (b"\0" * 201, {}, ["cannot be read with data.dtype=uint16", "multiple"]),
-  "too short": (b"\0" * 12, {}, ["the training rows are 0 only", "shorter rows"]),
+  "too short": (b"\0" * 12, {}, ["data.seq_len=8", "6 tokens"]),
   "an array file": (b"\x93NUMPY" + b"\0" * 200, {}, ["NumPy", "tofile"]),
   "a token too large": (b"\xff\xff" * 200, {}, ["token 0 is 65535", "data.vocab_size=1000", "data.dtype"]),
 }

@@ -160,6 +160,9 @@ class Windows:
 
   With `padded`, what is left at the end of a stream makes a row, too: padded with 0, and `mask` is true for
   the stream. One of fewer than two tokens makes no row, since it has no token to predict.
+
+  Raises:
+    DataError: if there is no row.
   """
 
   def __init__(self, streams: Sequence[np.ndarray], seq_len: int, *, padded: bool = False):
@@ -167,6 +170,9 @@ class Windows:
     more = seq_len - 1 if padded else 0
     counts = [(max(len(stream) - 1, 0) + more) // seq_len for stream in streams]
     self._ends, self._rows = np.cumsum(counts), range(sum(counts))
+    if not self._rows:
+      longest = max(map(len, streams), default=0)
+      raise DataError(f"data.seq_len={seq_len}: longer than the {longest} tokens of a split: give it more")
 
   def part(self, first: int, last: int) -> Self:
     """Returns the rows from `first` up to, not including, `last`."""
@@ -215,7 +221,7 @@ class TokenRows(Windows):
   def sample(self) -> bytes:
     """Returns a digest of the number of rows and of some rows; reads only a small part of large files."""
     digest = hashlib.blake2b(repr(len(self)).encode(), digest_size=16)
-    for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLED if len(self) else 0).astype(int)):
+    for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLED).astype(int)):
       digest.update(self[int(index)]["tokens"].tobytes())
     return digest.digest()
 
