@@ -239,34 +239,6 @@ def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> NamedSha
   return sharding.update(spec=jax.sharding.PartitionSpec(*(spec[i] for i in range(len(permutation)))))
 
 
-def batched_product(
-  ndims: Sequence[int],
-  axes: Sequence[int | None],
-  dims: Any,
-  out_sharding: NamedSharding | None,
-  axis_data: Any,
-) -> tuple[Any, int | None, NamedSharding | None]:
-  """Returns a `dot_general` under `vmap`: its dimensions, the mapped one of its result, and that's sharding.
-
-  Waits for a public function of this; the batching rule of `dot_general` multiplies, too.
-
-  Args:
-    ndims: the numbers of dimensions of the operands, including the mapped one.
-    axes: the mapped dimension of each; `None` for an operand that is not mapped.
-    dims: the dimensions of the product of one member.
-    out_sharding: the sharding of the result of one member; `None` without explicit axes.
-    axis_data: the argument of that name of a batching rule, which is also called if nothing is mapped.
-  """
-  if all(axis is None for axis in axes):
-    return dims, None, out_sharding
-  mapped, axis = lax._dot_general_batch_dim_nums(ndims, axes, dims)
-  if out_sharding is not None:
-    spec = [*out_sharding.spec, *[None] * (axis - len(out_sharding.spec))]
-    spec.insert(axis, axis_data.explicit_mesh_axis)
-    out_sharding = out_sharding.update(spec=jax.sharding.PartitionSpec(*spec))
-  return jax.tree.map(int, mapped), int(axis), out_sharding
-
-
 def is_explicit(aval: AbstractValue) -> bool:
   """Returns whether a value's type includes its sharding over a mesh.
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad
+from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding
 
 from mpjax import _compat
@@ -125,32 +125,50 @@ def gradient_as_jax(
 
 def mapped_as_jax(
   plain: Primitive,
+  axis_data: Any,
   operands: Sequence[list[Array]],
   axes: Sequence[int | None],
   dtype: np.dtype,
   parameters: Mapping[str, Any],
   bind: Bind,
-) -> Array:
-  """Returns a product whose operands `vmap` maps over, as JAX's rule does; its mapped dimension is the first.
+) -> tuple[Array, int | None]:
+  """Returns a product whose operands `vmap` maps over, as JAX's rule does, and its mapped dimension.
 
   Args:
+    axis_data: the argument of that name of a batching rule, which is also called if nothing is mapped.
     operands: its operands, each with arrays of the same shape and mapped dimension.
     axes: the mapped dimension of each; `None` for an operand that is not mapped.
     dtype: the dtype of lhs and rhs in JAX's product.
     plain, parameters, bind: see `gradient_as_jax`.
   """
-  mapped = jax.vmap(functools.partial(plain.bind, **parameters), tuple(axes))
+  found: list[int | None] = []
+
+  def mapped(*operands: Array) -> Array:
+    out, axis = batching.fancy_primitive_batchers[plain](axis_data, operands, axes, **parameters)
+    found.append(axis)
+    return out
+
   lhs, rhs, *more = (group[0] for group in operands)
-  if any(x.size == 0 for x in (lhs, rhs)):  # JAX binds no convolution
-    return mapped(lhs.astype(dtype), rhs.astype(dtype), *more)
-  return _replaced(plain, mapped, operands, dtype, bind)
+  if lhs.size and rhs.size:
+    # JAX's rule reads the default precision.
+    own = lambda values, **changed: bind(values, **{**changed, "precision": parameters["precision"]})
+    out = _replaced(plain, mapped, operands, dtype, own)
+  else:  # JAX binds no convolution
+    out = mapped(lhs.astype(dtype), rhs.astype(dtype), *more)
+  return out, found[0]
 
 
 def _replaced(
   plain: Primitive, fun: Callable[..., Array], operands: Sequence[list[Array]], dtype: np.dtype, bind: Bind
 ) -> Array:
   """Returns the result of views and one product (of lhs and rhs in a dtype), with another product."""
-  like = [jax.ShapeDtypeStruct(x.shape, dtype if i < 2 else x.dtype) for i, (x, *_) in enumerate(operands)]
+  types = [jax.typeof(x) for x, *_ in operands]
+  like = [
+    jax.ShapeDtypeStruct(
+      x.shape, dtype if i < 2 else x.dtype, sharding=x.sharding if _compat.is_explicit(x) else None
+    )
+    for i, x in enumerate(types)
+  ]
 
   def rule(equation: JaxprEqn, values: list[list[Array]]) -> list[list[Array]]:
     if equation.primitive is plain:

@@ -28,6 +28,7 @@ from mpjax.products._dimensions import (
   Dims,
   gradient_product,
   levelled,
+  mapped_as_jax,
   own_dims,
   product_of_scales,
   sum_of_tangents,
@@ -75,10 +76,17 @@ def _abstract(
     lhs.update(dtype=spec.out_dtype, weak_type=False),
     rhs.update(dtype=spec.out_dtype, weak_type=False),
     dimension_numbers=dimension_numbers,
-    precision=None,
-    preferred_element_type=spec.out_dtype,
-    out_sharding=spec.out_sharding,
+    **_as_plain(spec),
   )
+
+
+def _as_plain(spec: Spec) -> dict[str, Any]:
+  """Returns the parameters of JAX's product besides its dimensions."""
+  return {
+    "precision": None,
+    "preferred_element_type": spec.out_dtype,
+    "out_sharding": spec.out_sharding,
+  }
 
 
 def _compute(
@@ -169,28 +177,23 @@ def _widened(x: Array, scale: Array, dtype: np.dtype) -> Array:
 
 
 def _transpose(
-  ct: Array | ad.Zero,
-  lhs: Array | ad.UndefinedPrimal,
-  rhs: Array | ad.UndefinedPrimal,
-  *scales: Array,
+  ct: Array,
+  side: int,
+  *operands: Any,  # an `ad.UndefinedPrimal` on that side
   dimension_numbers: Dims,
   spec: Spec,
-) -> list[Array | None]:
-  result: list[Array | None] = [None] * (2 + len(scales))
-  if isinstance(ct, ad.Zero):
-    return result
-  side = 0 if isinstance(lhs, ad.UndefinedPrimal) else 1
-  operands: list[Any] = [lhs, rhs]
-  like, other_ndim = operands[side].aval, operands[1 - side].ndim
+) -> Array:
+  (*pair, lhs_scale, rhs_scale, of_next), own = operands, (operands[2], operands[3])
+  like, other_ndim = pair[side].aval, pair[1 - side].ndim
   # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
   dims, sharding, in_layout = gradient_product(
     like, other_ndim, dimension_numbers, side, cotangent_first=side == 0
   )
-  of_gradient, known = scales[2], spec.given[2]
+  of_gradient, known = of_next, spec.given[2]
   if not known:  # by entry where that of an operand is
     ndims = (like.ndim, other_ndim)[:: 1 if side == 0 else -1]
     in_result = functools.partial(product_of_scales, dims=dimension_numbers, ndims=ndims)
-    shape = jax.eval_shape(in_result, scales[:2]).shape
+    shape = jax.eval_shape(in_result, (lhs_scale, rhs_scale)).shape
     of_gradient = of_gradient if of_gradient.shape == shape else jnp.ones(shape, jnp.float32)
   put = lambda values, value: tuple(value if i == side else x for i, x in enumerate(values))
   given: Any = (*put(spec.given[:2], known), False)  # a gradient of a gradient differs from the history's
@@ -200,11 +203,8 @@ def _transpose(
     out_dtype=like.dtype if like.dtype.itemsize > 1 else spec.out_dtype,  # float32 for a master weight
     out_sharding=sharding,
   )
-  pair, own = put(operands, ct), put(scales[:2], of_gradient)
-  result[side] = in_layout(
-    fp8_dot_general_p.bind(*pair, *own, scales[2], dimension_numbers=dims, spec=backward)
-  )
-  return result
+  values = (*put(pair, ct), *put(own, of_gradient), of_next)
+  return in_layout(fp8_dot_general_p.bind(*values, dimension_numbers=dims, spec=backward))
 
 
 def _batch(
@@ -215,35 +215,39 @@ def _batch(
   dimension_numbers: Dims,
   spec: Spec,
 ) -> tuple[Array, int | None]:
-  lhs, rhs, *scales = operands
-  lhs_axis, rhs_axis, *scale_axes = axes
-  each = list(zip(scales, scale_axes, spec.given, strict=True))
-  mapped, size = any(axis is not None for axis in axes), axis_data.size
-  if mapped and any(given and (scale.ndim or axis is not None) for scale, axis, given in each):
-    lhs, rhs = (batching.bdim_at_front(x, at, size) for x, at in ((lhs, lhs_axis), (rhs, rhs_axis)))
-    lhs_axis = rhs_axis = 0
-  if spec.scheme == "nvfp4":  # the rows of a square are those of one member
-    lhs, lhs_axis = (lhs, None) if lhs_axis is None else (jnp.moveaxis(lhs, lhs_axis, 0), 0)
-    rhs, rhs_axis = (rhs, None) if rhs_axis is None else (jnp.moveaxis(rhs, rhs_axis, 0), 0)
-  dims, axis, sharding = _compat.batched_product(
-    (lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers, spec.out_sharding, axis_data
-  )
-  ndim = lhs.ndim + rhs.ndim - len(dims[1][0]) - 2 * len(dims[0][0])
+  pair, sides, size = list(operands[:2]), list(axes[:2]), axis_data.size
+  scales = list(zip(operands[2:], axes[2:], spec.given, strict=True))
+  mapped = any(axis is not None for axis in axes)
+  of_members = mapped and any(given and (x.ndim or axis is not None) for x, axis, given in scales)
+  for i, (x, axis) in enumerate(zip(pair, sides, strict=True)):
+    # In `nvfp4` the rows of a square are those of one member.
+    if of_members or (spec.scheme == "nvfp4" and axis is not None):
+      pair[i], sides[i] = batching.bdim_at_front(x, axis, size), 0
+  (contracted, _), (batch, _) = dimension_numbers
+  ndims = [x.ndim for x in pair]
+  # The given scale of a gradient is by entry for members of both operands, with which the result begins.
+  places = [*zip(sides, ndims, strict=True), (0, sum(ndims) - 1 - len(batch) - 2 * len(contracted))]
   by_entry = []
-  for i, (at, n) in enumerate(((lhs_axis, lhs.ndim), (rhs_axis, rhs.ndim), (axis, ndim))):
-    scale, scale_axis, given = each[i]
+  for i, ((scale, axis, given), (at, ndim)) in enumerate(zip(scales, places, strict=True)):
     # A channel or a block of `mx` belongs to one member; a gradient's scale is read only if it is given.
-    own = scale.ndim or scale_axis is not None if given else spec.scheme in ("tensor", "nvfp4") and i < 2
-    if own and at is not None:
-      scale = batching.bdim_at_front(scale, scale_axis, 1 if given else size)
-      scale = jnp.moveaxis(scale.reshape(scale.shape[0], *(scale.shape[1:] or (1,) * (n - 1))), 0, at)
+    own = scale.ndim or axis is not None if given else spec.scheme in ("tensor", "nvfp4") and i < 2
+    if mapped and own and at is not None:
+      scale = batching.bdim_at_front(scale, axis, 1 if given else size)
+      scale = jnp.moveaxis(scale.reshape(scale.shape[0], *(scale.shape[1:] or (1,) * (ndim - 1))), 0, at)
     by_entry.append(scale)
-  spec = dataclasses.replace(spec, out_sharding=sharding)
-  return fp8_dot_general_p.bind(lhs, rhs, *by_entry, dimension_numbers=dims, spec=spec), axis
+
+  def bind(values: Sequence[Sequence[Array]], **parameters: Any) -> Array:
+    dims, sharding = parameters["dimension_numbers"], parameters["out_sharding"]
+    of_result = dataclasses.replace(spec, out_sharding=sharding)
+    return fp8_dot_general_p.bind(*(x for (x,) in values), *by_entry, dimension_numbers=dims, spec=of_result)
+
+  parameters = {"dimension_numbers": dimension_numbers, **_as_plain(spec)}
+  return mapped_as_jax(
+    jax.lax.dot_general_p, axis_data, [[x] for x in pair], sides, spec.out_dtype, parameters, bind
+  )
 
 
-define(fp8_dot_general_p, _abstract, _compute, _jvp, _transpose)
-batching.fancy_primitive_batchers[fp8_dot_general_p] = _batch
+define(fp8_dot_general_p, _abstract, _compute, _jvp, _transpose, _batch)
 
 
 # Operands already in FP8: parameters that crossed devices in FP8

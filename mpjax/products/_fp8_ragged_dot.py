@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import ShapedArray
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 from jax.lax import RaggedDotDimensionNumbers
 
 from mpjax import _compat
@@ -209,37 +209,27 @@ def _jvp(
 
 
 def _transpose(
-  ct: Array | ad.Zero,
-  lhs: Array | ad.UndefinedPrimal,
-  rhs: Array | ad.UndefinedPrimal,
-  group_sizes: Array,
-  *,
+  ct: Array,
+  side: int,
+  *operands: Any,  # an `ad.UndefinedPrimal` on that side
   spec: Spec,
   **parameters: Any,
-) -> list[Array | None]:
-  if isinstance(ct, ad.Zero):
-    return [None, None, None]
-  side = 0 if isinstance(lhs, ad.UndefinedPrimal) else 1
-  x = cast(ad.UndefinedPrimal, (lhs, rhs)[side])
+) -> Array:
+  x, y = operands[side], operands[1 - side]
   # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
   out = FLOAT32 if x.aval.dtype == FLOAT32 else spec.out_dtype  # float32 for a master weight
   bind = functools.partial(_bind, spec=dataclasses.replace(spec.with_gradient(side), out_dtype=out))
   parameters["preferred_element_type"] = out
-  others = [cast(Array, (lhs, rhs)[1 - side]), group_sizes]
-  result: list[Array | None] = [None, None, None]
-  result[side] = gradient_as_jax(_compat.ragged_dot_general_p, ct, x, others, side, parameters, bind)
-  return result
+  return gradient_as_jax(_compat.ragged_dot_general_p, ct, x, [y, operands[2]], side, parameters, bind)
 
 
 def _batch(
-  operands: Sequence[Array], axes: Sequence[int | None], *, spec: Spec, **parameters: Any
-) -> tuple[Array, int]:
+  axis_data: Any, operands: Sequence[Array], axes: Sequence[int | None], *, spec: Spec, **parameters: Any
+) -> tuple[Array, int | None]:
   """Maps the product as JAX maps its own: each member's rows, columns and channels have their own scales."""
-  bind = functools.partial(_bind, spec=spec)
-  groups = [[x] for x in operands]
-  mapped = mapped_as_jax(_compat.ragged_dot_general_p, groups, axes, spec.out_dtype, parameters, bind)
-  return mapped, 0
+  bind, groups = functools.partial(_bind, spec=spec), [[x] for x in operands]
+  plain = _compat.ragged_dot_general_p
+  return mapped_as_jax(plain, axis_data, groups, axes, spec.out_dtype, parameters, bind)
 
 
-define(fp8_ragged_dot_p, _abstract, _compute, _jvp, _transpose)
-batching.primitive_batchers[fp8_ragged_dot_p] = _batch
+define(fp8_ragged_dot_p, _abstract, _compute, _jvp, _transpose, _batch)

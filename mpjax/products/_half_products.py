@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 from jax.sharding import NamedSharding
 
 from mpjax import _compat
@@ -170,32 +170,27 @@ def _jvp(
 
 def _transpose(
   own: Primitive,
-  ct: Array | ad.Zero,
-  *operands: Array | ad.UndefinedPrimal,
+  ct: Array,
+  place: int,
+  *operands: Any,  # an `ad.UndefinedPrimal` at that place
   originals: tuple[int, ...],
   **parameters: Any,
-) -> list[Array | None]:
+) -> Array:
   """Returns the cotangent of one operand, or of its original: float32, without a rounding in between."""
-  out: list[Array | None] = [None] * len(operands)
-  if isinstance(ct, ad.Zero):
-    return out
-  side = 0 if isinstance(operands[0], ad.UndefinedPrimal) else 1
   plain = operands[: len(operands) - len(originals)]
-  place = len(plain) + originals.index(side) if side in originals else side
-  x, y = cast(ad.UndefinedPrimal, operands[place]), cast(Array, operands[1 - side])
+  side = place if place < 2 else originals[place - len(plain)]
+  x, y = operands[place].aval, operands[1 - side]
   if ct.dtype == FLOAT32:  # of a product with a float32 result, which a half product reads
     ct = ct.astype(y.dtype)
-  if FLOAT32 in (x.aval.dtype, parameters["preferred_element_type"]):
-    parameters["preferred_element_type"] = x.aval.dtype
+  if FLOAT32 in (x.dtype, parameters["preferred_element_type"]):
+    parameters["preferred_element_type"] = x.dtype
   if own is half_dot_general_p:
     dims = parameters["dimension_numbers"]
-    dims, sharding, in_layout = gradient_product(x.aval, y.ndim, dims, side, cotangent_first=True)
+    dims, sharding, in_layout = gradient_product(x, y.ndim, dims, side, cotangent_first=True)
     parameters |= {"dimension_numbers": dims, "out_sharding": sharding}
-    out[place] = in_layout(own.bind(ct, y, originals=(), **parameters))
-  else:
-    others, bind = [y, *cast(Sequence[Array], plain[2:])], functools.partial(_bind_groups, own, ())
-    out[place] = gradient_as_jax(PLAIN[own], ct, x, others, side, parameters, bind)
-  return out
+    return in_layout(own.bind(ct, y, originals=(), **parameters))
+  bind = functools.partial(_bind_groups, own, ())
+  return gradient_as_jax(PLAIN[own], ct, operands[place], [y, *plain[2:]], side, parameters, bind)
 
 
 def _bind_groups(
@@ -206,25 +201,9 @@ def _bind_groups(
   return own.bind(*flat, originals=originals, **parameters)
 
 
-def _batch_dot(
-  axis_data: Any,
-  operands: Sequence[Array],
-  axes: Sequence[int | None],
-  *,
-  originals: tuple[int, ...],
-  dimension_numbers: Dims,
-  out_sharding: NamedSharding | None,
-  **parameters: Any,
-) -> tuple[Array, int | None]:
-  operands, axes = _with_axes_alike(operands, axes, originals)
-  ndims = (operands[0].ndim, operands[1].ndim)
-  dims, axis, sharding = _compat.batched_product(ndims, axes[:2], dimension_numbers, out_sharding, axis_data)
-  parameters |= {"originals": originals, "dimension_numbers": dims, "out_sharding": sharding}
-  return half_dot_general_p.bind(*operands, **parameters), axis
-
-
-def _batch_as_jax(
+def _batch(
   own: Primitive,
+  axis_data: Any,
   operands: Sequence[Array],
   axes: Sequence[int | None],
   *,
@@ -238,7 +217,7 @@ def _batch_as_jax(
   for side, x in zip(originals, operands[n:], strict=True):
     groups[side].append(x)
   bind = functools.partial(_bind_groups, own, originals)
-  return mapped_as_jax(PLAIN[own], groups, axes[:n], _common(operands[:2]), parameters, bind), 0
+  return mapped_as_jax(PLAIN[own], axis_data, groups, axes[:n], _common(operands[:2]), parameters, bind)
 
 
 def _with_axes_alike(
@@ -254,7 +233,4 @@ def _with_axes_alike(
 
 
 for _own in PLAIN:
-  define(_own, *(functools.partial(rule, _own) for rule in (_abstract, _compute, _jvp, _transpose)))
-batching.fancy_primitive_batchers[half_dot_general_p] = _batch_dot
-for _own in (half_conv_p, half_ragged_dot_p):
-  batching.primitive_batchers[_own] = functools.partial(_batch_as_jax, _own)
+  define(_own, *(functools.partial(rule, _own) for rule in (_abstract, _compute, _jvp, _transpose, _batch)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir, xla
+from jax.interpreters import ad, batching, mlir, xla
 
 from mpjax._types import JaxprEqn
 from mpjax.jaxpr import PrimitiveFacts, Trait, register, register_as
@@ -59,11 +59,26 @@ def lower_as(primitive: Primitive, compute: Callable[..., Any], platform: str | 
   mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False), platform=platform)
 
 
-def define(primitive: Primitive, type_of: Any, compute: Any, jvp: Any, transpose: Any) -> None:
-  """Gives a primitive its rules; `compute`, also called eagerly, gets the platform: `None` for any other."""
+def define(
+  primitive: Primitive, type_of: Any, compute: Any, jvp: Any, transpose: Callable[..., Any], batch: Any
+) -> None:
+  """Gives a product its rules.
+
+  `compute`, also called eagerly, gets the platform, `None` for any other. `transpose` gets the cotangent and
+  the position of the operand whose cotangent it returns, before the operands.
+  """
+
+  def transposed(ct: Any, *operands: Any, **parameters: Any) -> list[Any]:
+    place = next(i for i, x in enumerate(operands) if isinstance(x, ad.UndefinedPrimal))
+    out = [None] * len(operands)
+    if not isinstance(ct, ad.Zero):
+      out[place] = transpose(ct, place, *operands, **parameters)
+    return out
+
   primitive.def_abstract_eval(type_of)
   ad.primitive_jvps[primitive] = jvp
-  ad.primitive_transposes[primitive] = transpose
+  ad.primitive_transposes[primitive] = transposed
+  batching.fancy_primitive_batchers[primitive] = batch
   for platform in (None, "cpu", "cuda", "rocm", "tpu"):
     lower_as(primitive, functools.partial(compute, platform=platform), platform)
   primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
