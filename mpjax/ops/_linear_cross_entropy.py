@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -63,7 +62,7 @@ def linear_cross_entropy(
     x: input of the last layer, floating [..., D].
     kernel: kernel of that layer, floating [D, V]. `V` may be divided over a mesh.
     labels: the right class of each row, integer [...]. In a row that counts, a label outside 0 to V - 1
-      is an error if its value is known, and makes loss and gradients NaN under `jit`.
+      makes loss and gradients NaN.
     bias: bias of the layer, floating [V].
     where: which rows count, bool [...]; by default all. The loss of no rows is 0.
     rows: the largest number of rows in a chunk; summed over devices, if a mesh divides them outside
@@ -78,13 +77,15 @@ def linear_cross_entropy(
     times the count, and the count, int32 []; for no rows both are 0.
 
   Raises:
-    TypeError: for an array of another kind, or an option that is not a number.
-    ValueError: for shapes that do not match, and numbers and labels out of range.
+    TypeError: for an array of another kind.
+    ValueError: for shapes that do not match, and numbers out of range.
   """
-  _check_arguments(
-    {"x": x, "kernel": kernel, "labels": labels, "bias": bias, "where": where},
-    {"rows": rows, "label_smoothing": label_smoothing, "z_loss": z_loss},
-  )
+  if rows < 1 or not 0 <= label_smoothing < 1 or z_loss < 0:
+    raise ValueError(
+      f"rows={rows}, label_smoothing={label_smoothing}, z_loss={z_loss}: expected at least 1 row, a smoothing "
+      "from 0 to below 1, and a weight that is not negative"
+    )
+  _check_arrays(x=x, kernel=kernel, labels=labels, bias=bias, where=where)
   own = x.dtype
   wide = at_least_float32(own if own == kernel.dtype else jnp.promote_types(own, kernel.dtype))
   arrays = (kernel, bias, labels, where)
@@ -120,13 +121,8 @@ def linear_cross_entropy(
   return Average(value, jnp.asarray(labels.size, jnp.int32) if where is None else where.sum(dtype=jnp.int32))
 
 
-def _check_arguments(arrays: dict[str, Any], options: dict[str, Any]) -> None:
-  """Raises the errors that shapes, dtypes and known values show.
-
-  Args:
-    arrays: its arrays by name; `bias` and `where` may be `None`.
-    options: its numbers by name.
-  """
+def _check_arrays(**arrays: Any) -> None:
+  """Raises the errors that shapes and dtypes show; `bias` and `where` may be `None`."""
   arrays = {name: x for name, x in arrays.items() if x is not None or name not in ("bias", "where")}
   kinds = {"labels": (np.integer, "integers"), "where": (np.bool_, "booleans")}
   for name, array in arrays.items():
@@ -143,30 +139,6 @@ def _check_arguments(arrays: dict[str, Any], options: dict[str, Any]) -> None:
     if name in arrays and arrays[name].shape != shape:
       as_of = f"as {like}={_shown(arrays[like])}"
       raise ValueError(f"{name}={_shown(arrays[name])}: expected {list(shape)}, {as_of}")
-  for name, kind, holds, words in (
-    ("rows", numbers.Integral, lambda n: n >= 1, "a positive integer"),
-    ("label_smoothing", numbers.Real, lambda n: 0 <= n < 1, "a number of at least 0 and below 1"),
-    ("z_loss", numbers.Real, lambda n: 0 <= n < math.inf, "a finite number that is not negative"),
-  ):
-    if not isinstance(options[name], kind):
-      raise TypeError(f"{name}={options[name]!r}: expected {words}")
-    if not holds(options[name]):
-      raise ValueError(f"{name}={options[name]}: expected {words}")
-  _check_range(arrays["labels"], arrays.get("where"), kernel.shape[1])
-
-
-def _check_range(labels: Any, where: Any, classes: int) -> None:
-  if any(
-    isinstance(a, jax.core.Tracer) or not getattr(a, "is_fully_addressable", True) for a in (labels, where)
-  ):
-    return
-  labels = np.asarray(labels)
-  wrong = ((labels < 0) | (labels >= classes)) & (True if where is None else np.asarray(where))
-  if wrong.any():
-    raise ValueError(
-      f"labels{np.argwhere(wrong)[0].tolist()}={labels[wrong][0]}: expected 0 to {classes - 1}, one of the "
-      f"{classes} classes of the kernel; exclude rows with where="
-    )
 
 
 def _shown(x: Any) -> str:
