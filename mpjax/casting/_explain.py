@@ -348,7 +348,7 @@ def _rows(
     if floats and (kernel or product):
       before = after = str(min(floats, key=lambda dtype: dtype.itemsize))
     if is_fp8(equation):
-      before = after = str(equation.params["spec"].lhs_dtype)
+      before = after = str(equation.params["spec"].formats[0])
     if label:
       before, listed = "float32" if floats else after, row.list
       denied = listed == "deny" and after == "float32"
@@ -362,7 +362,7 @@ def _rows(
   elif is_own:
     held = {v: h.dtype for v, h in zip(equation.outvars, node.outs, strict=True) if v in held}
     if node.fp8 is not None:
-      after = node.fp8.recipe.forward_dtype
+      after = node.fp8.spec.recipe.forward_dtype
     elif node.mode is Mode.HALF:
       after = np.dtype(node.half).name
     elif node.mode is Mode.EACH and node.outs:

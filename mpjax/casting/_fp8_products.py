@@ -30,7 +30,6 @@ from mpjax.products import (
   multiply_ragged,
   observe,
   recipe_of_experts,
-  spec_of,
   spread,
   why_not_fp8,
 )
@@ -40,13 +39,11 @@ class Fp8Product(NamedTuple):
   """One quantised product.
 
   Attributes:
-    recipe: the formats and the scaling.
-    spec: the same for the product, without the dtype of its result.
+    spec: the formats and the scaling, without the dtype of its result.
     roots: the identities of its operands in the program.
     number: its number among the products of a program.
   """
 
-  recipe: Recipe
   spec: Spec
   roots: tuple[Root | None, Root | None]
   number: int
@@ -265,8 +262,9 @@ def decide(
     site = sites.name(path, weight)
   if unfit := _unfit(equation, recipe):
     return {"code": Code.UNFIT, "about": unfit, "site": site}
-  spec = spec_of(recipe, role.gradients, None if of_experts else role.weights, support(recipe)[1])
-  fp8 = Fp8Product(recipe, spec, role.roots, next(sites.numbers))
+  weights = None if of_experts else role.weights
+  spec = Spec(recipe, gradients=role.gradients, weights=weights, native=support(recipe)[1])
+  fp8 = Fp8Product(spec, role.roots, next(sites.numbers))
   code = Code.FP8_EXPERTS if of_experts else Code.FP8
   return {"code": code, "about": str(recipe), "fp8": fp8, "site": site}
 
@@ -361,7 +359,7 @@ def open_state_for(
       "fp8 recipe 'delayed' scales by the amaxes of earlier steps: pass them as mpjax.autocast(..., "
       "fp8_state=state), first from mpjax.init_fp8_state(function, policy)(*arguments); or use 'current'"
     )
-  recipes = {site: found[0].recipe for site, found in uses.items()}
+  recipes = {site: found[0].spec.recipe for site, found in uses.items()}
   check_state(state, {site: recipe.amax_history_len for site, recipe in recipes.items()})
   known = {site: found for site, found in uses.items() if site in state["amax"]}
   scales, tie = open_state(state, {site: recipes[site] for site in known})

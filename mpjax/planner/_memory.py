@@ -108,8 +108,8 @@ def _operation(operation: Operation, writes: list[Buffer], storage: _Storage, ki
       reads[source] = min(source.nbytes, reads.get(source, 0) + read)
   extra = 0
   if is_fp8(operation.origin):  # the quantised operands
-    spec = operation.origin.params["spec"]
-    for value, dtype in zip(operation.operands[:2], (spec.lhs_dtype, spec.rhs_dtype), strict=True):
+    formats = operation.origin.params["spec"].formats
+    for value, dtype in zip(operation.operands[:2], formats, strict=True):
       extra += int(value.nbytes * narrow_bits(dtype) / 8 / max(1, value.dtype.itemsize))
   return dataclasses.replace(
     operation,

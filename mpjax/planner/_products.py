@@ -95,9 +95,9 @@ def _narrow_dtype(spec: Spec, target: Target) -> str:
   An operand in a format that the target's units lack decides, then a gradient's in E5M2.
   """
   if spec.in_blocks:
-    bits = formats.narrow_bits(spec.lhs_dtype)
+    bits = formats.narrow_bits(spec.formats[0])
     return "nvfp4" if spec.scheme == "nvfp4" else f"mxfp{bits}"
-  kinds = {spec.lhs_dtype.name, spec.rhs_dtype.name}
+  kinds = {dtype.name for dtype in spec.formats}
   return max(kinds, key=lambda kind: (not formats.runs_on(target.matrix_units, kind), "e5m2" in kind))
 
 

@@ -19,7 +19,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from mpjax._types import Array, DTypeLike
 from mpjax.fp8 import BLOCKS, as_stored, scale_of
 from mpjax.products._dimensions import LARGEST_UNIT, Dims, free_dims, own_dims, product_of_scales
-from mpjax.products._spec import ACTIVATION, FLOAT32, GRADIENT, WEIGHT, Spec
+from mpjax.products._spec import FLOAT32, Spec
 
 _E8M0_BIAS = 127
 _LARGEST_E8M0 = 2 * _E8M0_BIAS - 1
@@ -51,7 +51,8 @@ def require_whole_blocks(
 
 
 def _in_squares(spec: Spec, side: int) -> bool:
-  return spec.scheme == "nvfp4" and spec.roles[side] == WEIGHT
+  is_weight = spec.weights is not None and spec.weights[side] and not spec.gradients[side]
+  return spec.scheme == "nvfp4" and is_weight
 
 
 def _is_fp4(dtype: np.dtype) -> bool:
@@ -124,7 +125,7 @@ def _multiply_blocks(left: _Operand, right: _Operand, batch: int, spec: Spec) ->
   for x in (left, right):
     first = x.axis == batch and x.codes.ndim > batch + 1
     codes, scales = (_folded(y, batch, first) for y in (x.codes, x.scales))
-    if _is_fp4(spec.lhs_dtype):
+    if _is_fp4(spec.formats[0]):
       # Units take FP4 only if the contracted dimension is last in memory. Without the barrier, XLA fuses what
       # it does not find a kernel for.
       codes, scales = jax.lax.optimization_barrier((codes, scales))
@@ -155,9 +156,9 @@ def _quantised(x: Array, members: Sequence[int], dims: Dims, spec: Spec, side: i
   """Quantises an operand with the contracted dimension last; an FP8 one also as it lies if that is first."""
   batch, contracted, free = dims[1][side], dims[0][side], free_dims(x.ndim, dims, side)
   kept, length, rows = (tuple(x.shape[i] for i in some) for some in (batch, contracted, free))
-  dtype = (spec.lhs_dtype, spec.rhs_dtype)[side]
+  dtype, trained = spec.formats[side], spec.scheme == "nvfp4" and spec.weights is not None
   # For the gradient of a weight.
-  rotated = spec.scheme == "nvfp4" and set(spec.roles) == {ACTIVATION, GRADIENT}
+  rotated = trained and sum(spec.gradients) == 1 and not any(_in_squares(spec, i) for i in (0, 1))
   first = bool(free) and (*batch, *contracted, *free) == tuple(range(x.ndim))
   first = first and (rotated or not _is_fp4(dtype))
   k = (math.prod(length),)
@@ -173,8 +174,9 @@ def _quantised(x: Array, members: Sequence[int], dims: Dims, spec: Spec, side: i
   if spec.scheme == "mx":
     return _Operand(*_quantise_mx(x, dtype, axis), axis, None)
   members = [i for i, dim in enumerate((*batch, *free)) if dim in members]
+  stochastic = trained and spec.gradients[side]
   codes, scales, scale = _quantise_nvfp4(
-    x, squares=_in_squares(spec, side), stochastic=spec.roles[side] == GRADIENT, members=members
+    x, squares=_in_squares(spec, side), stochastic=stochastic, members=members
   )
   return _Operand(codes, scales, axis, 1 / scale)
 

@@ -107,10 +107,10 @@ def _compute(
       multiply_blocks, members=members, dims=dimension_numbers, spec=spec, units=multiplied_in
     )
     return _compat.with_auto_axes(fun, kind)(lhs, rhs)
-  operands, formats, ndims = (lhs, rhs), (spec.lhs_dtype, spec.rhs_dtype), (lhs.ndim, rhs.ndim)
+  operands, formats, ndims = (lhs, rhs), spec.formats, (lhs.ndim, rhs.ndim)
   own = [_scale(x, scales, side, spec, dimension_numbers) for side, x in enumerate(operands)]
   # The gradient's scale first: its format has more binades below.
-  sides = sorted((0, 1), key=lambda side: formats[side] != spec.gradient_dtype)
+  sides = sorted((0, 1), key=lambda side: formats[side] != spec.recipe.gradient)
   own = levelled(own, dimension_numbers, ndims, [i for i in sides if not _is_fixed(operands[i], i, spec)])
   lhs, rhs = (_in_fp8(x, scale, dtype) for x, scale, dtype in zip(operands, own, formats, strict=True))
   if multiplied_in is not None:  # bfloat16 holds every FP8 number
@@ -133,9 +133,9 @@ def _scale(x: Array, scales: Sequence[Array], side: int, spec: Spec, dims: Dims)
   if _is_fixed(x, side, spec):
     return scales[side]
   alone = own_dims(scales[side].shape)
-  if spec.scheme == "channel":  # values that are not summed together have scales of their own
+  if spec.scheme == "per_channel":  # values that are not summed together have scales of their own
     alone = [i for i in range(x.ndim) if i not in dims[0][side]]
-  return scale_of(amax_of(x, alone), (spec.lhs_dtype, spec.rhs_dtype)[side], spec.margin, spec.pow2)
+  return scale_of(amax_of(x, alone), spec.formats[side], spec.recipe.margin, spec.pow2)
 
 
 def _in_fp8(x: Array, scale: Array, dtype: np.dtype) -> Array:
@@ -147,24 +147,24 @@ def _jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, dimension_numbers: Dims, spec: Spec
 ) -> tuple[Array, Array | ad.Zero]:
   lhs, rhs, *scales = primals
-  if spec.saved:  # quantised before they are differentiated, so that the backward pass keeps them in FP8
+  # Quantised before they are differentiated, so that the backward pass keeps them in FP8.
+  if spec.recipe.saved_activations == "fp8":
     lhs, rhs = not_differentiable(lhs), not_differentiable(rhs)
     own = [_scale(x, scales, side, spec, dimension_numbers) for side, x in enumerate((lhs, rhs))]
-    lhs, rhs = _in_fp8(lhs, own[0], spec.lhs_dtype), _in_fp8(rhs, own[1], spec.rhs_dtype)
+    lhs, rhs = (_in_fp8(*each) for each in zip((lhs, rhs), own, spec.formats, strict=True))
     scales = [*own, scales[2]]
-    spec = dataclasses.replace(spec, given=(True, True, spec.given[2]), saved=False)
+    recipe = dataclasses.replace(spec.recipe, saved_activations="compute")
+    spec = dataclasses.replace(spec, recipe=recipe, given=(True, True, spec.given[2]))
   bind = functools.partial(fp8_dot_general_p.bind, dimension_numbers=dimension_numbers)
   out = bind(lhs, rhs, *scales, spec=spec)
 
   def term(side: int, lhs: Array, rhs: Array) -> Array:
-    if not spec.backward:
+    if spec.recipe.backward == "compute":
       pair = zip((lhs, rhs), scales, strict=False)
       lhs, rhs = (x if i == side else _widened(x, s, spec.out_dtype) for i, (x, s) in enumerate(pair))
       return half_product(lhs, rhs, dimension_numbers, spec.out_dtype, spec.out_sharding)
     given: Any = tuple(known and i != side for i, known in enumerate(spec.given))
-    return bind(
-      lhs, rhs, *scales, spec=dataclasses.replace(spec.with_gradient(side), given=given, saved=False)
-    )
+    return bind(lhs, rhs, *scales, spec=dataclasses.replace(spec.with_gradient(side), given=given))
 
   return out, sum_of_tangents(out, (lhs, rhs), enumerate(tangents[:2]), term)
 
@@ -230,7 +230,8 @@ def _batch(
   by_entry = []
   for i, ((scale, axis, given), (at, ndim)) in enumerate(zip(scales, places, strict=True)):
     # A channel or a block of `mx` belongs to one member; a gradient's scale is read only if it is given.
-    own = scale.ndim or axis is not None if given else spec.scheme in ("tensor", "nvfp4") and i < 2
+    of_tensor = (spec.recipe.of_tensors or spec.scheme == "nvfp4") and i < 2
+    own = scale.ndim or axis is not None if given else of_tensor
     if mapped and own and at is not None:
       scale = batching.bdim_at_front(scale, axis, 1 if given else size)
       scale = jnp.moveaxis(scale.reshape(scale.shape[0], *(scale.shape[1:] or (1,) * (ndim - 1))), 0, at)
@@ -265,9 +266,9 @@ def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
     return False
   spec: Spec = equation.params["spec"]
   # The scale of a parameter that crosses devices has no margin.
-  if spec.scheme != "tensor" or spec.margin or shape_of(equation.invars[2 + operand]):
+  if not spec.recipe.of_tensors or spec.recipe.margin or shape_of(equation.invars[2 + operand]):
     return False
-  return not spec.given[operand] and (spec.lhs_dtype, spec.rhs_dtype)[operand] == dtype
+  return not spec.given[operand] and spec.formats[operand] == dtype
 
 
 class InFp8(NamedTuple):

@@ -125,8 +125,9 @@ def _by_channel(
   contract, batch = dims.dot_dimension_numbers
   (ragged,), (group,) = dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
   free = [i for i in free_dims(rhs.ndim, dims.dot_dimension_numbers, 1) if i != group]
-  lhs_scale = scale_of(amax_of(lhs, (*batch[0], ragged)), spec.lhs_dtype, pow2=False)
-  rhs_scale = scale_of(amax_of(rhs, (*batch[1], group, *free)), spec.rhs_dtype, pow2=False)
+  lhs_dtype, rhs_dtype = spec.formats
+  lhs_scale = scale_of(amax_of(lhs, (*batch[0], ragged)), lhs_dtype, pow2=False)
+  rhs_scale = scale_of(amax_of(rhs, (*batch[1], group, *free)), rhs_dtype, pow2=False)
   lead, rows = [lhs.shape[i] for i in batch[0]], lhs.shape[ragged]
   of_row = (1 / lhs_scale).transpose(*batch[0], ragged, *contract[0])
   of_row = of_row.reshape(*lead, rows, *(1,) * len(free))
@@ -134,7 +135,7 @@ def _by_channel(
   of_channel = of_channel.reshape(math.prod(lead), rhs.shape[group], -1)  # f32[batch, experts, channels]
   at_rows = _at_rows(of_channel, _experts_of_rows(group_sizes, lead, rows))
   of_channel = at_rows.reshape(*lead, rows, *(rhs.shape[i] for i in free))
-  lhs, rhs = quantise(lhs, lhs_scale, spec.lhs_dtype), quantise(rhs, rhs_scale, spec.rhs_dtype)
+  lhs, rhs = quantise(lhs, lhs_scale, lhs_dtype), quantise(rhs, rhs_scale, rhs_dtype)
   return (lhs, of_row), (rhs, of_channel), dims
 
 
@@ -152,7 +153,7 @@ def _by_expert(
   experts = _experts_of_rows(group_sizes, lead, lhs.shape[contract[0][0]])
   frees = [free_dims(x.ndim, dims.dot_dimension_numbers, side) for side, x in enumerate((lhs, rhs))]
   found: list[_Scaled] = []
-  for side, (x, dtype) in enumerate(((lhs, spec.lhs_dtype), (rhs, spec.rhs_dtype))):
+  for side, (x, dtype) in enumerate(zip((lhs, rhs), spec.formats, strict=True)):
     x = x.transpose(*batch[side], *contract[side], *frees[side])
     columns = x.reshape(math.prod(lead), experts.shape[1], -1)
     scale = scale_of(_amax_by_expert(columns, experts, group_sizes.shape[-1]), dtype, pow2=False)
@@ -199,7 +200,7 @@ def _jvp(
   lhs, rhs, group_sizes = primals
 
   def term(side: int, lhs: Array, rhs: Array) -> Array:
-    if not spec.backward:
+    if spec.recipe.backward == "compute":
       lhs, rhs = (x if i == side else x.astype(spec.out_dtype) for i, x in enumerate((lhs, rhs)))
       return half_ragged_dot_p.bind(lhs, rhs, group_sizes, originals=(), **parameters)
     return _bind([[lhs], [rhs], [group_sizes]], spec=spec.with_gradient(side), **parameters)

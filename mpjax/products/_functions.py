@@ -12,12 +12,12 @@ from mpjax._types import Array, DTypeLike
 from mpjax.dtypes import one_of
 from mpjax.fp8 import Recipe, RecipeLike, on_device, parse_recipe
 from mpjax.products._fp8_dot_general import multiply_dot
-from mpjax.products._spec import Spec, spec_of
+from mpjax.products._spec import Spec
 
-_FORMATS = {  # the scheme and the elements
-  "mxfp8": ("mx", np.dtype(jnp.float8_e4m3fn)),
-  "mxfp4": ("mx", np.dtype(jnp.float4_e2m1fn)),
-  "nvfp4": ("nvfp4", np.dtype(jnp.float4_e2m1fn)),
+_FORMATS = {
+  "mxfp8": Spec(Recipe("mx")),
+  "mxfp4": Spec(Recipe("mx"), elements=np.dtype(jnp.float4_e2m1fn)),
+  "nvfp4": Spec(Recipe("nvfp4")),
 }
 
 
@@ -66,7 +66,8 @@ def fp8_dot_general(
   parsed = on_device(parse_recipe(recipe) or Recipe())
   if parsed.recipe == "delayed" and scales is None:
     raise ValueError("recipe 'delayed' takes its scales from earlier steps: pass scales=, or use 'current'")
-  spec = dataclasses.replace(spec_of(parsed, gradient_operand, weight_operand, native), out_dtype=out)
+  any_scales = scales is not None and parsed.recipe != "delayed"
+  spec = Spec(parsed, out, gradient_operand, weight_operand, any_scales=any_scales, native=native)
   if scales is not None and spec.in_blocks:
     raise ValueError(
       f"recipe {parsed.recipe!r} has a scale for each block: leave out scales=, or use 'current'"
@@ -76,8 +77,6 @@ def fp8_dot_general(
       f"fp8_dot_general: scales of shapes {[np.shape(x) for x in scales]}, expected three numbers: for lhs, "
       "rhs and the gradient"
     )
-  if scales is not None and parsed.recipe != "delayed":  # they may be any numbers
-    spec = dataclasses.replace(spec, pow2=False)
   return multiply_dot(lhs, rhs, dimension_numbers, spec, scales)
 
 
@@ -137,8 +136,7 @@ def scaled_dot(
       )
     batch = (0,) if lhs.ndim == 3 else ()
     dimension_numbers = (((lhs.ndim - 1,), (rhs.ndim - 2,)), (batch, batch))
-  scheme, dtype = _FORMATS[format]
-  spec = Spec(dtype, dtype, dtype, out, scheme=scheme, native=native)
+  spec = dataclasses.replace(_FORMATS[format], out_dtype=out, native=native)
   return multiply_dot(lhs, rhs, dimension_numbers, spec)
 
 

@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import DTypeLike
-from mpjax.fp8 import Recipe
+from mpjax.fp8 import BLOCKS, Recipe
 
-SCHEMES = {"current": "tensor", "delayed": "tensor", "per_channel": "channel", "mx": "mx", "nvfp4": "nvfp4"}
 FLOAT32 = np.dtype(np.float32)
-ACTIVATION, WEIGHT, GRADIENT, UNKNOWN = "activation", "weight", "gradient", ""
-
 
 # The dtypes in which a platform multiplies FP8 numbers, and what blocks stand for; `None`: in the format.
 # XLA for CPU does not have a bfloat16 kernel for some layouts. XLA for TPU widens a format that the TPU
@@ -33,42 +30,53 @@ class Spec:
   """The formats, scales and units of one product.
 
   Attributes:
-    lhs_dtype: format of the left operand.
-    rhs_dtype: format of the right operand.
-    gradient_dtype: format of gradients and tangents.
+    recipe: the formats, and what shares a scale; not `auto`.
     out_dtype: dtype of the result, and of the gradients that it returns.
-    scheme: what shares a scale: a `tensor`, a `channel` (the values that are summed together), or a block of
-      `mx` or `nvfp4`.
-    roles: what lhs and rhs are, by which `nvfp4` quantises: ACTIVATION, WEIGHT or GRADIENT; UNKNOWN for
-      both: all operands alike.
-    margin: as in `Recipe`.
-    pow2: whether scales are powers of two, which a GPU applies inside the product without a rounding.
-    backward: whether the products of the backward pass are quantised, too.
-    saved: whether operands are saved in FP8 for the backward pass.
+    gradients: whether lhs and rhs are gradients or tangents.
+    weights: whether they are weights, by which `nvfp4` quantises; `None`: all operands alike.
+    elements: format of both operands in place of the recipe's.
+    any_scales: whether the given scales are no powers of two.
     given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor, by
       entry along the dimensions in which the operand has several.
     native: multiply in the format; `None`: if the platform has units.
     out_sharding: sharding of the result, on a mesh with explicit axes; `None`: from the operands.
   """
 
-  lhs_dtype: np.dtype
-  rhs_dtype: np.dtype
-  gradient_dtype: np.dtype
+  recipe: Recipe
   out_dtype: np.dtype = FLOAT32
-  scheme: str = "tensor"
-  roles: tuple[str, str] = (UNKNOWN, UNKNOWN)
-  margin: int = 0
-  pow2: bool = False
-  backward: bool = True
-  saved: bool = False
+  gradients: tuple[bool, bool] = (False, False)
+  weights: tuple[bool, bool] | None = None
+  elements: np.dtype | None = None
+  any_scales: bool = False
   given: tuple[bool, bool, bool] = (False, False, False)
   native: bool | None = None
   out_sharding: jax.sharding.NamedSharding | None = None
 
   @property
+  def formats(self) -> tuple[np.dtype, np.dtype]:
+    """Formats of lhs and rhs."""
+    if self.elements is not None:
+      return self.elements, self.elements
+    gradient = self.recipe.gradient
+    lhs, rhs = (gradient if is_gradient else self.recipe.forward for is_gradient in self.gradients)
+    # TPU v5 and v6 multiply two numbers of one format.
+    alike = any(self.gradients) and jnp.float8_e4m3b11fnuz in (lhs, rhs)
+    return (gradient, gradient) if alike else (lhs, rhs)
+
+  @property
+  def scheme(self) -> str:
+    """The name of the recipe: what shares a scale."""
+    return self.recipe.recipe
+
+  @property
   def in_blocks(self) -> bool:
     """Whether blocks of the contracted dimension have a scale each."""
-    return self.scheme in ("mx", "nvfp4")
+    return self.scheme in BLOCKS
+
+  @property
+  def pow2(self) -> bool:
+    """Whether scales are powers of two, which a GPU applies inside the product without a rounding."""
+    return self.recipe.of_tensors and not self.any_scales
 
   @property
   def wide(self) -> np.dtype:
@@ -84,43 +92,5 @@ class Spec:
 
   def with_gradient(self, side: int) -> Spec:
     """Returns the spec of a product whose lhs (0) or rhs (1) is a gradient."""
-    formats = [self.lhs_dtype, self.rhs_dtype]
-    formats[side] = self.gradient_dtype
-    if jnp.float8_e4m3b11fnuz in formats:  # TPU v5 and v6 multiply two numbers of one format
-      formats = [self.gradient_dtype, self.gradient_dtype]
-    lhs, rhs = (GRADIENT if i == side and role != UNKNOWN else role for i, role in enumerate(self.roles))
-    return dataclasses.replace(self, lhs_dtype=formats[0], rhs_dtype=formats[1], roles=(lhs, rhs))
-
-
-def spec_of(
-  recipe: Recipe,
-  gradients: tuple[bool, bool] = (False, False),
-  weights: tuple[bool, bool] | None = None,
-  native: bool | None = None,
-) -> Spec:
-  """Returns the `Spec` of a product by a recipe that is not `auto`, with a float32 result.
-
-  Args:
-    recipe: the recipe.
-    gradients: which operands are gradients.
-    weights: which are weights; `None`: not known, and no matter.
-    native: as in `Spec`.
-  """
-  scheme = SCHEMES[recipe.recipe]
-  others = [UNKNOWN if weights is None else WEIGHT if weights[side] else ACTIVATION for side in (0, 1)]
-  lhs_role, rhs_role = (GRADIENT if gradients[side] else others[side] for side in (0, 1))
-  spec = Spec(
-    lhs_dtype=recipe.forward,
-    rhs_dtype=recipe.forward,
-    gradient_dtype=recipe.gradient,
-    scheme=scheme,
-    roles=(lhs_role, rhs_role),
-    margin=recipe.margin,
-    pow2=scheme == "tensor",
-    backward=recipe.backward == "policy",
-    saved=recipe.saved_activations == "fp8",
-    native=native,
-  )
-  for side in (0, 1):
-    spec = spec.with_gradient(side) if gradients[side] else spec
-  return spec
+    lhs, rhs = self.gradients
+    return dataclasses.replace(self, gradients=(lhs or side == 0, rhs or side == 1))

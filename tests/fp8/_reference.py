@@ -12,7 +12,7 @@ import numpy as np
 
 from mpjax import _compat
 from mpjax.fp8 import parse_recipe
-from mpjax.products import fp8_dot_general, multiply_ragged, recipe_of_experts, spec_of
+from mpjax.products import Spec, fp8_dot_general, multiply_ragged, recipe_of_experts
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 E4M3_AMD, E5M2_AMD = "float8_e4m3fnuz", "float8_e5m2fnuz"
@@ -187,5 +187,5 @@ def ragged_dot(x, w, sizes, recipe="per_channel", *, out_dtype=None, native=None
   out = np.dtype(out_dtype or x.dtype)
   operands = _compat.vary_like(*[list(map(jnp.asarray, (x, w, sizes)))] * 2)
   closed = jax.make_jaxpr(jax.lax.ragged_dot)(operands[0].astype(out), operands[1].astype(out), operands[2])
-  spec = spec_of(recipe_of_experts(parse_recipe(recipe)), native=native)
+  spec = Spec(recipe_of_experts(parse_recipe(recipe)), native=native)
   return multiply_ragged(closed.jaxpr.eqns[-1], operands, dataclasses.replace(spec, out_dtype=out))

@@ -84,7 +84,7 @@ def test_all_products_of_a_step_are_fp8():
   policy = fp8(recipe="per_channel", gradient_dtype="e5m2")
   for order in ORDERS.values():
     found = [e.params["spec"] for e in named("fp8_ragged_dot", order(loss, policy), P, X)]
-    formats = sorted((s.lhs_dtype.name, s.rhs_dtype.name, s.out_dtype.name) for s in found)
+    formats = sorted(tuple(dtype.name for dtype in (*s.formats, s.out_dtype)) for s in found)
     assert formats == sorted([(e4, e4, "bfloat16"), (e4, e5, "float32"), (e5, e4, "bfloat16")] * 2)
     assert not named("ragged_dot_general", order(loss, policy), P, X)
 

@@ -31,7 +31,7 @@ def kinds(fun, *args, policy=None):
 def traced(fun, *args):
   """The FP8 products of a program, as (dtype of lhs, dtype of rhs)."""
   specs = [e.params["spec"] for e in named("fp8_dot_general", fun, *args)]
-  return sorted((FORMATS[s.lhs_dtype.name], FORMATS[s.rhs_dtype.name]) for s in specs)
+  return sorted(tuple(FORMATS[dtype.name] for dtype in s.formats) for s in specs)
 
 
 def scanned(step, w, x):
