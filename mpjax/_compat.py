@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.extend.core
+import numpy as np
 from jax._src import clusters, distributed, sharding_impls, source_info_util
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax
@@ -97,13 +98,14 @@ def takes_symbolic_zeros(equation: JaxprEqn) -> bool:
 
 
 def product_type(
-  product: jax.extend.core.Primitive, *operands: ShapedArray, **parameters: Any
+  product: jax.extend.core.Primitive, dtype: np.dtype, *operands: ShapedArray, **parameters: Any
 ) -> ShapedArray:
-  """Returns the type of a matrix product or convolution, with its sharding and the axes that it varies over.
+  """Returns the type of a product of lhs and rhs in a dtype, with sharding and the axes that it varies over.
 
   Waits for a public function from operands' types to a result's type, usable in a primitive's own rule.
   """
-  return product.abstract_eval(*operands, **parameters)[0]
+  pair = (x.update(dtype=dtype, weak_type=False) for x in operands[:2])
+  return product.abstract_eval(*pair, *operands[2:], **parameters)[0]
 
 
 def function_name(jaxpr: AnyJaxpr) -> str:

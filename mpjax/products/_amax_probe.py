@@ -34,7 +34,7 @@ def observe(x: jax.Array, probe: jax.Array, slot: int) -> jax.Array:
     probe: float32[3].
     slot: LHS, RHS or GRADIENT; for NOTHING the cotangent is zero, but it exists.
   """
-  return observe_p.bind(x, probe, slot=slot, lead=0)
+  return observe_p.bind(x, probe, slot=slot)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -45,27 +45,27 @@ def spread(probe: jax.Array, n: int) -> jax.Array:
 
 spread.defvjp(lambda probe, n: (spread(probe, n), None), lambda n, _, ct: (ct.max(0),))
 
-# Returns x. Operands: x, a probe and, in a derivative, the amax of the value whose tangent x is. All of them
-# have `lead` leading dimensions, with a probe for each entry.
+# Returns x. Operands: x, a probe and, in a derivative, the amax of the value whose tangent x is. A probe may
+# have leading dimensions, which the others have, too: one for each entry along them.
 observe_p = Primitive("fp8_observe")
 
 
-def _amax(x: Array, lead: int) -> Array:
-  return amax_of(x, range(lead)).reshape(x.shape[:lead])
+def _amax(x: Array, lead: Sequence[int]) -> Array:
+  return amax_of(x, range(len(lead))).reshape(lead)
 
 
 def _jvp(
-  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, slot: int, lead: int
+  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, slot: int
 ) -> tuple[Array, Array | ad.Zero]:
-  x, _, *amax = primals
+  x, probe, *amax = primals
   dx, d_probe = tangents[:2]
-  bind = functools.partial(observe_p.bind, slot=slot, lead=lead)
-  out = bind(*primals)
+  out = observe_p.bind(*primals, slot=slot)
   if isinstance(d_probe, ad.Zero):
     return out, dx
+  lead = probe.shape[:-1]
   if not amax:
-    amax = [_amax(x, lead) if slot in (LHS, RHS) else jnp.zeros(x.shape[:lead], jnp.float32)]
-  return out, bind(ad.instantiate_zeros(dx), d_probe, *amax)
+    amax = [_amax(x, lead) if slot in (LHS, RHS) else jnp.zeros(lead, jnp.float32)]
+  return out, observe_p.bind(ad.instantiate_zeros(dx), d_probe, *amax, slot=slot)
 
 
 def _transpose(
@@ -75,29 +75,26 @@ def _transpose(
   amax: Array,
   *,
   slot: int,
-  lead: int,
 ) -> list[Array | ad.Zero | None]:
   of_dx = ct if ad.is_undefined_primal(dx) else None
   of_probe = None
   if ad.is_undefined_primal(d_probe):
     if slot == GRADIENT:
-      amax = jnp.zeros_like(amax) if isinstance(ct, ad.Zero) else _amax(ct, lead)
+      amax = jnp.zeros_like(amax) if isinstance(ct, ad.Zero) else _amax(ct, amax.shape)
     axes = tuple(sorted(_compat.varying_axes(amax) - _compat.varying_axes_of_type(d_probe.aval)))
     amax = jax.lax.pmax(amax, axes) if axes else amax
     of_probe = jnp.where(np.eye(4, 3, dtype=bool)[slot], amax[..., None], 0)  # an amax may be NaN
   return [of_dx, of_probe, None]
 
 
-def _batch(
-  operands: Sequence[Array], axes: Sequence[int | None], *, slot: int, lead: int
-) -> tuple[Array, int | None]:
-  if axes[1] is None and not lead:  # one probe for all
+def _batch(operands: Sequence[Array], axes: Sequence[int | None], *, slot: int) -> tuple[Array, int | None]:
+  if axes[1] is None and operands[1].ndim == 1:  # one probe for all
     x, probe, *amaxes = operands
     amaxes = [amax if axis is None else amax.max(axis) for amax, axis in zip(amaxes, axes[2:], strict=True)]
-    return observe_p.bind(x, probe, *amaxes, slot=slot, lead=0), axes[0]
+    return observe_p.bind(x, probe, *amaxes, slot=slot), axes[0]
   size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
   operands = [batching.bdim_at_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
-  return observe_p.bind(*operands, slot=slot, lead=lead + 1), 0
+  return observe_p.bind(*operands, slot=slot), 0
 
 
 def _first(x: Any, *_: Any, **__: int) -> Any:

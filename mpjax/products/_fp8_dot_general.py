@@ -72,11 +72,7 @@ def _abstract(
     require_whole_blocks(lhs, rhs, scales, dimension_numbers, spec)
   # The type of a product in the dtype of the result, so that shardings and varying axes are right.
   return _compat.product_type(
-    jax.lax.dot_general_p,
-    lhs.update(dtype=spec.out_dtype, weak_type=False),
-    rhs.update(dtype=spec.out_dtype, weak_type=False),
-    dimension_numbers=dimension_numbers,
-    **_as_plain(spec),
+    jax.lax.dot_general_p, spec.out_dtype, lhs, rhs, dimension_numbers=dimension_numbers, **_as_plain(spec)
   )
 
 

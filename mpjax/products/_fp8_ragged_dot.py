@@ -96,8 +96,8 @@ def _bind(operands: Sequence[Sequence[Array]], *, spec: Spec, **parameters: Any)
 def _abstract(
   lhs: ShapedArray, rhs: ShapedArray, group_sizes: ShapedArray, *, spec: Spec, **parameters: Any
 ) -> ShapedArray:
-  lhs, rhs = (x.update(dtype=spec.out_dtype, weak_type=False) for x in (lhs, rhs))
-  return _compat.product_type(_compat.ragged_dot_general_p, lhs, rhs, group_sizes, **parameters)
+  plain = _compat.ragged_dot_general_p
+  return _compat.product_type(plain, spec.out_dtype, lhs, rhs, group_sizes, **parameters)
 
 
 def _compute(

@@ -144,9 +144,8 @@ def _abstract(
   originals: tuple[int, ...],
   **params: Any,
 ) -> ShapedArray:
-  half = _common((lhs, rhs))
-  lhs, rhs = (x.update(dtype=half, weak_type=False) for x in (lhs, rhs))
-  return _compat.product_type(PLAIN[own], lhs, rhs, *others[: len(others) - len(originals)], **params)
+  others = others[: len(others) - len(originals)]
+  return _compat.product_type(PLAIN[own], _common((lhs, rhs)), lhs, rhs, *others, **params)
 
 
 def _jvp(
