@@ -21,9 +21,7 @@ from mpjax.fp8 import BLOCKS, as_stored, scale_of
 from mpjax.products._dimensions import LARGEST_UNIT, Dims, free_dims, own_dims, product_of_scales
 from mpjax.products._spec import FLOAT32, Spec
 
-_E8M0_BIAS = 127
-_LARGEST_E8M0 = 2 * _E8M0_BIAS - 1
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**126
+_LARGEST = 2.0**126
 _MX, _NVFP4 = BLOCKS["mx"], BLOCKS["nvfp4"]
 _FP4, _E4M3 = jnp.float4_e2m1fn, jnp.float8_e4m3fn
 _LARGEST_FP4, _LARGEST_E4M3, _SMALLEST_E4M3 = 6.0, 448.0, 2.0**-9
@@ -206,13 +204,9 @@ def _quantise_mx(x: Array, dtype: DTypeLike, axis: int) -> tuple[Array, Array]:
   """
   amax = _amax_of_blocks(x, axis, _MX)
   largest = float(jnp.finfo(dtype).max)
-  known = (amax > 0) & (amax < jnp.inf)
-  bits = jax.lax.bitcast_convert_type(jnp.maximum(jnp.where(known, amax, 1) / largest, _SMALLEST), jnp.uint32)
-  exponent = (bits >> 23) + ((bits & np.uint32(0x7FFFFF)) != 0)  # rounded up
-  exponent = jnp.clip(jnp.where(known, exponent, _E8M0_BIAS), 1, _LARGEST_E8M0)
-  unit = jax.lax.bitcast_convert_type((exponent << 23).astype(jnp.uint32), jnp.float32)
-  q = jnp.clip(_in_blocks(as_stored(x), axis, _MX) / jnp.expand_dims(unit, axis + 1), -largest, largest)
-  scales = jnp.where(amax < jnp.inf, unit, jnp.nan)  # FP4 does not have a NaN: the scale tells
+  scale = scale_of(amax, dtype)  # a power of two, and so is its reciprocal
+  q = jnp.clip(_in_blocks(as_stored(x), axis, _MX) * jnp.expand_dims(scale, axis + 1), -largest, largest)
+  scales = jnp.where(amax < jnp.inf, 1 / scale, jnp.nan)  # FP4 does not have a NaN: the scale tells
   return q.astype(dtype).reshape(x.shape), scales.astype(jnp.float8_e8m0fnu)
 
 
