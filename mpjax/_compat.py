@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.extend.core
@@ -284,21 +284,14 @@ def varying_axes_of_type(kind: AbstractValue) -> frozenset[str]:
   return axes.varying if axes is not None else frozenset()
 
 
-class Coordination(NamedTuple):
-  """This process among the processes that `jax.distributed` started; without it, the only one."""
+def coordination() -> tuple[Any, int, int]:
+  """Returns the client of the coordination service, this process and the number of processes; uses no device.
 
-  client: Any
-  process: int
-  processes: int
-
-
-def coordination() -> Coordination:
-  """Returns the client of the coordination service, `None` without one; uses no device.
-
-  Private: waits for a public key-value store in `jax.distributed`. `jax.process_index` would use devices.
+  Without `jax.distributed` the client is `None`, of one process. Private: waits for a public key-value store
+  in `jax.distributed`. `jax.process_index` would use devices.
   """
   state = distributed.global_state
-  return Coordination(state.client, state.process_id, state.num_processes)
+  return state.client, state.process_id, state.num_processes
 
 
 def cluster_kinds() -> list[type[clusters.ClusterEnv]]:

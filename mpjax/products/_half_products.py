@@ -210,25 +210,13 @@ def _batch(
   **parameters: Any,
 ) -> tuple[Array, int | None]:
   """Applies JAX's form of a mapped product: views of the operands, and a product."""
-  operands, axes = _with_axes_alike(operands, axes, originals)
   n = len(operands) - len(originals)
   groups = [[x] for x in operands[:n]]
-  for side, x in zip(originals, operands[n:], strict=True):
-    groups[side].append(x)
+  for side, x, at in zip(originals, operands[n:], axes[n:], strict=True):
+    wanted = axes[side]  # that of the rounded operand
+    groups[side].append(x if at is None or wanted is None else jnp.moveaxis(x, at, wanted))
   bind = functools.partial(_bind_groups, own, originals)
   return mapped_as_jax(PLAIN[own], axis_data, groups, axes[:n], _common(operands[:2]), parameters, bind)
-
-
-def _with_axes_alike(
-  operands: Sequence[Array], axes: Sequence[int | None], originals: tuple[int, ...]
-) -> tuple[list[Array], list[int | None]]:
-  """Returns operands with the mapped axis of each original at the place of its rounded operand's."""
-  values, found = list(operands), list(axes)
-  for i, side in enumerate(originals, start=len(operands) - len(originals)):
-    at, wanted = found[i], found[side]
-    if at is not None and wanted is not None:
-      values[i], found[i] = jnp.moveaxis(values[i], at, wanted), wanted
-  return values, found
 
 
 for _own in PLAIN:
