@@ -230,15 +230,13 @@ def vary_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> NamedSharding | None:
-  """Returns the sharding of a value of this type after a transpose; `None` without explicit axes.
+  """Returns the sharding of a value of this type after this transpose; `None` without explicit axes.
 
   Waits for the same as `is_explicit`; `jax.lax.transpose` gives it for arrays alone.
   """
   if not is_explicit(aval):
     return None
-  sharding = aval.sharding
-  spec = dict(zip(permutation, sharding.spec, strict=True))
-  return sharding.update(spec=jax.sharding.PartitionSpec(*(spec[i] for i in range(len(permutation)))))
+  return aval.sharding.update(spec=jax.sharding.PartitionSpec(*(aval.sharding.spec[i] for i in permutation)))
 
 
 def is_explicit(aval: AbstractValue) -> bool:

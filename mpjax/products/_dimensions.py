@@ -66,7 +66,7 @@ def gradient_product(
   def in_layout(out: Array) -> Array:
     return jax.lax.convert_element_type(jax.lax.transpose(out, permutation), operand.dtype)
 
-  return (contracted, batches), _compat.permuted_sharding(operand, permutation), in_layout
+  return (contracted, batches), _compat.permuted_sharding(operand, layout), in_layout
 
 
 def sum_of_tangents(
