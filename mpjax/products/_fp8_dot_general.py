@@ -77,7 +77,7 @@ def _abstract(
 
 
 def _as_plain(spec: Spec) -> dict[str, Any]:
-  """Returns the parameters of JAX's product besides its dimensions."""
+  """Returns the parameters of JAX's product, except its dimensions."""
   return {
     "precision": None,
     "preferred_element_type": spec.out_dtype,

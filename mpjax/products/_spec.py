@@ -35,7 +35,7 @@ class Spec:
     gradients: whether lhs and rhs are gradients or tangents.
     weights: whether they are weights, by which `nvfp4` quantises; `None`: all operands alike.
     elements: format of both operands in place of the recipe's.
-    any_scales: whether the given scales are no powers of two.
+    any_scales: whether the given scales may be any numbers; otherwise they are powers of two.
     given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor, by
       entry along the dimensions in which the operand has several.
     native: multiply in the format; `None`: if the platform has units.
