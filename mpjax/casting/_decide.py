@@ -124,7 +124,7 @@ class Body:
 
   def __post_init__(self) -> None:
     self.rules = self.program.rules
-    self.facts = BodyFacts(self.program, self.closed, self.calls)
+    self.facts = BodyFacts(self.program, self.calls)
     self.jaxpr = open_jaxpr(self.closed)
     self.inputs = (*self.jaxpr.constvars, *self.jaxpr.invars)
     self.held: dict[Var, Held] = dict(zip(self.inputs, self.inputs_held, strict=True))

@@ -20,16 +20,16 @@ FLOAT32 = np.dtype("float32")
 _HALVES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
-class Kind(enum.Enum):
+class Kind(enum.IntEnum):
   """The kinds of value that autocast distinguishes, the strongest first."""
 
-  FIXED = "fixed"  # no float32 in the program: an integer, float64, or half precision by the user's choice
-  PINNED = "pinned"  # cast to float32 by the user, or a gradient that has left its backward pass
-  RUNNING = "running"  # the carry of a loop that remembers many steps, inside that loop
-  STATISTIC = "statistic"  # what a reduction left: a sum, a mean, a maximum
-  HALF = "half"  # a matrix product's result, and what follows from it
-  ISLAND = "island"  # computed in float32 from half precision; half precision again where it meets that
-  FLEXIBLE = "flexible"  # a parameter, an input or a literal, or of those alone: follows what it meets
+  FIXED = 1  # no float32 in the program: an integer, float64, or half precision by the user's choice
+  PINNED = 2  # cast to float32 by the user, or a gradient that has left its backward pass
+  RUNNING = 3  # the carry of a loop that remembers many steps, inside that loop
+  STATISTIC = 4  # what a reduction left: a sum, a mean, a maximum
+  HALF = 5  # a matrix product's result, and what follows from it
+  ISLAND = 6  # computed in float32 from half precision; half precision again where it meets that
+  FLEXIBLE = 7  # a parameter, an input or a literal, or of those alone: follows what it meets
 
 
 class Wide(enum.IntEnum):
@@ -56,8 +56,7 @@ class Held(NamedTuple):
 
 def strongest(held: Iterable[Held]) -> Kind:
   """Returns the kind that decides where values meet."""
-  kinds = {h.kind for h in held}
-  return next(kind for kind in Kind if kind in kinds)
+  return min(h.kind for h in held)
 
 
 def joined(held: Sequence[Held], kind: Kind, half: np.dtype | None = None) -> Held:

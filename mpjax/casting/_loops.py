@@ -155,9 +155,11 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, call: Call) ->
   """
   reached, ways = {before}, {before: _Way.NONE}
   product, half = False, call.half
+  if half is None:
+    return None, (call.solver or Code.MODULE).sentence()
   for node in plan.nodes:
     equation = node.equation
-    if half is not None and node.half is None and after in equation.outvars:
+    if node.half is None and after in equation.outvars:
       return None, "it is computed in a region in float32"
     variables = variables_of(equation.invars)
     if any(a in reached for a in variables):
@@ -170,8 +172,6 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, call: Call) ->
       ways.update(dict.fromkeys(equation.outvars, functools.reduce(operator.or_, past, way)))
     elif equation.primitive in _LOGARITHMS and any(a in reached for a in variables):
       ways.update(dict.fromkeys(equation.outvars, _Way.LOGARITHM))
-  if half is None:
-    return None, (call.solver or Code.MODULE).sentence()
   if not product:
     return None, "no matrix product in the loop reads it: a sum or a state over many steps"
   if not is_variable(after) or after not in ways:

@@ -11,7 +11,7 @@ import enum
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 
@@ -62,8 +62,11 @@ _SCALES = frozenset({jax.lax.mul_p, jax.lax.div_p})
 NOWHERE = -1
 
 
-class Reads(enum.Flag):
+class Reads(enum.IntFlag):
   """The readers of a value, or of an elementwise function of it; and what follows it in the forward pass."""
+
+  if not TYPE_CHECKING:  # as `Trait`
+    __and__, __or__, __invert__ = int.__and__, int.__or__, int.__invert__
 
   NONE = 0
   VIEW = enum.auto()  # a half-precision product, directly or through views
@@ -304,11 +307,10 @@ class BodyFacts:
       known, too.
   """
 
-  def __init__(self, program: Program, closed: AnyJaxpr, calls: Calls):
+  def __init__(self, program: Program, calls: Calls):
     self.sources = program.sources.get(calls)
     self.layers = self.sources if is_whole(calls) else None
-    unknown = [Reads.NONE] * len(open_jaxpr(closed).outvars)
-    self._reads = program.reads.get(calls) or program.readers.solve(closed, unknown, calls)
+    self._reads = program.reads[calls]
     self._ends = self.layers is not None and not below_backward(calls)
 
   def reads(self, atom: Atom) -> Reads:
@@ -374,18 +376,18 @@ class Program:
     Args:
       jaxpr: the rule.
       calls: the calls around it; the last is its own.
-      is_backward: whether it is a backward rule, about which nothing is known.
+      is_backward: whether it is a backward rule: nothing is known around it.
     """
-    rule, outer = Program(self.rules, self.sites), calls[:-1]
-    if is_backward or outer not in self.sources or outer not in self.reads:
-      return rule
-    call, body = calls[-1][0], open_jaxpr(jaxpr)
-    operands = [self.sources[outer][a] for a in call.invars][: len(body.invars)]
-    tangents = [Source(False, True, None, real=True)] * (len(body.invars) - len(operands))
-    _add(Sources(self.rules).solve(jaxpr, [*operands, *tangents], calls), rule.sources)
-    results = [self.reads[outer][v] & READERS for v in call.outvars][: len(body.outvars)]
-    others = [Reads.NONE] * (len(body.outvars) - len(results))
-    _add(rule.readers.solve(jaxpr, [*results, *others], calls), rule.reads)
+    rule, outer, body = Program(self.rules, self.sites), calls[:-1], open_jaxpr(jaxpr)
+    reads = [Reads.NONE] * len(body.outvars)
+    if not is_backward and outer in self.sources and outer in self.reads:
+      call = calls[-1][0]
+      operands = [self.sources[outer][a] for a in call.invars][: len(body.invars)]
+      tangents = [Source(False, True, None, real=True)] * (len(body.invars) - len(operands))
+      _add(Sources(self.rules).solve(jaxpr, [*operands, *tangents], calls), rule.sources)
+      results = [self.reads[outer][v] & READERS for v in call.outvars]
+      reads = [*results, *reads[len(results) :]][: len(reads)]
+    _add(rule.readers.solve(jaxpr, reads, calls), rule.reads)
     return rule
 
   @functools.cached_property
