@@ -13,6 +13,7 @@ from mpjax._gone import missing
 from mpjax.loss_scale._check import check_loss_scaling
 from mpjax.loss_scale._guard import (
   StructureError as StructureError,
+  alike as alike,
   all_finite,
   is_inexact as is_inexact,
   keep_dtypes as keep_dtypes,

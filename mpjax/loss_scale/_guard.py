@@ -66,8 +66,7 @@ def unscale(tree: T, scale: Float32[Array, ""]) -> T:
 
 def updated(params: PyTree, updates: PyTree) -> PyTree:
   """Returns parameters after their updates; the updates if there are no parameters like them."""
-  structure: PyTreeDef = jax.tree.structure(updates)
-  return jax.tree.map(_after, params, updates) if structure == jax.tree.structure(params) else updates
+  return jax.tree.map(_after, params, updates) if alike(params, updates) else updates
 
 
 def _after(p: Array, u: Array) -> Array:
@@ -82,8 +81,7 @@ def _after(p: Array, u: Array) -> Array:
 
 def but_nonfinite_before(new: PyTree, old: PyTree) -> PyTree:
   """Returns `new` with 0 where `old` was not finite already, such as a mask of -inf."""
-  structure: PyTreeDef = jax.tree.structure(new)
-  if structure != jax.tree.structure(old):
+  if not alike(new, old):
     return new
   known = lambda a, b: is_inexact(b) and jnp.shape(a) == jnp.shape(b)
   return jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(b), a, 0) if known(a, b) else a, new, old)
@@ -112,14 +110,19 @@ def keep_dtypes(new_state: T, old_state: T) -> T:
   Raises:
     StructureError: if the two differ in structure.
   """
-  old_structure: PyTreeDef = jax.tree.structure(old_state)
-  if jax.tree.structure(new_state) != old_structure:
+  if not alike(new_state, old_state):
     raise StructureError(
-      f"the wrapped transform changed the structure of its state from {old_structure} "
-      f"to {jax.tree.structure(new_state)}"
+      "the wrapped transform changed the structure of its state from "
+      f"{jax.tree.structure(old_state)} to {jax.tree.structure(new_state)}"
     )
   kept: T = cast_like(new_state, old_state)
   return kept
+
+
+def alike(a: PyTree, b: PyTree) -> bool:
+  """Returns whether two trees have one structure."""
+  structure: PyTreeDef = jax.tree.structure(a)
+  return structure == jax.tree.structure(b)
 
 
 def is_inexact(leaf: object) -> bool:

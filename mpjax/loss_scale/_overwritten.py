@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import KeyPath, PyTreeDef
+from jax.tree_util import KeyPath
 
 from mpjax._types import Array, PyTree
+from mpjax.loss_scale._guard import alike
 
 T = TypeVar("T")
 
@@ -56,9 +57,7 @@ def apart(
   ) -> tuple[PyTree, PyTree]:
     if not any(is_overwritten(path) for path, _ in jax.tree_util.tree_leaves_with_path(updates)):
       return inner.update(updates, state, params, **extra_args)
-    structure: PyTreeDef = jax.tree.structure(updates)
-    alike = lambda arg: jax.tree.structure(arg) == structure
-    extra_args = {name: hide(arg) if alike(arg) else arg for name, arg in extra_args.items()}
+    extra_args = {name: hide(arg) if alike(arg, updates) else arg for name, arg in extra_args.items()}
     hidden, state = inner.update(hide(updates), state, hide(params), **extra_args)
     values = updates if taken is None else _kept(taken(state), updates, params)
     return show(updates, hidden, values), state

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float32, PyTree
 
 from mpjax._average import is_average
@@ -17,7 +16,7 @@ from mpjax._calls import require_arrays_only
 from mpjax._lazy import nnx
 from mpjax._own_autocast import autocast_within
 from mpjax.dtypes import cast_like
-from mpjax.loss_scale._guard import keep_if, unscale
+from mpjax.loss_scale._guard import alike, keep_if, unscale
 from mpjax.loss_scale._overwritten import hide
 from mpjax.loss_scale._state_access import scaler_of
 from mpjax.loss_scale._transform import LossScaleState
@@ -135,9 +134,9 @@ def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None
       "new and old are the same Variables of a module, which changes in place: copy the arrays before the "
       "step, as in old = nnx.as_pure(nnx.state(model, nnx.BatchStat))"
     )
-  if not _alike(new, old):
+  if not alike(new, old):
     new, old = nnx.as_pure(new), nnx.as_pure(old)
-  if not _alike(new, old):
+  if not alike(new, old):
     names = [{name for name, _ in named_leaves(tree)} for tree in (new, old)]
     only = sorted(names[0] ^ names[1]) or [type(new).__name__, type(old).__name__]
     raise ValueError(
@@ -181,11 +180,6 @@ def unscaled_norm(grads: PyTree, scaler: LossScaleState | None) -> Float32[Array
   scale = jnp.ones([], jnp.float32) if scaler is None else scaler.scale
   squares = [jnp.sum(jnp.square(jnp.abs(g))) for g in jax.tree.leaves(unscale(hide(grads), scale))]
   return jnp.sqrt(sum(squares, start=jnp.zeros([]))).astype(jnp.float32)
-
-
-def _alike(a: PyTree, b: PyTree) -> bool:
-  structure: PyTreeDef = jax.tree.structure(a)
-  return structure == jax.tree.structure(b)
 
 
 def _variables(tree: PyTree) -> set[int]:

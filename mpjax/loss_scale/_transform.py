@@ -126,16 +126,8 @@ def dynamic_loss_scale(
     ValueError: if an argument is out of range; names it.
   """
   require_transform("dynamic_loss_scale", inner, "mpjax.dynamic_loss_scale(tx, init_scale=2.0**16)")
-  config = LossScaling(
-    kind="dynamic",
-    init_scale=init_scale,
-    growth_factor=growth_factor,
-    backoff_factor=backoff_factor,
-    growth_interval=growth_interval,
-    min_scale=min_scale,
-    max_scale=max_scale,
-    hysteresis=hysteresis,
-  )
+  factors, bounds = (growth_factor, backoff_factor, growth_interval), (min_scale, max_scale)
+  config = LossScaling("dynamic", init_scale, *factors, *bounds, hysteresis)
   return make_loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name)
 
 

@@ -12,8 +12,8 @@ from mpjax.policy._loss_scaling import (
   number as number,
   parse_loss_scaling as parse_loss_scaling,
 )
+from mpjax.policy._override import Override
 from mpjax.policy._policy import (
-  Override,
   Policy,
   as_changes as as_changes,
   get_policy,

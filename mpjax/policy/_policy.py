@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import jmp
 import numpy as np
 
@@ -32,6 +31,7 @@ from mpjax.fp8 import Recipe, parse_recipe
 from mpjax.patterns import component_regex
 from mpjax.policies import ALIASES, presets, read_preset
 from mpjax.policy._loss_scaling import LossScaling, parse_loss_scaling
+from mpjax.policy._override import CHOICES, Override
 from mpjax.policy._policy_text import brief, plain, read_text, write_text
 
 T = TypeVar("T")
@@ -43,55 +43,6 @@ _FLOAT32 = np.dtype("float32")
 _E4M3 = STATE_DTYPES["float8_e4m3fn"]
 # Formats of 8 bits, allowed in no other field.
 _ALSO = {"optimizer_dtype": STATE_DTYPES, "gather_dtype": {_E4M3.name: _E4M3}}
-_CHOICES = {"loop_carry": ("float32", "half"), "recompute": ("islands", "nothing")}
-
-
-@dataclasses.dataclass(frozen=True)
-class Override:
-  """Changes of a policy for the modules whose path a pattern matches; `None` leaves a field unchanged.
-
-  Attributes:
-    compute_dtype: float32, bfloat16 or float16, for matrix products and the operations after them.
-    fp8: whether the products are FP8, by the recipe of the policy; with a `compute_dtype`, `None` is `False`.
-    loop_carry: the dtype of the carry of a `scan` or `while`, `"float32"` or `"half"`.
-    recompute: `"islands"` if the backward pass recomputes float32 islands, `"nothing"` if it keeps them.
-  """
-
-  compute_dtype: np.dtype | None = None
-  fp8: bool | None = None
-  loop_carry: str | None = None
-  recompute: str | None = None
-
-  def __post_init__(self) -> None:
-    dtype = self.compute_dtype
-    if dtype is not None:
-      dtype = check_dtype("compute_dtype", dtype)
-      object.__setattr__(self, "compute_dtype", dtype)
-      object.__setattr__(self, "fp8", bool(self.fp8))
-      if dtype.itemsize > 4:
-        raise ValueError(f"compute_dtype={dtype.name!r}: autocast computes in float32 or in half precision")
-    if self.fp8 and (dtype is None or dtype.itemsize != 2):
-      raise ValueError("fp8 needs a half-precision compute_dtype in the same override")
-    for key, choices in _CHOICES.items():
-      if getattr(self, key) not in (None, *choices):
-        raise ValueError(f"{key}={getattr(self, key)!r}: {one_of(getattr(self, key), choices)}")
-
-  def to_dict(self) -> dict[str, Any]:
-    """Returns the override as plain data, which a policy's `overrides` take back."""
-    out: dict[str, Any] = {key: getattr(self, key) for key in _CHOICES if getattr(self, key) is not None}
-    if self.fp8:
-      out["base"] = "fp8"
-    elif self.fp8 is False and self.compute_dtype is None:
-      out["fp8"] = None
-    if self.compute_dtype is not None and not (self.fp8 and self.compute_dtype == jnp.bfloat16):
-      out["compute_dtype"] = self.compute_dtype.name
-    return out
-
-  def shorthand(self) -> str | dict[str, Any]:
-    """Returns the same in short: the name of a dtype or `fp8`, if it says no more."""
-    values = self.to_dict()
-    alone = values.keys() in ({"base"}, {"compute_dtype"})
-    return next(iter(values.values())) if alone else values
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -218,15 +169,9 @@ class Policy(jmp.Policy):
     """Whether float32 products run in named passes of a narrower dtype."""
     return self.compute_dtype == _FLOAT32 and self.matmul_precision in PASSES
 
-  @property
-  def across_devices(self) -> dict[str, str]:
-    """The fields that matter only for several devices: `{"reduce_dtype": "bfloat16"}`."""
-    found = {key: getattr(self, key) for key in ("reduce_dtype", "gather_dtype")}
-    return {key: np.dtype(dtype).name for key, dtype in found.items() if dtype is not None}
-
   def without_devices(self) -> Policy:
     """Returns the policy without the fields that matter only for several devices."""
-    return _changed(self, dict.fromkeys(self.across_devices))
+    return _changed(self, {"reduce_dtype": None, "gather_dtype": None})
 
   def same_dtypes(self, other: jmp.Policy) -> bool:
     """Returns whether a `Policy` or `jmp.Policy` (never equal to this) has the same three dtypes."""
@@ -441,7 +386,7 @@ def _read_override(spec: Override | PolicyLike, backend: str | None) -> Override
   if isinstance(spec, str) and "=" in spec:
     spec = read_text(spec)
   if isinstance(spec, Mapping):
-    values = _fields(spec, backend, tuple(_CHOICES))
+    values = _fields(spec, backend, tuple(CHOICES))
     base = values.pop("base", None)
     override = Override() if base is None else _read_override(base, backend)
     if override.compute_dtype is None and values.keys() & {"param_dtype", "output_dtype"}:
@@ -455,7 +400,7 @@ def _read_override(spec: Override | PolicyLike, backend: str | None) -> Override
         values.pop(key, None)
     if values:  # more than a dtype
       values |= {"param_dtype": policy.param_dtype, "output_dtype": policy.output_dtype}
-  own = {key: value for key, value in values.items() if key in ("compute_dtype", *_CHOICES)}
+  own = {key: value for key, value in values.items() if key in ("compute_dtype", *CHOICES)}
   own |= {"fp8": False} if values.get("fp8", {}) is None else {}
   override = dataclasses.replace(override, **own)
   computes = plain(override.compute_dtype)
@@ -473,7 +418,5 @@ def _read_override(spec: Override | PolicyLike, backend: str | None) -> Override
         "into the policy, next to overrides; for FP8 products name the preset, fp8"
       )
   if override == Override():
-    raise ValueError(
-      f"expected a dtype, a preset, or a mapping of base, compute_dtype, {', '.join(_CHOICES)}"
-    )
+    raise ValueError(f"expected a dtype, a preset, or a mapping of base, compute_dtype, {', '.join(CHOICES)}")
   return override

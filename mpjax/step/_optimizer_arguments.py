@@ -7,10 +7,10 @@ import itertools
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import PyTreeDef
 
 from mpjax._types import PyTree
 from mpjax.dtypes import as_shapes, widen_floating
+from mpjax.loss_scale import alike
 from mpjax.patterns import named_leaves
 
 _GIVEN = ("value", "grad")
@@ -76,8 +76,7 @@ def _taken(
     except Exception as error:
       errors.append(error)
       continue
-    structure: PyTreeDef = jax.tree.structure(updates)
-    if structure != jax.tree.structure(params):
+    if not alike(updates, params):
       return names
     for (name, update), param in zip(named_leaves(updates), jax.tree.leaves(params), strict=True):
       if update.shape != param.shape:

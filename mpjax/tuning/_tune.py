@@ -154,10 +154,10 @@ def _named(candidates: Sequence[PolicyLike]) -> list[tuple[str, Policy]]:
     raise ValueError(f"candidates: {error}") from error
   if not policies:
     raise ValueError("candidates: expected at least one policy")
-  if across := next((policy.across_devices for policy in policies if policy.across_devices), None):
+  if any(policy != policy.without_devices() for policy in policies):
     raise ValueError(
-      f"candidates: {' and '.join(across)}: errors are measured without a mesh; leave it out, and see "
-      "mpjax.plan for what it saves"
+      "candidates: errors are measured without a mesh; leave out reduce_dtype and gather_dtype, and see "
+      "mpjax.plan for what they save"
     )
   if jax.default_backend() != "gpu" and any(p.matmul_precision == "tensorfloat32" for p in policies):
     raise ValueError("candidates: tf32 can be measured only on a GPU; leave it out here")
