@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     )
   name = path.parent.name if path.name == "config.yaml" else path.stem
   parameters = sum(leaf.size for leaf in jax.tree.leaves(state.arrays))
-  total = len(batches) * setup.step.accumulate
+  total = len(batches) * setup.step.options.accumulate
   with screen.progress() as advance, config_errors():
     report = inspect_numerics(
       setup.step,

@@ -95,7 +95,7 @@ def inspect_numerics(
     inspection = _Inspection(step, state, reference or None, updates)
   for batch in listed(given.batches):  # an iterator makes them on the mesh that its user has set
     with on_axes_of(given.fun_or_step) as placed:
-      for part in micro_batches(placed(batch), step.accumulate):
+      for part in micro_batches(placed(batch), step.options.accumulate):
         if not inspection.count:
           say("compiling the step under the policy, and in float32")
         inspection.add(part)

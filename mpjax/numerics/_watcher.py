@@ -43,8 +43,8 @@ class Watcher:
     """Inspects a step; the result stays on the devices. Call this before the step: it donates the state."""
     with on_axes_of(self._step) as placed:
       state, batch = placed((state, batch))
-      if self._step.accumulate > 1:  # the first micro-batch, since a backward pass takes one
-        batch = first_of_batch(self._step.accumulate, batch)
+      if self._step.options.accumulate > 1:  # the first micro-batch, since a backward pass takes one
+        batch = first_of_batch(self._step.options.accumulate, batch)
       [run] = passes([(self._step, state)], batch, updates=True)
       parameters = {path: see(leaf) for path, leaf in float_leaves(hide(on_device(state.arrays)))}
       scaler = find_scaler(state.opt_state)

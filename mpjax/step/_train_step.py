@@ -84,11 +84,6 @@ class TrainStep:
   def __repr__(self) -> str:
     return f"TrainStep({getattr(self.fun, '__qualname__', self.fun)}, {self.options})"
 
-  @property
-  def accumulate(self) -> int:
-    """The number of micro-batches."""
-    return self.options.accumulate
-
   def init(
     self,
     params: PyTree,
@@ -143,7 +138,7 @@ class TrainStep:
     opt_state = self.tx.init(self.trained.seen(state, params))
     state = state.replace(arrays=params, opt_state=_owned(opt_state))
     if self.needs_batch:
-      parts = self.accumulate * self.options.shards
+      parts = self.options.accumulate * self.options.shards
       batch = batch if parts == 1 else jax.eval_shape(functools.partial(first_of_batch, parts), batch)
       args, named = self.loss.arguments(state, batch)
       fp8_state = init_fp8_state(self.fun, self.loss.autocast_policy)(*args, **named)

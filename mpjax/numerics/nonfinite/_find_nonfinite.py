@@ -196,7 +196,7 @@ def _examined(
     for path, _ in jax.tree.leaves_with_path(part)
   ]
   of_loss = [place is not None or name.startswith(kinds[0]) for name in names]
-  evaluation = Evaluation(step.accumulate)
+  evaluation = Evaluation(step.options.accumulate)
   values = evaluation.run(closed, inputs, of_loss, place or Place())
   arrays = [value.array for value in values]
   results = _nonfinite(names, arrays)
