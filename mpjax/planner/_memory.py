@@ -53,9 +53,6 @@ def analytic_memory(program: Program, arguments: Sequence[Argument], target: Tar
     moved = min(room, transient[name])
     transient[name] -= moved
     room -= moved
-  fresh = total_bytes(results - program.given)
-  missing = fresh - sum(transient[name] for name in ("outputs", "gradients", "activations", "temporaries"))
-  transient["outputs"] += max(0, missing)
   saved = [
     Saved(layer_pattern(o.path), o.source, o.origin.primitive.name, str(b.dtype), b.shape, 1, b.nbytes)
     for b in peak.saved
@@ -93,7 +90,7 @@ def stored_program(program: Program, kind: str = "gpu", donated: Sequence[Buffer
   operations = [
     _operation(operation, writes, storage, kind)
     for operation in program.operations
-    if (writes := [v for v in operation.writes if storage.is_stored(v)]) or operation.origin.effects
+    if (writes := [v for v in operation.writes if v in storage.stored]) or operation.origin.effects
   ]
   given = {*program.arguments, *_in_place(program, donated)}
   return Program(_updates_early(operations), program.results, given)
@@ -141,7 +138,7 @@ class _Storage:
   def __init__(self, program: Program, kind: str):
     self._program = program
     self._reach: dict[Buffer, dict[Buffer, float]] = {}
-    self._stored = {*program.arguments, *program.results}
+    self.stored = {*program.arguments, *program.results}
     self._readers: dict[Buffer, list[Operation]] = collections.defaultdict(list)
     stores = lambda o: is_heavy(o) or has(o.origin, Trait.STORES_RESULT)
     # A TPU's product computes an operand itself.
@@ -150,9 +147,9 @@ class _Storage:
       for value in operation.operands:
         self._readers[value].append(operation)
       if stores(operation):
-        self._stored.update(operation.writes)
+        self.stored.update(operation.writes)
       if is_heavy(operation):
-        self._stored.update(v for v in operation.operands if not fuses(operation, v))
+        self.stored.update(v for v in operation.operands if not fuses(operation, v))
     self._keep_shared()
     if kind == "tpu":
       self._store_read_often()
@@ -164,13 +161,9 @@ class _Storage:
         if computed and readers and all(map(rounds, readers)):
           value.nbytes //= 2
 
-  def is_stored(self, value: Buffer) -> bool:
-    """Returns whether a value is in memory."""
-    return value in self._stored
-
   def sources(self, value: Buffer) -> dict[Buffer, float]:
     """Returns the value if it is stored, else the stored values that it is computed from, with bytes read."""
-    if self.is_stored(value):
+    if value in self.stored:
       return {value: value.nbytes}
     if value not in self._reach:
       found: dict[Buffer, float] = {}
@@ -188,10 +181,10 @@ class _Storage:
     for operation in self._program.operations:
       for value in operation.writes:
         times = len(self._readers[value])
-        if times > 1 and not self.is_stored(value):
+        if times > 1 and value not in self.stored:
           again = sum(self.sources(value).values())
           if times * again > again + (1 + times) * value.nbytes:
-            self._stored.add(value)
+            self.stored.add(value)
             self._reach.clear()
 
   def _keep_shared(self) -> None:
@@ -199,16 +192,16 @@ class _Storage:
     needed_later = {v for o in self._program.operations if o.phase == BACKWARD for v in o.operands}
     for operation in self._program.operations:
       for value in operation.writes:
-        if self.is_stored(value):
+        if value in self.stored:
           continue
         readers = self._readers[value]
         if has(operation.origin, Trait.COSTLY) and len(readers) > 1:
-          self._stored.add(value)
+          self.stored.add(value)
         elif operation.phase != BACKWARD and any(r.phase == BACKWARD for r in readers):
           sources = self.sources(value)
           more = sum(s.nbytes for s in sources if s not in needed_later and s.maker)
           if more > value.nbytes:
-            self._stored.add(value)
+            self.stored.add(value)
             self._reach.clear()
           else:
             needed_later.update(sources)

@@ -179,8 +179,8 @@ def answer_of(plans: Sequence[Plan], first: Sequence[str] = (), *, rates: bool =
   lines = [line for row in table(rows, left=left) for line in row]
   if plans[_MOST_PLANS:]:
     lines.append(f"{len(plans) - _MOST_PLANS} more in the table summary")
-  fp8 = [f"fp8: {text}" for text in _each_once(plans, lambda p: [p.fp8] if p.fp8 else [])]
-  return answer_lines([*first, _title(plans), *lines], [*fp8, *notes], rest="notes left out: {}")
+  said = [*_each_once(plans, lambda plan: [plan.fp8]), *notes]
+  return answer_lines([*first, _title(plans), *lines], said, rest="notes left out: {}")
 
 
 def sections_of(plans: Sequence[Plan]) -> Iterator[Table]:
@@ -201,7 +201,7 @@ def sections_of(plans: Sequence[Plan]) -> Iterator[Table]:
       text = lambda value: value if isinstance(value, str) else bytes_text(value)
       if found := [[row, text(value)] for row, value in of(plan) if value is not None]:
         yield Table(name, title, [["", plan.label], *found])
-  if notes := _each_once(plans, lambda plan: [plan.fp8 and f"fp8: {plan.fp8}", *plan.notes]):
+  if notes := _each_once(plans, lambda plan: [plan.fp8, *plan.notes]):
     yield Table("notes", "Notes", lines=notes)
 
 
