@@ -108,10 +108,19 @@ def trace_step(
 def _adopted(
   step: TrainStep, policy: Policy, args: tuple[PyTree, PyTree]
 ) -> tuple[TrainStep, tuple[PyTree, PyTree]]:
-  """Returns the step under another policy, with the shapes of its state."""
+  """Returns the step under another policy, with the shapes of its state in the given state's layout."""
   state, batch = args
   other = step.with_policy(policy)
-  return other, (jax.eval_shape(lambda s: other.adopt(s, step, warn=False), state), batch)
+  shapes = jax.eval_shape(lambda s: other.adopt(s, step, warn=False), state)
+  if other.layout is not None:
+    return other, (shapes, batch)
+  before = dict(jax.tree_util.tree_leaves_with_path(state))
+
+  def placed(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    there = before.get(path, x)
+    return x.update(sharding=getattr(there, "sharding", None)) if there.shape == x.shape else x
+
+  return other, (jax.tree_util.tree_map_with_path(placed, shapes), batch)
 
 
 def _jitted(
