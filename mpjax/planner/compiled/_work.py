@@ -84,15 +84,12 @@ def set_work(
   operation.moved = _moved(instruction) * (NARROW if narrow else 1)
   cycles = int(instruction.config.get("window_config", {}).get("estimated_cycles", _SENTINEL))
   operation.cycles = cycles if cycles < _SENTINEL else None
-  if instruction.op == "custom-call" and any(n in instruction.proto.custom_call_target for n in _TARGETS):
-    narrow = any(s.dtype.startswith("f8") for operand in instruction.operands for s in operand.shapes)
-    operation.part = "attention kernels"
-    operation.products = [fused_kernel(_kernel_flops(instruction), narrow)]
-  elif products:
+  if products:
     largest, speaker = max(products, key=lambda product: product[0].flops)
     operation.part = "convolutions" if largest.convolution else "products"
+    operation.part = "attention kernels" if largest.kernel == "fused" else operation.part
     return speaker
-  elif {one.op for one, _ in inner} <= _COPIES:
+  if {one.op for one, _ in inner} <= _COPIES:
     operation.part = "copies"
   elif kind != "tpu" or instruction.op != "custom-call" or cycles < _SENTINEL:
     operation.part = "element-wise"  # else a compiler's mark
@@ -171,12 +168,15 @@ def _set_copy(operation: Operation, end: HloInstruction) -> None:
 def product_of(
   instruction: HloInstruction, fusions: Sequence[HloInstruction] = (), kind: str = "gpu"
 ) -> Product | None:
-  """Returns the product that an instruction in some fusions is, or `None`.
+  """Returns the product or the fused kernel that an instruction in some fusions is, or `None`.
 
   A product is a GEMM if a cuBLAS call, a Triton or cuDNN fusion or a TPU's matrix unit computes it. On a GPU,
   XLA's own loops compute any other `dot`, without matrix units. A `scaled-dot` multiplies blocks with scales.
   """
   target = instruction.proto.custom_call_target
+  if any(name in target for name in _TARGETS):
+    narrow = any(s.dtype.startswith("f8") for operand in instruction.operands for s in operand.shapes)
+    return fused_kernel(_kernel_flops(instruction), narrow)
   is_convolution = instruction.op == "convolution" or target.startswith("__cudnn$conv")
   product = _convolution(instruction) if is_convolution else _matrix_product(instruction)
   if product is None:
