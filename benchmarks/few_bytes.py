@@ -93,7 +93,7 @@ def main_memory_bytes(proto: bytes) -> int:
     ValueError: for an instruction whose operands do not say what it moves, such as a loop.
   """
   total = 0
-  for instruction in parse(proto).entry.instructions:
+  for instruction in parse(proto).instructions:
     if instruction.op in MOVE_NOTHING or instruction.op.endswith("-start"):
       continue
     total += _in_main_memory(instruction)

@@ -19,7 +19,7 @@ from benchmarks._runner import Row, chosen, compile_for, markdown, memory
 from mpjax.planner import get_target
 from mpjax.planner._program import Product
 from mpjax.planner.compiled._from_hlo import from_hlo
-from mpjax.planner.compiled._hlo import HloModule, numpy_name, parse
+from mpjax.planner.compiled._hlo import HloComputation, numpy_name, parse
 
 PACKAGES = ("libtpu", "jax-cuda13-plugin")
 ROWS, NARROW, WIDE, BLOCKS = 8192, 2048, 8192, 2
@@ -78,11 +78,12 @@ def figures(target: str, name: str) -> dict[str, Any]:
   }
 
 
-def cycles(module: HloModule) -> int:
+def cycles(computation: HloComputation) -> int:
   """The sum of what a TPU's compiler expects of instructions."""
-  every = (one for computation in module.computations.values() for one in computation.instructions)
+  every = computation.instructions
   found = (int(one.config.get("window_config", {}).get("estimated_cycles", NO_ESTIMATE)) for one in every)
-  return sum(estimate for estimate in found if estimate < NO_ESTIMATE)
+  inner = sum(cycles(called) for one in every for called in one.called)
+  return inner + sum(estimate for estimate in found if estimate < NO_ESTIMATE)
 
 
 def is_narrow(product: Product) -> bool:

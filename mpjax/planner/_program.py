@@ -149,24 +149,19 @@ class Program:
   arguments: list[Buffer] = dataclasses.field(default_factory=list)
 
   def each(
-    self,
-    times: int = 1,
-    *,
-    worth: Callable[[Operation], float] = lambda operation: operation.flops,
-    choose: Callable[..., Program] = max,
+    self, times: int = 1, worth: Callable[[Operation], float] = lambda operation: operation.flops
   ) -> Iterator[tuple[Operation, int]]:
     """Yields all operations, also those in loops, with the number of times that each runs.
 
     Args:
       times: how often the program runs.
-      worth: the measure of an operation by which a branch of a conditional is chosen.
-      choose: `max` for the branch with the most of it, `min` for the least.
+      worth: the measure of an operation; of a conditional, the branch with the most of it runs.
     """
-    measure = lambda body: sum(worth(o) * n for o, n in body.each(worth=worth, choose=choose))
+    measure = lambda body: sum(worth(o) * n for o, n in body.each(worth=worth))
     for operation in self.operations:
       yield operation, times
-      for body in [choose(operation.bodies, key=measure)] if operation.chooses else operation.bodies:
-        yield from body.each(times * (operation.times or 1), worth=worth, choose=choose)
+      for body in [max(operation.bodies, key=measure)] if operation.chooses else operation.bodies:
+        yield from body.each(times * (operation.times or 1), worth)
 
 
 class Peak(NamedTuple):

@@ -106,9 +106,9 @@ def time_floor(program: Program, crossing: Program, memory: Memory, target: Targ
   moved += 2 * max(0, memory.saved_bytes - target.cache)
   # A kernel may state more FLOPs than it runs: the masked half of causal attention.
   seconds = lambda p: 0 if p.kernel else p.flops * p.passes / target.unit_rate(p.dtype)[1]
-  work = sum(times * seconds(p) for o, times in program.each(choose=min) for p in o.products)
+  work = sum(times * seconds(p) for o, times in program.each(worth=lambda o: -o.flops) for p in o.products)
   parts = {"matrix units": work, "memory": moved / target.bandwidth}
-  sent = sum(o.sent * times for o, times in crossing.each(worth=lambda o: o.sent, choose=min))
+  sent = sum(o.sent * times for o, times in crossing.each(worth=lambda o: -o.sent))
   if sent and target.interconnect:
     parts["interconnect"] = sent / target.interconnect
   bound = max(parts, key=lambda name: parts[name])

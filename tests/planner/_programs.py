@@ -2,7 +2,7 @@
 
 import json
 
-from mpjax.planner.compiled._hlo import HloModule, parse
+from mpjax.planner.compiled._hlo import HloComputation, parse
 from mpjax.planner.compiled._proto import DTYPES, module_class
 
 _NUMBERS = {name: number for number, name in DTYPES.items()}
@@ -18,7 +18,7 @@ class Program:
   def computation(self, name):
     return Computation(self._module, name)
 
-  def parse(self) -> HloModule:
+  def parse(self) -> HloComputation:
     self._module.entry_computation_id = self._module.computations[-1].id
     return parse(self._module.SerializeToString())
 

@@ -58,7 +58,7 @@ def a_step(
 
 def repetitions(module):
   """Each computation of a module, how often it runs, and the instructions that call it."""
-  left = [(module.entry, 1, [])]
+  left = [(module, 1, [])]
   while left:
     computation, times, callers = left.pop()
     yield computation, times, callers

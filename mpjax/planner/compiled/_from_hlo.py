@@ -12,7 +12,6 @@ from mpjax.planner.compiled._hlo import (
   VIEWS,
   HloComputation,
   HloInstruction,
-  HloModule,
   HloShape,
   chain_id,
   numpy_name,
@@ -30,17 +29,17 @@ _CONTROL = frozenset({"while", "conditional", "call"})
 _PRODUCTS = frozenset({"dot", "scaled-dot", "convolution", "custom-call", "fusion"})
 
 
-def from_hlo(module: HloModule, kind: str = "gpu", weights: Collection[tuple[int, ...]] = ()) -> Program:
+def from_hlo(main: HloComputation, kind: str = "gpu", weights: Collection[tuple[int, ...]] = ()) -> Program:
   """Returns the program of a compiled module. Arguments and results count for its caller.
 
   A compiler may put temporaries where a result will be; that is not followed.
 
   Args:
-    module: the module.
+    main: its main computation, as `parse` returns it.
     kind: kind of the platform that it is compiled for.
     weights: shapes of the weights, whole and on one device.
   """
-  return _Reader(kind, {_without_ones(shape) for shape in weights}).program(module.entry)
+  return _Reader(kind, {_without_ones(shape) for shape in weights}).program(main)
 
 
 class _Reader:

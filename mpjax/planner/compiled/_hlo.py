@@ -102,12 +102,10 @@ class HloComputation:
   """A function of the program: the main one, a loop's body, a fusion.
 
   Attributes:
-    name: its name.
     instructions: in execution order.
     root: the instruction that it returns.
   """
 
-  name: str
   instructions: list[HloInstruction]
   root: HloInstruction
 
@@ -117,21 +115,8 @@ class HloComputation:
     return sorted(found, key=lambda i: int(i.proto.parameter_number))
 
 
-@dataclasses.dataclass(frozen=True)
-class HloModule:
-  """A compiled program.
-
-  Attributes:
-    computations: by name; those that others run come before them.
-    entry: the main computation.
-  """
-
-  computations: dict[str, HloComputation]
-  entry: HloComputation
-
-
-def parse(proto: bytes) -> HloModule:
-  """Returns the module of a serialised `HloModuleProto`.
+def parse(proto: bytes) -> HloComputation:
+  """Returns the main computation of a serialised `HloModuleProto`.
 
   Raises:
     ImportError: if `google.protobuf` is not installed.
@@ -147,10 +132,7 @@ def parse(proto: bytes) -> HloModule:
   computations: dict[int, HloComputation] = {}
   for made in message.computations:
     computations[made.id] = _computation(made, order.get(made.id), computations, known)
-  return HloModule(
-    {computation.name: computation for computation in computations.values()},
-    computations[message.entry_computation_id],
-  )
+  return computations[message.entry_computation_id]
 
 
 def _computation(
@@ -164,7 +146,7 @@ def _computation(
     called = [computations[i] for i in proto.called_computation_ids]
     shapes = _shapes(proto.shape, known)
     made[number] = HloInstruction(proto.name, proto.opcode, shapes, operands, called, proto)
-  return HloComputation(message.name, list(made.values()), made[message.root_id & _LOCAL])
+  return HloComputation(list(made.values()), made[message.root_id & _LOCAL])
 
 
 def _shapes(proto: Any, known: dict[bytes, list[HloShape]]) -> list[HloShape]:

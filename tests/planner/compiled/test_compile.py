@@ -71,7 +71,7 @@ def test_a_step_travels_with_what_it_gives_up_and_comes_back_with_its_figures(ta
   assert program.outputs == program.arguments + 16  # and a table of both
   assert program.accessed > 0
   assert program.temporaries > 0
-  assert [(shape.dtype, shape.dims) for shape in parse(program.proto).entry.root.shapes] == [
+  assert [(shape.dtype, shape.dims) for shape in parse(program.proto).root.shapes] == [
     ("f32", (64, 64)),
     ("bf16", (8,)),
   ]

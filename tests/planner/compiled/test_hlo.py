@@ -8,7 +8,7 @@ from tests.planner.compiled._hlo_text import computation, program, serialised
 
 def shapes(text):
   """The arrays of an instruction of this type."""
-  found = program(f"ROOT %x = {text} custom-call()").entry.root.shapes
+  found = program(f"ROOT %x = {text} custom-call()").root.shapes
   return [(s.dtype, s.dims, s.nbytes, s.space) for s in found]
 
 
@@ -43,7 +43,7 @@ def test_what_a_name_says():
   module = parse(
     serialised(f"HloModule m\n\n{computation('ENTRY %main', joined)}".replace("SEMI", ";"))
   )  # by the compiler
-  assert module.entry.root.op_name == "jit(f)/A/mul"
+  assert module.root.op_name == "jit(f)/A/mul"
 
 
 # How often loops run, where nothing but their instructions says so: as a TPU's compiler writes `lax.scan`, with
@@ -77,7 +77,7 @@ def test_a_counter_says_how_often_its_loop_runs_and_what_cannot_be_told_counts_o
     for name, value in (changes | {name: n for name, n in usual.items() if name not in changes}).items():
       texts = [text.replace(name, str(value)) for text in texts]
     module = program(texts[2], computation("%body", texts[0]) + computation("%test", texts[1]))
-    (loop,) = (i for i in module.entry.instructions if i.op == "while")
+    (loop,) = (i for i in module.instructions if i.op == "while")
     assert trips(loop) == runs, changes
     (found,) = collectives_of(from_hlo(module))
     assert (found.nbytes, found.count) == ((runs or 1) * 128 * 4, runs or 1), changes  # a tile for V

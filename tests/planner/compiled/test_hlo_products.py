@@ -89,7 +89,7 @@ def test_which_devices_exchange():
   ):
     lines = f"{READ}; %a = f32[8]{{0}} all-reduce(%p), channel_id=7, {groups}, to_apply=%add"
     module = program(lines)
-    assert tuple(group_of(module.entry.root)) == devices, groups
+    assert tuple(group_of(module.root)) == devices, groups
     (found,) = collectives(module)
     assert found.group == len(devices), groups
 
