@@ -105,7 +105,7 @@ def main_memory_bytes(proto: bytes) -> int:
       known = bool({start.op, *(called.root.op for called in start.called)} & {"copy-start", "slice"})
       total += sum(shape.nbytes for shape in instruction.shapes) if _in_main_memory(start.operands[0]) else 0
     if not known:
-      raise ValueError(f"{instruction.name}: its operands do not say what it moves")
+      raise ValueError(f"{instruction.proto.name}: its operands do not say what it moves")
   return total
 
 

@@ -72,7 +72,7 @@ def crossing(proto):
   """Elements by operation and dtype, of all and of those inside loops."""
   everywhere, in_loops, chains = collections.Counter(), collections.Counter(), set()
   for computation, times, callers in repetitions(parse(proto)):
-    loops = tuple(caller.name for caller in callers if caller.op == "while")
+    loops = tuple(caller.proto.name for caller in callers if caller.op == "while")
     for instruction in computation.instructions:
       operation = instruction.op.removesuffix("-done")
       if not re.fullmatch(OPERATIONS, operation):

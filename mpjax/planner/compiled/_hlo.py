@@ -50,7 +50,6 @@ class HloInstruction:
   """One instruction.
 
   Attributes:
-    name: its name.
     op: opcode.
     shapes: shape of its result, or shapes of the leaves of a tuple, without tokens.
     operands: the instructions that it reads.
@@ -58,7 +57,6 @@ class HloInstruction:
     proto: the message with its other fields, by the names in `_proto.py`.
   """
 
-  name: str
   op: str
   shapes: list[HloShape]
   operands: list[HloInstruction]
@@ -145,7 +143,7 @@ def _computation(
     operands = [made[i & _LOCAL] for i in proto.operand_ids]
     called = [computations[i] for i in proto.called_computation_ids]
     shapes = _shapes(proto.shape, known)
-    made[number] = HloInstruction(proto.name, proto.opcode, shapes, operands, called, proto)
+    made[number] = HloInstruction(proto.opcode, shapes, operands, called, proto)
   return HloComputation(list(made.values()), made[message.root_id & _LOCAL])
 
 
