@@ -94,9 +94,9 @@ def plan(
   donated = [value for value, given in zip(step.arguments, traced.donated, strict=True) if given]
   program = stored_program(step, device.kind, donated)
   memory = analytic_memory(program, traced.arguments, device)
-  products = list_products(step, device)
-  compiled, by_compiler, notes = _by_the_compiler(traced, step, device, compile)
-  crossing = by_compiler or step
+  products = list_products(program, device)
+  compiled, by_compiler, notes = _by_the_compiler(traced, program, device, compile)
+  crossing = by_compiler or program
   return Plan(
     label=label or traced.label,
     target=device.name,
@@ -112,10 +112,10 @@ def plan(
     floor=time_floor(program, crossing, compiled.memory if compiled else memory, device),
     notes=(*_notes(traced, products, device), *notes),
     fp8=traced.fp8,
-    model_flops=model_flops(step),
+    model_flops=model_flops(program),
     peak_flops=device.flops.get("bfloat16") or max(device.flops.values(), default=0.0),
     time=compiled_time(by_compiler, device) if by_compiler else traced_time(program, device),
-    host=host_memory(step, traced.arguments),
+    host=host_memory(program, traced.arguments),
   )
 
 
