@@ -155,7 +155,7 @@ class Program:
 
     Args:
       times: how often the program runs.
-      worth: the measure of an operation; of a conditional, the branch with the most of it runs.
+      worth: the measure of an operation; a conditional runs the branch with the most of it.
     """
     measure = lambda body: sum(worth(o) * n for o, n in body.each(worth=worth))
     for operation in self.operations:
