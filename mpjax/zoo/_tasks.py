@@ -53,7 +53,13 @@ def gpt(
   from mpjax.zoo.models import GPT, chosen_attention, gpt_sharding
 
   vocab_size, seq_len = info.vocab_size, info.seq_len
-  masked = _is_masked(info)
+  row = getattr(info, "row", {})
+  if masked := "mask" in row:
+    (dtype, shape), tokens = row["mask"], row["tokens"][1]
+    if (dtype, shape) != ("bool", tokens):
+      raise ValueError(
+        f"rows hold a mask of {dtype}{list(shape)}: expected bool{list(tokens)}, or another name"
+      )
   if loss_rows is None:
     loss_rows = 1024 if vocab_size > 1 << 14 else 0
   chosen = chosen_attention(attention, info, heads=heads, head_dim=dim // heads, length=seq_len)
@@ -100,20 +106,6 @@ def gpt(
 
   sharding = functools.partial(gpt_sharding, heads=heads)
   return Task(init, loss_fn, evaluate, logits, sharding, ("tokens", seq_len))
-
-
-def _is_masked(info: ModelInfo) -> bool:
-  """Returns whether rows have a mask of the tokens that count."""
-  row = getattr(info, "row", {})
-  if "mask" not in row:
-    return False
-  (dtype, shape), (_, tokens) = row["mask"], row["tokens"]
-  if dtype != "bool" or tuple(shape) != tuple(tokens):
-    raise ValueError(
-      f"rows hold a mask of {dtype}{list(shape)}: expected bool{list(tokens)}, which of the tokens count; "
-      "give it another name if it says something else"
-    )
-  return True
 
 
 @register_model("vit")

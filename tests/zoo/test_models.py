@@ -171,23 +171,14 @@ def test_rotation_turns_pairs_by_the_position_times_their_frequency():
     np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=3 * roundoff * np.abs(x).max())
 
 
-def test_gpt_refuses_arguments_and_tokens():
-  assert make_gpt(dim=6, positions="learned").max_len == 8  # odd heads that are not rotated
+def test_gpt_refuses_arguments():
+  make_gpt(dim=6, positions="learned")  # odd heads that are not rotated
   for changes, match in [
     ({"dim": 15}, "dim=15 is not divisible by heads=2"),
     ({"dim": 6}, "heads of 3: positions='rope' rotates pairs"),
   ]:
     with pytest.raises(ValueError, match=match):
       make_gpt(**changes)
-  for tokens, match in [
-    (np.zeros((1, 9), int), "a sequence of 9 tokens is longer than max_len=8"),
-    (np.zeros((8,), np.int32), r"tokens int32\[8\]: expected integers \[batch, length\]"),
-    (np.zeros((1, 8), np.float32), r"tokens float32\[1, 8\]"),
-  ]:
-    for changes in ({}, OTHER_GPT):
-      model, params = gpt(**changes)
-      with pytest.raises(ValueError, match=match):
-        jax.eval_shape(model, params, tokens)
 
 
 @pytest.mark.parametrize("tie_head", [True, False])
@@ -206,15 +197,14 @@ def test_the_head_has_a_module_path(tie_head):
 def test_image_models_refuse():
   for changes, shape, match in [
     ({"dim": 9}, (1, 4, 4, 1), "dim=9 is not divisible by heads=2"),
-    ({"attention": "flash"}, (1, 4, 4, 1), "attention='flash': expected one of auto, xla, cudnn, splash"),
     ({"patch": 3}, (1, 4, 4, 1), r"images \[1, 4, 4, 1\]: .*patch=3"),
     ({}, (4, 4, 1), r"images \[4, 4, 1\]"),
-    (None, (4, 4, 1), r"images \[4, 4, 1\]"),
   ]:
     vit = {"num_classes": 3, "patch": 2, "dim": 8, "layers": 1, "heads": 2}
-    model = ResNet(num_classes=3) if changes is None else ViT(**(vit | changes))
     with pytest.raises(ValueError, match=match):
-      jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), np.ones(shape))
+      jax.eval_shape(
+        functools.partial(ViT(**(vit | changes)).init, train=False), jax.random.key(0), np.ones(shape)
+      )
 
 
 def test_resnet_statistics_move_by_a_tenth_only_while_training_and_stay_float32():

@@ -21,7 +21,6 @@ from mpjax.casting import as_its_module
 if TYPE_CHECKING:  # models do not need the packages that read data
   from mpjax.registry import ModelInfo
 
-IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 _SHORTEST = 1024  # below this, splash needs more memory than the scores (TPU v5e)
 _LANES = 128
 
@@ -58,19 +57,14 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool, implementation: str
   and accumulate in float32. Only `q`, `k` and `v` are kept for the backward pass, which computes the
   probabilities again. There is only a reverse-mode rule (no `jax.jvp`).
 
-  With `causal`, position t sees positions 0 to t only. `implementation` is `xla`, or a fused kernel: `cudnn`
-  (half precision on NVIDIA GPUs) or `splash` (bfloat16 on TPUs). Under autocast the module's dtype counts.
-  Kernels fall back to the XLA path in another dtype, if a mesh divides rows or heads unevenly, and `splash`
-  for lengths that it does not support.
-
-  Raises:
-    ValueError: for another implementation.
+  With `causal`, position t sees positions 0 to t only. `implementation` is `xla` (`auto`), or a fused kernel:
+  `cudnn` (half precision on NVIDIA GPUs) or `splash` (bfloat16 on TPUs). Under autocast the module's dtype
+  counts. Kernels fall back to the XLA path in another dtype, if a mesh divides rows or heads unevenly, and
+  `splash` for lengths that it does not support.
   """
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(f"attention={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-  if implementation in _KERNELS:
-    return _by_kernel(q, k, v, causal, implementation)
-  return _attention(q, k, v, causal)
+  if implementation in ("auto", "xla"):
+    return _attention(q, k, v, causal)
+  return _by_kernel(q, k, v, causal, implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -125,16 +119,16 @@ def _by_kernel(q: Array, k: Array, v: Array, causal: bool, implementation: str) 
   training. Compilers do not divide kernels, not even over an axis of one device. Rows are divided over `data`
   and `fsdp`, heads over `tensor`.
   """
+  kernel = functools.partial(_KERNELS[implementation], causal=causal)
   mesh = jax.sharding.get_abstract_mesh()
   kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
   free = [
     name for name, kind in kinds if kind is not AxisType.Manual
-  ]  # those the compiler divides arrays over
+  ]  # the compiler divides arrays over them
   rows, heads = [name for name in free if name != "tensor"], [name for name in free if name == "tensor"]
   parts = lambda axes: math.prod(mesh.shape[name] for name in axes)
   if q.shape[0] % parts(rows) or q.shape[2] % parts(heads) or not _takes(implementation, q.shape, q.dtype):
     return _attention(q, k, v, causal)
-  kernel = functools.partial(_KERNELS[implementation], causal=causal)
   if not free:
     return kernel(q, k, v)
   spec = PartitionSpec(tuple(rows) or None, None, *heads)
@@ -153,9 +147,7 @@ def _takes(implementation: str, shape: tuple[int, ...], dtype: np.dtype) -> bool
 
 def _cudnn_is_here(shape: tuple[int, ...], half: np.dtype) -> bool:
   """Returns whether this machine's GPU and its cuDNN have a kernel for such heads."""
-  if (
-    not _takes("cudnn", shape, half) or jax.default_backend() != "gpu"
-  ):  # it can be compiled only where the GPU is
+  if not _takes("cudnn", shape, half) or jax.default_backend() != "gpu":  # compiled only where the GPU is
     return False
   capability = str(getattr(jax.local_devices()[0], "compute_capability", "none"))
   if not capability[:1].isdigit() or float(capability) < 8:  # a name on AMD's GPUs

@@ -21,7 +21,7 @@ class GPT(nnx.Module):
 
   Args:
     vocab_size: number of tokens.
-    max_len: longest sequence.
+    max_len: longest sequence, for learned positions.
     dim: width of the residual stream.
     layers: number of blocks.
     heads: attention heads; they divide `dim`.
@@ -74,18 +74,14 @@ class GPT(nnx.Module):
     )
     self.norm = Norm(dim, norm)
     self.head = None if tie_head else _linear(dim, vocab_size, rngs)
-    self.max_len = max_len
     self.dropout = dropout
     self.remat = remat
 
   def __call__(self, tokens: jax.Array, *, rng: jax.Array | None = None) -> jax.Array:
     """Returns the logits of each next token, [B, T, vocab_size] in the parameters' dtype.
 
-    `tokens` are integer [B, T], T at most `max_len`. `rng` is a key for dropout, or keys [B], one for each
-    row.
-
-    Raises:
-      ValueError: for tokens of another shape or dtype, or a sequence that is too long.
+    `tokens` are integer [B, T]; learned positions limit T to `max_len`. `rng` is a key for dropout, or keys
+    [B], one for each row.
     """
     x = self.hidden(tokens, rng=rng)
     if self.head is not None:
@@ -99,12 +95,7 @@ class GPT(nnx.Module):
     return self.embed[...].T if self.head is None else self.head.kernel[...]
 
   def hidden(self, tokens: jax.Array, *, rng: jax.Array | None = None) -> jax.Array:
-    """Returns the input of the output matrix, [B, T, D]. Takes and raises what `__call__` does."""
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-      raise ValueError(f"tokens {tokens.dtype}{list(tokens.shape)}: expected integers [batch, length]")
-    length = tokens.shape[1]
-    if length > self.max_len:
-      raise ValueError(f"a sequence of {length} tokens is longer than max_len={self.max_len}")
+    """Returns the input of the output matrix, [B, T, D]. Takes what `__call__` does."""
     keys: list[jax.Array | None] = [None] * (len(self.blocks) + 1)
     if rng is not None and self.dropout:
       keys[:] = split(rng, len(self.blocks) + 1)
@@ -112,7 +103,7 @@ class GPT(nnx.Module):
     # The tables are read in float32 because their gradients sum over every use of a row.
     x = _float32(self.embed[...])[tokens]
     if self.positions is not None:
-      x += _float32(self.positions[:length])
+      x += _float32(self.positions[: tokens.shape[1]])
     x = dropout(x.astype(self.embed.dtype), self.dropout, keys[0])  # [B, T, D]
     for block, key in zip(self.blocks, keys[1:], strict=True):
       # Called through the class, so that profiles and plans see the module's name.

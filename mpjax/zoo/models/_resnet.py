@@ -34,8 +34,6 @@ class ResNet(nn.Module):
     `images` are floating [B, H, W, C]. With `train`, normalises by the statistics of the batch and, if
     `batch_stats` is mutable, updates the running statistics; else normalises by these.
     """
-    if images.ndim != 4:
-      raise ValueError(f"images {list(images.shape)}: expected [B, H, W, C]")
     x = nn.Conv(self.width, (3, 3), use_bias=False, name="stem")(images)
     x = nn.relu(_batch_norm(train)(name="stem_norm")(x))
     block = nn.remat(ResidualBlock, static_argnums=(2,)) if self.remat else ResidualBlock
