@@ -161,19 +161,19 @@ BOTH = {"images": IMAGES, "labels": LABELS}
 UNFIT = [
   ({"images": IMAGES}, ["'labels'", "images"]),
   ({"pictures": IMAGES, "labels": LABELS}, ["'images'", "pictures"]),
-  (BOTH | {"images": np.where(IMAGES, IMAGES, np.nan)}, ["images", "NaN or infinite"]),
-  (BOTH | {"images": IMAGES[0]}, ["[6, 6]", "[N, H, W]"]),
+  (BOTH | {"images": np.where(IMAGES, IMAGES, np.nan)}, ["images are float32[6, 6]", "finite"]),
+  (BOTH | {"images": IMAGES[0]}, ["labels are int64[40]", "each of 6 images"]),
   (BOTH | {"labels": LABELS[:7]}, ["40", "7"]),
-  (BOTH | {"labels": LABELS.astype(float)}, ["labels", "float64", "an integer for each of 40 images"]),
-  (BOTH | {"labels": LABELS - 1}, ["labels has -1 to 1", "from 0"]),
+  (BOTH | {"labels": LABELS.astype(float)}, ["labels are float64", "an integer for each of 40 images"]),
+  (BOTH | {"labels": LABELS - 1}, ["labels are -1 to 1", "from 0"]),
   (BOTH | {"eval_images": IMAGES}, ["'eval_labels'"]),
-  (BOTH | {"eval_images": IMAGES[:, :5], "eval_labels": LABELS}, ["eval_images", "(5, 6)", "(6, 6)"]),
-  (BOTH | {"images": np.asarray(["a"] * 40)}, ["images", "[40]"]),
+  (BOTH | {"eval_images": IMAGES[:, :5], "eval_labels": LABELS}, ["eval_images", "[5, 6]", "[6, 6]"]),
+  (BOTH | {"images": np.asarray(["a"] * 40)}, ["images are <U1[]", "[height, width]"]),
   (BOTH | {"eval_images": IMAGES / 255, "eval_labels": LABELS}, ["eval_images are float32", "images uint8"]),
-  (BOTH | {"eval_images": IMAGES, "eval_labels": LABELS - 1}, ["eval_labels has -1 to 1"]),
+  (BOTH | {"eval_images": IMAGES, "eval_labels": LABELS - 1}, ["eval_labels: labels are -1 to 1"]),
   (
     BOTH | {"labels": np.where(LABELS == 1, 50_000_000, LABELS)},
-    ["labels has 0 to 50000000", "below 16777216"],
+    ["labels are 0 to 50000000", "below 16777216"],
   ),
   ({"images": IMAGES[:0], "labels": LABELS[:0]}, ["data.kind=npz", "zero-size"]),
 ]
@@ -188,7 +188,7 @@ def test_labels_are_below_the_number_of_classes_that_is_given(tmp_path):
   path = save(tmp_path, images=IMAGES, labels=LABELS)
   assert load("npz", path=path, num_classes=5000).info.num_classes == 5000
   assert load("npz", path=path).info.num_classes == 3
-  words = ["labels has 0 to 2: ", "below 2"]
+  words = ["labels are 0 to 2: ", "below 2"]
   raises_one_line(DataError, words, load, "npz", path=path, num_classes=2)
 
 
@@ -208,11 +208,9 @@ def test_a_folder_that_cannot_be_entered_is_named(corpus, monkeypatch):
 
 UNREADABLE = [
   ("text", {}, ["data.path", "missing"]),
-  ("text", {"path": []}, ["data.path", "missing"]),
   ("text", {"path": ""}, ["data.path", "missing"]),
   ("text", {"path": "CORPUS/../blank.txt"}, ["data.seq_len=8", "0 tokens"]),
   ("text", {"path": "/no/such/file"}, ["/no/such/file"]),
-  ("text", {"path": "/no/such/*.txt"}, ["/no/such/*.txt"]),
   ("text", {"path": "CORPUS/../empty"}, ["no text files"]),
   ("text", {"path": "CORPUS", "seq_len": 10_000}, ["data.seq_len=10000", "tokens"]),
   ("text", {"path": "CORPUS", "batch_size": 10_000}, ["batch_size=10000", "rows"]),

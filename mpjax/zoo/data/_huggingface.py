@@ -11,7 +11,7 @@ import numpy as np
 
 from mpjax._mistakes import DataError
 from mpjax.registry import Positive, register_data
-from mpjax.zoo.data._images import Classes, Images, images_to_rows
+from mpjax.zoo.data._images import Classes, images_to_rows
 from mpjax.zoo.data._text import Loaded, Share, documents_to_rows, streams_to_rows
 
 
@@ -76,11 +76,9 @@ def load_huggingface(
     return documents_to_rows(documents, source, seq_len, valid_fraction, packed=packed)
   if not (image_column and label_column):
     raise DataError("expected data.text_column, data.token_column, or data.image_column with label_column")
-  pairs = [
-    Images(split[image_column], np.asarray(list(split[label_column])), titles[name], label_column)
-    for name, split in splits.items()
-  ]
-  return images_to_rows(pairs, source, num_classes, valid_fraction)
+  pairs = [(split[image_column], np.asarray(list(split[label_column]))) for split in splits.values()]
+  named = dict(zip(titles.values(), pairs, strict=True))
+  return images_to_rows(named, source, num_classes, valid_fraction)
 
 
 def _load(source: str, saved: bool, wanted: list[str]) -> dict[str, Any]:
