@@ -326,7 +326,7 @@ UNFIT_OPTIMIZERS = [
   (["target=nothing"], ["returned a int", "optax transform"]),
   (["target=picky", "options.alpha=-1"], ["target=picky: alpha must be positive (optimizers.py:"]),
   (["target=nothing", "options.x=1"], ["optimizer.options.x", "it has none"]),
-  (["target=nothing", "weight_decay=0.1"], ["optimizer.weight_decay=0.1: expected an option of the target"]),
+  (["target=nothing", "weight_decay=0.1"], ["optimizer.weight_decay=0.1: expected 0"]),
   (["name=null"], ["unknown optimizer.name None", "adamw"]),
   (["name=signed"], ["optimizer.name 'signed'", "optimizer.target"]),
 ]

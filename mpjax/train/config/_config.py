@@ -76,7 +76,7 @@ class OptimizerConfig(Section):
     if not isinstance(value, Mapping) or value.get("target") is None:
       return value
     if value.get("weight_decay"):
-      raise ValueError(f"weight_decay={value['weight_decay']!r}: expected an option of the target")
+      raise ValueError(f"weight_decay={value['weight_decay']!r}: expected 0, a target has its own options")
     options = value.get("options") or {}
     if isinstance(options, Mapping):  # the annotation's check reports others
       options = TARGETS.check(value["target"], options)

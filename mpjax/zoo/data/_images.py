@@ -53,6 +53,8 @@ def load_npz(
       arrays = {name: np.asarray(file[name]) for name in file.files}
   except Exception as error:  # from the file, the archive, its compression or NumPy's headers
     reason = " ".join(str(error).split()) or type(error).__name__
+    if "pickle" in reason:  # NumPy's advice would run code in the file
+      reason = "it is no archive of arrays, or has Python objects"
     raise DataError(f"data.path={path!r}: not a readable .npz file ({reason})") from error
   has_split = not arrays.keys().isdisjoint(("eval_images", "eval_labels"))
   splits = {}
