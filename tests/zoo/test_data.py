@@ -207,14 +207,12 @@ def test_a_folder_that_cannot_be_entered_is_named(corpus, monkeypatch):
 
 
 UNREADABLE = [
-  ("text", {}, ["data.path", "missing"]),
-  ("text", {"path": ""}, ["data.path", "missing"]),
+  ("text", {"path": ""}, ["data.path=''", "no such file"]),
   ("text", {"path": "CORPUS/../blank.txt"}, ["data.seq_len=8", "0 tokens"]),
   ("text", {"path": "/no/such/file"}, ["/no/such/file"]),
   ("text", {"path": "CORPUS/../empty"}, ["no text files"]),
   ("text", {"path": "CORPUS", "seq_len": 10_000}, ["data.seq_len=10000", "tokens"]),
   ("text", {"path": "CORPUS", "batch_size": 10_000}, ["batch_size=10000", "rows"]),
-  ("npz", {}, ["data.path"]),
   ("npz", {"path": "/no/such.npz"}, ["/no/such.npz"]),
   ("npz", {"path": "CORPUS/part0/0.txt"}, ["not a readable .npz"]),
   ("huggingface", {"path": "x", "text_column": "t"}, ["pip install datasets"]),

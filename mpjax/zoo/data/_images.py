@@ -37,16 +37,12 @@ def load_digits() -> Loaded:
 
 
 @register_data("npz")
-def load_npz(
-  *, path: str | None = None, num_classes: Classes | None = None, valid_fraction: Share = 0.05
-) -> Loaded:
+def load_npz(*, path: str, num_classes: Classes | None = None, valid_fraction: Share = 0.05) -> Loaded:
   """Loads `images` [N, H, W] or [N, H, W, C] and `labels` [N].
 
   `eval_images` and `eval_labels` are held out; without them, the share `valid_fraction` is. Labels are below
   `num_classes`; by default the number of classes is the largest label plus one.
   """
-  if path is None:
-    raise DataError(f"data.path={path!r}: expected the path of an .npz file")
   try:
     # Reading pickled objects could run code: they are refused.
     with pathlib.Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:

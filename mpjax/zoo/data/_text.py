@@ -39,7 +39,7 @@ def load_stdlib(*, seq_len: Positive = 128, valid_fraction: Share = 0.05) -> Loa
 
 
 @register_data("text")
-def load_text(*, path: Paths | None = None, seq_len: Positive = 128, valid_fraction: Share = 0.05) -> Loaded:
+def load_text(*, path: Paths, seq_len: Positive = 128, valid_fraction: Share = 0.05) -> Loaded:
   """Loads a file, a folder (every file in it that is text), a glob, or a list of these, as bytes.
 
   In a folder or a glob, a file is text if its first kilobyte has no zero byte; empty and hidden files are
@@ -78,7 +78,7 @@ def load_tokens(
   numbers = np.dtype(dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")).newbyteorder("<")
   splits = []
   for key, paths in {"path": path, "eval_path": eval_path}.items():
-    if key == "path" or paths is not None:
+    if paths is not None:
       found = _files_of(paths, key, "files there")
       files = list(dict.fromkeys(file for each in found for _, file in each))
       splits.append(
@@ -129,7 +129,7 @@ def _refuse(error: OSError) -> None:
 
 
 def _files_of(
-  path: Paths | None,
+  path: Paths,
   key: str,
   what: str,
   keep: Callable[[pathlib.Path], bool] = lambda file: True,
@@ -137,22 +137,19 @@ def _files_of(
   """Returns what `find_files` finds at each path of a key: the file there, or those for which `keep` is true.
 
   Raises:
-    DataError: if there is no path, or nothing is found at one.
+    DataError: if nothing is found at a path.
   """
-  paths = _listed(path)
-  if not paths or not all(paths):  # an empty string would be the working directory
-    raise DataError(f"data.{key}: missing; expected a file, a folder, a glob or a list of these")
   found = []
-  for each in paths:
+  for each in _listed(path):
     is_named = pathlib.Path(each).is_file()
     found.append([(name, file) for name, file in find_files(each) if is_named or keep(file)])
-    if not found[-1]:
+    if not found[-1] or not each:  # an empty string would be the working directory
       raise DataError(f"data.{key}={each!r}: no such file, or no {what}")
   return found
 
 
-def _listed(path: Paths | None) -> list[str]:
-  return [path] if isinstance(path, str) else path or []
+def _listed(path: Paths) -> list[str]:
+  return [path] if isinstance(path, str) else path
 
 
 class Windows:
