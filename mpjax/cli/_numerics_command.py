@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import pathlib
 
 import jax
@@ -37,8 +36,7 @@ def run(options: argparse.Namespace) -> None:
   doing = f"compiling the training step, and training {steps} steps"
   with screen.progress() as advance:
     advance(doing if steps else "building the model and reading its state")
-    setup, state, rows = open_subject(config, checkpoint, steps)
-    batches = list(itertools.islice(rows, own.get("batches", 2)))
+    setup, state, batches = open_subject(config, checkpoint, steps, own.get("batches", 2))
   recipe, used = config.resolve_policy().fp8, setup.policy.fp8
   if recipe and used and recipe.recipe != used.recipe:
     screen.say(
@@ -86,8 +84,8 @@ def _page(path: pathlib.Path, config: Config, checkpoint: str | None) -> pathlib
 def _hunt(config: Config, checkpoint: str | None, screen: Screen, options: argparse.Namespace) -> None:
   if checkpoint is None:
     raise ConfigError("--hunt: expected a checkpoint, too, as in checkpoint=runs/x")
-  setup, state, batches = open_subject(config, checkpoint)
-  file, batch = load_batch(options.hunt, checkpoint, next(batches))
+  setup, state, [like] = open_subject(config, checkpoint)
+  file, batch = load_batch(options.hunt, checkpoint, like)
   screen.say(f"batch {file}, checkpoint of step {int(state.step)}, policy {setup.policy.label}")
   with screen.console.status("computing the step operation by operation"):
     report = find_nonfinite(setup.step, state, setup.place(batch))

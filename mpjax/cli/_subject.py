@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -21,9 +20,9 @@ from mpjax.train.setup._saved_run import SavedRun
 
 
 def open_subject(
-  config: Config, checkpoint: str | None, steps: int = 0
-) -> tuple[Setup, TrainState, Iterator[PyTree]]:
-  """Returns a config's step with its first state, or a checkpoint's, and the batches from there on, placed.
+  config: Config, checkpoint: str | None, steps: int = 0, count: int = 1
+) -> tuple[Setup, TrainState, list[PyTree]]:
+  """Returns a config's step, its first state or a checkpoint's, and `count` batches from there on, placed.
 
   The config's policy may differ from that of the checkpoint's run. Takes `steps` steps first.
 
@@ -41,7 +40,7 @@ def open_subject(
   for batch in itertools.islice(batches, steps):
     state, _ = setup.step(state, batch)
     jax.block_until_ready(state.step)
-  return setup, state, batches
+  return setup, state, list(itertools.islice(batches, count))
 
 
 def _restored(setup: Setup, iterator: DatasetIterator, checkpoint: str) -> tuple[Setup, TrainState]:

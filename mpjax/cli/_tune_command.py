@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 
 from mpjax._mistakes import config_errors
 from mpjax.cli._shared import Screen, split_policies
@@ -23,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
       f"{fixed[0]}: tune chooses the policy; name those to choose from as policy=bf16,fp16,fp32"
     )
   path, checkpoint = run_or_config(options)
-  batches, steps = own.get("batches", 2), own.get("steps", 0 if checkpoint else 10)
+  steps = own.get("steps", 0 if checkpoint else 10)
   with config_errors():  # before anything is computed
     parse_tolerance(options.tolerance)
     target = get_target(own.get("target"))
@@ -35,12 +34,12 @@ def run(options: argparse.Namespace) -> None:
     advance("loading the data and the model")
     if steps:
       advance(f"training {steps} steps in float32")
-    setup, state, rows = open_subject(config, checkpoint, steps)
+    setup, state, batches = open_subject(config, checkpoint, steps, own.get("batches", 2))
     with config_errors():
       result = tune(
         setup.step.with_layout(layout),
         state,
-        list(itertools.islice(rows, batches)),
+        batches,
         target=target,
         tolerance=options.tolerance,
         candidates=policies or None,
