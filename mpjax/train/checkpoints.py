@@ -4,7 +4,7 @@ An `AsyncCheckpointer` of orbax writes each. Which ones to keep is decided here,
 `CheckpointManager` opens no folder with a damaged checkpoint, and waits for a process that cannot write.
 
 orbax 0.12.8 reads arrays with a flipped bit and JSON of other contents. So a checkpoint has checksums of all
-that is in it. On a full disk orbax drops writes that it has begun, so a little is written first.
+that is in it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import pathlib
 import shutil
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,14 +33,12 @@ from mpjax.train.config._config_file import run_mismatch
 from mpjax.train.processes import everyone
 
 # The operating system's errors for files that cannot be written or read.
-STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 # Fields that must hold no NaN. Counters and keys are integers, and FP8 histories forget NaN.
 _FIELDS_WITHOUT_NAN = ("params", "model_state", "opt_state")
 # Seconds. orbax counts time in which the process is stopped, which the watchdog of a run does not.
 _FOR_EVER = 200 * 365 * 24 * 3600
-# More bytes than orbax writes in addition to the arrays.
-_A_LITTLE = 2**20
 
 
 class Damaged(CheckpointError):
@@ -62,7 +59,7 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-  """The `checkpoints/` folder of a run directory; made if missing, unless it is opened `read_only`.
+  """The `checkpoints/` folder of a run directory; nothing in it changes before the first save.
 
   A checkpoint is written under a temporary name and renamed when complete, so a kill at any moment leaves
   the last good one. It has two parts: `state`, the arrays, and `record`, everything else, with checksums of
@@ -74,25 +71,17 @@ class Checkpoints:
   `close` deletes the others.
 
   Raises:
-    CheckpointError: if the folder cannot be made or read.
+    CheckpointError: if the folder cannot be read.
   """
 
-  def __init__(
-    self,
-    directory: pathlib.Path,
-    keep: int = 2,
-    *,
-    read_only: bool = False,
-    run: dict[str, Any] | None = None,
-  ):
-    self._directory, self._keep = directory.absolute(), keep
-    self._read_only, self._run = read_only, run
+  def __init__(self, directory: pathlib.Path, keep: int = 2, run: dict[str, Any] | None = None):
+    self._directory, self._keep, self._run = directory.absolute(), keep, run
     self._writing: int | None = None
     found, problem = [], ""
     try:
-      found = self._open() if jax.process_index() == 0 else []
+      found = self._found() if jax.process_index() == 0 else []
     except OSError as error:
-      problem = f"{directory} cannot be opened for checkpoints: {_reason(error)}; no checkpoint was changed"
+      problem = f"{directory} cannot be read: {_reason(error)}"
     found, problem = everyone((found, problem))[0]
     if problem:
       raise CheckpointError(problem)
@@ -133,7 +122,9 @@ class Checkpoints:
     copy = json.loads(json.dumps(record | {"checksum": _digest(record)}))  # it is written later
     parts = ocp.args.Composite(state=ocp.args.StandardSave(tree), record=ocp.args.JsonSave(copy))
     with self._explained(step):
-      _write_a_little(self._directory)
+      if jax.process_index() == 0:
+        self._directory.mkdir(exist_ok=True)  # in a run directory, which is gone if somebody moved it
+        self._delete_unfinished()  # what a kill has left
       self._writer.save(self._path(step), args=parts, force=True)
     self._ranks[step], self._writing = rank, step
     return ""
@@ -244,11 +235,8 @@ class Checkpoints:
   def _path(self, step: int) -> pathlib.Path:
     return self._directory / str(step)
 
-  def _open(self) -> list[tuple[int, float, int]]:
-    """Makes the folder, deletes what incomplete writes have left, and returns steps with their ranks."""
-    if not self._read_only:
-      self._directory.mkdir(parents=True, exist_ok=True)
-      self._delete_unfinished()
+  def _found(self) -> list[tuple[int, float, int]]:
+    """Returns the steps of the checkpoints that are there, each with its rank."""
     names = os.listdir(self._directory) if self._directory.exists() else []
     return [(int(name), *self._rank(name)) for name in names if name.isdecimal() and str(int(name)) == name]
 
@@ -374,23 +362,12 @@ def _nan(examined: Examined) -> str:
   return ", ".join(f"{path} holds NaN" for path in paths[:3]) + more
 
 
-def _write_a_little(directory: pathlib.Path) -> None:
-  """Raises `OSError` if a directory cannot be written."""
-  with tempfile.TemporaryFile(dir=directory) as file:
-    file.write(bytes(_A_LITTLE))
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _reason(error: BaseException) -> str:
   """Returns one line on what went wrong: the operating system's words if it caused the error."""
   told = "".join(traceback.format_exception(error))  # with its causes
-  if known := [text for text in map(os.strerror, STORAGE_ERRORS) if text in told]:
+  if known := [text for text in map(os.strerror, _STORAGE_ERRORS) if text in told]:
     return known[0]
-  text = str(error).partition(" [tensorstore_spec")[0]
-  return one_line(
-    text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
-  )
+  return one_line(f"{type(error).__name__}: {str(error).partition(' [tensorstore_spec')[0]}")
 
 
 def _digest(record: Mapping[str, Any]) -> str:

@@ -139,9 +139,9 @@ class Processes:
 
   def fetch(self, tree: PyTree) -> PyTree:
     """Returns global arrays as complete NumPy arrays in every process."""
-    whole = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+    is_here = lambda x: getattr(x, "is_fully_addressable", True)
     gather = lambda x: multihost_utils.process_allgather(x, tiled=True)
-    return jax.tree.map(lambda x: np.asarray(x) if whole(x) else gather(x), tree)
+    return jax.tree.map(lambda x: np.asarray(x) if is_here(x) else gather(x), tree)
 
   def end(self, run: Callable[[], object]) -> int:
     """Runs a command in all processes, and returns its exit status.
@@ -183,16 +183,12 @@ class Processes:
 
   def _watch_over(self) -> None:
     """Ends this process without progress."""
-    limit = self.settings.hang_timeout_s
+    limit, since, waited_s = self.settings.hang_timeout_s, self._since, 0.0
     tick = min(1.0, limit / 4)
-    before = time.monotonic()
+    # By ticks: the time in which this process is stopped (Ctrl-Z, a suspended machine) does not count.
     while not self._closed.wait(tick):
-      # The time in which this process was stopped (Ctrl-Z, a suspended machine) does not count.
-      asleep = time.monotonic() - before - tick
-      before += asleep + tick
-      if asleep > 2 * tick:
-        self._since += asleep
-      if before - self._since > limit:
+      waited_s, since = waited_s + tick if since == self._since else 0.0, self._since
+      if waited_s > limit:
         waited = f"waited for {self._doing} for more than distributed.hang_timeout_s={limit:g} seconds"
         self._exit(LOST, f"error: {waited}: {self._go_on()}")
 

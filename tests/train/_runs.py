@@ -149,7 +149,7 @@ def train_until_killed(arguments, out, step):
 def state_of(directory, *overrides, step=None):
   """Returns the state of a checkpoint, the newest by default, where a config with these overrides has it."""
   setup = make_setup(load_config(directory / "config.yaml", list(overrides)))
-  checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
+  checkpoints = Checkpoints(directory / "checkpoints")
   state = checkpoints.restore(step or checkpoints.latest(), setup.shapes()[0]).state
   checkpoints.close()
   return state

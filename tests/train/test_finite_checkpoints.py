@@ -65,7 +65,7 @@ def test_a_state_with_nan_pushes_out_no_checkpoint_and_an_infinity_may_stay(tmp_
 
 
 def test_a_checkpoint_of_nan_that_is_there_is_not_resumed_from(tmp_path, monkeypatch):
-  folder = tmp_path / "run" / "checkpoints"
+  folder = tmp_path / "checkpoints"
   before = Checkpoints(folder, keep=3)
   with monkeypatch.context() as patched:  # or none would be saved
     patched.setattr(saving, "_nan", lambda *_: "")
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_nan_that_is_there_is_not_resumed_from(tmp_path, monkeyp
   with pytest.raises(
     CheckpointError, match=r"of step 6 is not finite: opt_state/mu holds NaN, params/w holds"
   ):
-    Checkpoints(folder, read_only=True).restore(6, make_state(0))
+    Checkpoints(folder).restore(6, make_state(0))
   checkpoints = Checkpoints(folder)
   resumed = checkpoints.restore_latest(make_state(0))
   assert resumed.step == 2
@@ -112,7 +112,7 @@ def config(out, steps=30, at=10, bad=1000, **train):
 def kept(out):
   """The states of the checkpoints that are there, by step."""
   setup = make_setup(load_config(out / "config.yaml"))
-  checkpoints = Checkpoints(out / "checkpoints", read_only=True)
+  checkpoints = Checkpoints(out / "checkpoints")
   states = {step: checkpoints.restore(step, setup.shapes()[0]).state for step in checkpoints.steps()}
   checkpoints.close()
   return states

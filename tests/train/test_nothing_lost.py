@@ -45,8 +45,7 @@ def test_every_readable_record_up_to_the_checkpoint_is_kept_once(tmp_path):
   ]:
     file.write_bytes(content)
     metrics = MetricsFile(file, resume_step=4)
-    metrics.write({"step": 5}, is_logged=True)
-    metrics.write({"step": 6}, is_logged=False)
+    metrics.write({"step": 5})
     metrics.close()
     assert [json.loads(text)["step"] for text in file.read_text().splitlines()] == [*kept, 5], content[:99]
 
@@ -119,8 +118,8 @@ def happens(monkeypatch):
   """A list of functions, each of which is called once after step 6."""
   waiting, shown = [], Progress.write
 
-  def write(self, record, is_logged):
-    shown(self, record, is_logged)
+  def write(self, record):
+    shown(self, record)
     if record["step"] == 6 and waiting:
       waiting.pop()()
 

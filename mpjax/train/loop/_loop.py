@@ -29,7 +29,7 @@ from mpjax.train._errors import (
 )
 from mpjax.train._export import WIDE, export_text, save_safetensors
 from mpjax.train._files import how_to_go_on
-from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, nan_in
+from mpjax.train.checkpoints import Checkpoints, nan_in
 from mpjax.train.data import Batch
 from mpjax.train.loop._records import Profile, Records, step_report, why_stuck
 from mpjax.train.loop._sinks import (
@@ -78,8 +78,8 @@ class TrainingRun:
     self.config, self.policy, self.data = setup.config, setup.policy, setup.data
     self.step, self._own_trackers, self._watcher = 0, trackers, Watcher(setup.step)
     self._pending: collections.deque[_Pending] = collections.deque()
-    # What takes each record, and whether logging of it is due.
-    self._sinks: list[Callable[[dict[str, Any], bool], None]] = []
+    # What takes each record that is to be logged.
+    self._sinks: list[Callable[[dict[str, Any]], None]] = []
 
   def train(self) -> dict[str, Any]:
     """Trains from the last checkpoint to the end and returns the summary.
@@ -87,26 +87,21 @@ class TrainingRun:
     Raises:
       CheckpointError: also for an error of the operating system about a file of the run.
     """
-    path = self.directory.path
     try:
       with contextlib.ExitStack() as opened:
         self._begin(opened)
         signal = signal_of_any(self.processes)
-        with self._progress:
+        LOGGER.info("compiling the training step")
+        with self._progress.bar:
           for step in range(self.step + 1, self.config.train.steps + 1):
             self._profile.before(step)
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
               self._take(step)
             self._profile.after(step, self.state)
             self._at_boundary(signal())
-        self._profile.close()
         return self._finish()
     except OSError as error:
-      # Checkpoints have absolute paths.
-      inside = str(error.filename).startswith((str(path), str(path.absolute())))
-      is_of_run = inside or error.errno in STORAGE_ERRORS
-      if path.exists() and not is_of_run:
-        raise
+      path = self.directory.path
       failed = f"{error.filename or path} cannot be written: {error.strerror}; {how_to_go_on(path)}"
       raise CheckpointError(f"{failed} once there is room and permission to write") from error
 
@@ -216,11 +211,11 @@ class TrainingRun:
     return record
 
   def _tell(self, record: dict[str, Any]) -> None:
-    """Gives a record to every sink."""
+    """Keeps the values of a record, and gives it to every sink if it is to be logged."""
     self._records.last |= record
-    is_logged = "eval_loss" in record or record["step"] % self.config.train.log_every == 0
-    for write in self._sinks:
-      write(record, is_logged)
+    if "eval_loss" in record or record["step"] % self.config.train.log_every == 0:
+      for write in self._sinks:
+        write(record)
 
   def _tell_but(self, left: int) -> None:
     """Tells the records of pending steps but the newest `left`."""

@@ -17,6 +17,7 @@ from mpjax.fp8 import in_force
 from mpjax.numerics import find_nonfinite
 from mpjax.policy import LossScaling
 from mpjax.step import TrainState, TrainStep
+from mpjax.train._errors import one_line
 from mpjax.train.loop._sinks import LOGGER, goes_on_without
 from mpjax.train.setup._experiment import Setup
 
@@ -32,7 +33,6 @@ class Records:
 
   def __init__(self, setup: Setup, start: int, last: dict[str, Any]):
     self._setup, self.start, self.last = setup, start, last
-    self._has_scale = setup.policy.loss_scaling is not None
     unit, per_row = setup.task.units
     self._speed, self._per_step = f"{unit}_per_s", setup.config.data.batch_size * per_row
     self._times: list[float] = []  # of every step but the first of this process, which compiles
@@ -80,7 +80,7 @@ class Records:
       "backend": jax.default_backend(),
       "steps": config.train.steps,
       "skipped_steps": self.last["skipped_steps"],
-      **({"loss_scale": self.last["loss_scale"]} if self._has_scale else {}),
+      **({} if policy.loss_scaling is None else {"loss_scale": self.last["loss_scale"]}),
       "learning_rate": self.last.get("learning_rate"),
       "grad_norm": self.last.get("grad_norm"),
       "final_loss": self.last["loss"],
@@ -104,17 +104,11 @@ class Records:
 
 def peak_memory() -> int | None:
   """Returns the peak bytes in use on the first device, or on a CPU by this process."""
-  stats = jax.local_devices()[0].memory_stats()
-  if stats and "peak_bytes_in_use" in stats:
-    return stats["peak_bytes_in_use"]
-  if jax.default_backend() != "cpu":
-    return None
-  try:
-    import resource
-  except ImportError:  # not on Windows
-    return None
-  unit = 1 if sys.platform == "darwin" else 1024
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+  if jax.default_backend() != "cpu" or sys.platform == "win32":
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+  import resource
+
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Profile:
@@ -160,7 +154,7 @@ def step_report(step: TrainStep, state: TrainState, batch: PyTree) -> str:
   try:
     return "\n".join(find_nonfinite(step, state, batch)._answer())
   except (RuntimeError, MemoryError) as error:  # JAX raises RuntimeError if a device is out of memory
-    return f"the operation that began it was not found: {str(error).strip().partition(chr(10))[0]}"
+    return f"the operation that began it was not found: {one_line(str(error))}"
 
 
 def why_stuck(record: Mapping[str, Any], scaling: LossScaling | None, max_skips: int) -> str | None:

@@ -11,13 +11,13 @@ import os
 import pathlib
 import socket
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 import rich.console
 import rich.progress
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -26,8 +26,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mpjax._render.plain_text import bytes_text, pip_install, power_of_two_text
 from mpjax.fp8 import in_force
-from mpjax.policy import Policy
-from mpjax.step import Layout, TrainState
+from mpjax.step import TrainState
 from mpjax.train._errors import ConfigError, described, one_line
 from mpjax.train._files import write_atomically
 from mpjax.train.config._config import Config
@@ -47,7 +46,7 @@ def goes_on_without(what: str) -> Iterator[None]:
 
 
 class Output(logging.Handler):
-  """Shows what its thread logs within its block: warnings and errors on stderr, the rest on a console.
+  """Shows what is logged within its block: warnings and errors on stderr, the rest on a console.
 
   A full disk, or a reader that goes away, does not end a run, which goes on without that stream. The console
   is standard output by default.
@@ -58,8 +57,6 @@ class Output(logging.Handler):
     if console is None and isinstance(sys.stdout, io.TextIOWrapper):
       sys.stdout.reconfigure(errors="backslashreplace")  # a character that it lacks appears as its code
     self.console = console or rich.console.Console()
-    thread = threading.get_ident()
-    self.addFilter(lambda record: record.thread == thread)
 
   def __enter__(self) -> Output:
     LOGGER.addHandler(self)
@@ -77,127 +74,98 @@ class Output(logging.Handler):
       else:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
     except (Exception, SystemExit) as error:  # rich exits where nobody reads
-      nowhere = open(os.devnull, "w")  # noqa: SIM115 (otherwise Python's last flush would fail, too)
-      if is_warning:
-        sys.stderr = nowhere
-        return
-      if self.console.file is sys.stdout:
-        sys.stdout = nowhere
-      self.console = rich.console.Console(quiet=True)
-      reason = one_line(str(error.__context__ or error))
-      LOGGER.warning(f"warning: the run goes on without output, which cannot be written ({reason})")
+      # Otherwise Python's last flush would fail, too.
+      setattr(sys, "stderr" if is_warning else "stdout", open(os.devnull, "w"))  # noqa: SIM115
+      if not is_warning:
+        self.console = rich.console.Console(quiet=True)
+        reason = one_line(str(error.__context__ or error))
+        LOGGER.warning(f"warning: the run goes on without output, which cannot be written ({reason})")
 
 
 class Progress:
-  """Shows progress as a bar on a terminal; elsewhere as one line per logged step.
-
-  `start` is the step that the run resumes from.
-  """
+  """Shows logged steps, a line each, and on a terminal a bar; the run resumes from step `start`."""
 
   def __init__(self, console: rich.console.Console, setup: Setup, start: int):
     self._steps, self._units = setup.config.train.steps, setup.task.units[0]
     self._has_scale = setup.policy.loss_scaling is not None
-    self._bar = rich.progress.Progress(
-      rich.progress.TextColumn("[bold]{task.description}"),
-      rich.progress.BarColumn(bar_width=None),
-      rich.progress.MofNCompleteColumn(),
-      rich.progress.TextColumn("{task.fields[status]}"),
-      rich.progress.TimeRemainingColumn(),
-      console=console,
-      disable=not console.is_terminal,
-    )
-    self._task = self._bar.add_task("train", total=self._steps, completed=start, status="compiling")
-    # Lines that repeat what a bar shows are for those who ask for them.
-    self._level = logging.DEBUG if console.is_terminal else logging.INFO
+    self.bar = rich.progress.Progress(console=console, disable=not console.is_terminal)
+    self._task = self.bar.add_task("train", total=self._steps, completed=start)
 
-  def __enter__(self) -> Progress:
-    self._bar.start()
-    LOGGER.log(self._level, "compiling the training step")
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self._bar.stop()
-
-  def write(self, record: Mapping[str, Any], is_logged: bool) -> None:
+  def write(self, record: Mapping[str, Any]) -> None:
     """Shows the record of a step."""
     step = f"step {record['step']}/{self._steps}"
-    scores = {name: value for name, value in record.items() if name.startswith("eval_")}
+    scores = [(name[5:], value) for name, value in record.items() if name.startswith("eval_")]
     if scores:
-      shown = "  ".join(f"{name.removeprefix('eval_')} {_number(value)}" for name, value in scores.items())
-      LOGGER.info(f"{step}  eval: {shown}")
-    parts = [f"loss {_number(record['loss'])}"]
+      LOGGER.info(f"{step}  eval: {'  '.join(f'{name} {_number(value)}' for name, value in scores)}")
+    parts = [step, f"loss {_number(record['loss'])}"]
     if self._has_scale:
       parts.append(f"scale {power_of_two_text(record['loss_scale'])}")
     if self._has_scale or record["skipped_steps"]:
       parts.append(f"skipped {record['skipped_steps']}")
     if (speed := record[f"{self._units}_per_s"]) is not None:
       parts.append(f"{speed:,.0f} {self._units}/s")
-    status = "  ".join(parts)
-    self._bar.update(self._task, completed=record["step"], status=status)
-    if is_logged:
-      LOGGER.log(self._level, f"{step}  {status}")
+    LOGGER.info("  ".join(parts))
+    self.bar.update(self._task, completed=record["step"])
 
 
 def show_header(
   setup: Setup, state: TrainState, directory: pathlib.Path, begins: str, processes: int
 ) -> None:
   """Shows what the run is about to do; `begins` says where its first state comes from."""
-  policy = setup.policy
+  policy, config, mesh = setup.policy, setup.config, setup.layout.mesh
   parameters = sum(leaf.size for leaf in jax.tree.leaves(state.arrays))
-  scaling, config = policy.loss_scaling, setup.config
+  devices = f"{mesh.size} x {jax.devices()[0].device_kind}"
+  if mesh.size > 1:
+    devices += f" ({' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items() if size > 1)})"
+  if setup.layout.shards > 1:
+    devices += f", gradients cross in {np.dtype(policy.reduce_dtype or np.float32)}"
+  scaling, decay = policy.loss_scaling, config.train.average
   rows = {
     "policy": policy.reason or policy.full_label,
-    **({} if policy.fp8 is None else {"fp8": in_force(policy.fp8)}),
-    **({} if scaling is None else {"loss scale": f"{scaling.kind}, from {scaling.init_scale:g}"}),
-    "model": f"{setup.config.model.kind}, {parameters:,} parameters",
+    "fp8": policy.fp8 and in_force(policy.fp8),
+    "loss scale": scaling and f"{scaling.kind}, from {scaling.init_scale:g}",
+    "model": f"{config.model.kind}, {parameters:,} parameters",
     "data": setup.info.description,
     "optimizer": describe_optimizer(config.optimizer, config.train.steps),
-    **({} if (decay := config.train.average) is None else {"average": f"of the weights, decay {decay:g}"}),
-    "devices": _devices(setup.layout, policy) + (f", in {processes} processes" if processes > 1 else ""),
+    "average": decay and f"of the weights, decay {decay:g}",
+    "devices": devices + (f", in {processes} processes" if processes > 1 else ""),
     "run": f"{directory}" + (f", {begins}" if begins else ""),
   }
   for name, value in rows.items():
-    LOGGER.info(f"{name:>10}  {value}")
-
-
-def _devices(layout: Layout, policy: Policy) -> str:
-  text = f"{layout.mesh.size} x {jax.devices()[0].device_kind}"
-  if layout.mesh.size == 1:
-    return text
-  axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
-  dtype = "float32" if policy.reduce_dtype is None else policy.reduce_dtype.name
-  return f"{text} ({axes})" + (f", gradients cross in {dtype}" if layout.shards > 1 else "")
+    if value:
+      LOGGER.info(f"{name:>10}  {value}")
 
 
 def show_summary(summary: Mapping[str, Any], directory: pathlib.Path) -> None:
   """Shows the figures of a finished run, and its directory."""
   LOGGER.info("run finished")
+  hidden = {"resolved_policy"}
+  if not (summary["skipped_steps"] or "loss_scale" in summary):
+    hidden.add("skipped_steps")
   for name, value in summary.items():
-    title, text = _SHOWN.get(name, (name.replace("_", " "), _number))
-    hidden = name == "skipped_steps" and not value and "loss_scale" not in summary
-    if name != "resolved_policy" and not hidden:
-      LOGGER.info(f"{title:>20}  {'unknown' if value is None else text(value)}")
+    if name not in hidden:
+      LOGGER.info(f"{name.replace('_', ' '):>20}  {_figure(name, value)}")
   LOGGER.info(f"run directory: {directory}")
+
+
+def _figure(name: str, value: Any) -> str:
+  """Returns a value of the summary for a person."""
+  if value is None:
+    return "unknown"
+  if name == "loss_scale":
+    return power_of_two_text(value)
+  if name == "peak_memory_bytes":
+    return bytes_text(value)
+  if name == "time_s":
+    total = sum(value.values())
+    return f"{total:.4g} s: " + ", ".join(f"{part} {s / (total or 1):.0%}" for part, s in value.items())
+  return _number(value)
 
 
 def _number(value: float | str) -> str:
   if isinstance(value, str):
     return value
   return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def _parts(seconds: Mapping[str, float]) -> str:
-  """Returns the sum of a time by part, and each part's share of it."""
-  total = sum(seconds.values())
-  return f"{total:.4g} s: " + ", ".join(f"{part} {n / (total or 1):.0%}" for part, n in seconds.items())
-
-
-# The title of a value of the summary and how it is shown, if not as a number.
-_SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
-  "loss_scale": ("loss scale", power_of_two_text),
-  "peak_memory_bytes": ("peak memory", bytes_text),
-  "time_s": ("time", _parts),
-}
 
 
 class MetricsFile:
@@ -208,19 +176,17 @@ class MetricsFile:
   """
 
   def __init__(self, path: pathlib.Path, resume_step: int):
-    lines = path.read_bytes().splitlines() if path.exists() else []
     kept: dict[int | None, bytes] = {}
-    for line in lines:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
       kept.setdefault(_step(line), line + b"\n")
     if wrong := kept.pop(None, None):
       LOGGER.info(f"{path.name}: dropped what is not a record: {wrong[:60]!r}")
     write_atomically(path, b"".join(line for step, line in kept.items() if step and step <= resume_step))
     self._file = path.open("a", buffering=1, encoding="utf-8")
 
-  def write(self, record: dict[str, Any], is_logged: bool) -> None:
-    """Appends a record that is to be logged, and passes the line to the operating system."""
-    if is_logged:
-      self._file.write(json.dumps(record) + "\n")
+  def write(self, record: dict[str, Any]) -> None:
+    """Appends a record, and passes the line to the operating system."""
+    self._file.write(json.dumps(record) + "\n")
 
   def sync(self) -> None:
     """Waits until all records are on the disk."""
@@ -260,10 +226,10 @@ class TensorBoard:
   """Writes TensorBoard's file of a run, without a thread or a queue."""
 
   def __init__(self, config: Config, directory: pathlib.Path, start: int):
-    folder = directory / "tensorboard"
-    folder.mkdir(exist_ok=True)
-    name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{time.time_ns()}"
-    self._writer = RecordWriter((folder / name).open("xb"))
+    name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{time.time_ns()}"
+    file = directory / "tensorboard" / name
+    file.parent.mkdir(exist_ok=True)
+    self._writer = RecordWriter(file.open("xb"))
     self._write(file_version="brain.Event:2")
     # TensorBoard drops earlier files' events of this step and later ones.
     self._write(step=start + 1, session_log=SessionLog(status=SessionLog.START))
@@ -347,12 +313,11 @@ class Trackers:
       with goes_on_without(name):
         self._trackers.append((WandB if name == "wandb" else TensorBoard)(config, directory, start))
 
-  def write(self, record: Mapping[str, Any], is_logged: bool) -> None:
-    """Gives the trackers the numbers of a record that is to be logged."""
-    numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
-    scalars = {name: value for name, value in numbers.items() if name not in self._hidden}
-    if is_logged:
-      self._each(lambda tracker: tracker.scalars(record["step"], scalars))
+  def write(self, record: Mapping[str, Any]) -> None:
+    """Gives the trackers the numbers of a record."""
+    is_shown = lambda name, value: isinstance(value, (int, float)) and name not in self._hidden
+    scalars = {name: value for name, value in record.items() if is_shown(name, value)}
+    self._each(lambda tracker: tracker.scalars(record["step"], scalars))
 
   def figures(self, step: int, shares: Mapping[str, float], histograms: Mapping[str, Any]) -> None:
     """Gives the trackers what `numerics.every` saw of a step."""

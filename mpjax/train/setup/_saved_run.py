@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import logging
 import pathlib
 from typing import IO, Any
 
@@ -42,8 +41,6 @@ class RunDirectory:
   def __init__(self, config: Config, owner: bool = True):
     self._lock: IO[str] | None = None
     self._config, self._has_grown = config, False
-    if "\0" in str(config.out):
-      raise ConfigError(f"out={config.out!r}: expected the name of a directory")
     self.path = pathlib.Path(str(config.out))
     if not owner:
       return
@@ -60,15 +57,11 @@ class RunDirectory:
 
     `None` if the run has not finished, if its steps have grown since, and in a process that does not write.
     """
-    file = self.path / "summary.json"
-    if self._lock is None or self._has_grown or not file.exists():
-      return None
-    try:
-      summary: dict[str, Any] = json.loads(file.read_bytes())
-    except ValueError:
-      logging.getLogger("mpjax.train").info(f"{file.name} is not the summary of a run: the run goes on")
-      return None
-    return summary
+    if self._lock is not None and not self._has_grown:
+      with contextlib.suppress(OSError, ValueError):  # none, or a damaged one
+        summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
+        return summary
+    return None
 
   def begin(self, info: DataInfo) -> None:
     """Writes the config as it is now, and facts about its data; the run no longer counts as finished."""
@@ -97,9 +90,8 @@ def _require_same(path: pathlib.Path, config: Config) -> bool:
   """
   file = path / "config.yaml"
   # What a start leaves that failed before it wrote the config.
-  begun = {path / ".lock", path / "checkpoints", unfinished(file)}
-  others = path.is_dir() and [*path.glob("checkpoints/*"), *({*path.iterdir()} - begun)]
-  if not path.is_dir() or (others and not file.exists()):
+  begun = {".lock", "checkpoints", unfinished(file).name}
+  if not path.is_dir() or not (file.exists() or {entry.name for entry in path.iterdir()} <= begun):
     raise ConfigError(
       f"out={path}: exists and is not a run directory; nothing was changed, choose another out="
     )
@@ -111,24 +103,15 @@ def _require_same(path: pathlib.Path, config: Config) -> bool:
       )
   if not file.exists():
     return False
-  try:
-    theirs = read_tree(file)
-  except ConfigError as error:
-    raise ConfigError(f"{error}; choose another out=") from error
+  theirs = read_tree(file)
   differ = run_mismatch(theirs, config.tree)
-  if differ and not _never_began(path):
+  # A run without a checkpoint would begin again under its own config, too.
+  if differ and ((path / "summary.json").exists() or any(path.glob("checkpoints/*"))):
     raise ConfigError(
       f"out={path} holds a run of another config ({differ}): nothing was changed; choose another out=, "
       f"with train.init_from={path} to start from its parameters, or delete the directory to start over"
     )
   return has_grown(theirs, config.tree)
-
-
-def _never_began(path: pathlib.Path) -> bool:
-  """Returns whether a run directory has no step, as after a start that failed."""
-  metrics = path / "metrics.jsonl"
-  kept = next(path.glob("checkpoints/*"), None) or (path / "summary.json").exists()
-  return not (kept or (metrics.exists() and metrics.stat().st_size))
 
 
 def _lock(path: pathlib.Path) -> IO[str]:
@@ -175,20 +158,13 @@ class SavedRun:
       ConfigError: if there is no such checkpoint.
     """
     folder = self.directory / "checkpoints"
-    with quiet(), contextlib.closing(Checkpoints(folder, read_only=True)) as checkpoints:
-      steps = checkpoints.steps()
-      step = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(which)
-      if which.isdecimal() and int(which) in steps:
-        step = int(which)
-      if step is None:
-        there = f"{', '.join(map(str, steps))}, best, latest" if steps else "none"
+    with quiet(), contextlib.closing(Checkpoints(folder)) as checkpoints:
+      steps = {str(step): step for step in checkpoints.steps()}
+      named = steps | {"best": checkpoints.best(), "latest": checkpoints.latest()}
+      if (step := named.get(which)) is None:
+        there = f"{', '.join(steps)}, best, latest" if steps else "none"
         raise ConfigError(f"{self.directory} has no checkpoint {which!r}: there are {there}")
-      try:
-        return checkpoints.restore(step, experiment.shapes()[0])
-      except CheckpointError:
-        if (folder / str(step)).exists():
-          raise
-    return self.restore(which, experiment)  # the run has deleted it meanwhile
+      return checkpoints.restore(step, experiment.shapes()[0])
 
 
 def facts_of(config: Config, source: Any = None) -> DataInfo:
