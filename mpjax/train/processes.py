@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -62,21 +62,10 @@ class Processes:
     directory: the run directory once it is known; messages name its last checkpoint.
     interrupt: what receives the signals of this process; by default nothing does.
     seconds: the time of each part of the run that has ended: the host's, devices work on meanwhile.
-
-  Args:
-    may_exit: whether this process and `jax.distributed` end with the run. If not, a hang ends one of several
-      processes, but never the only one.
   """
 
-  def __init__(
-    self,
-    settings: DistributedConfig | None = None,
-    interrupt: Interrupt | None = None,
-    *,
-    may_exit: bool = True,
-  ):
-    self.settings, self._may_exit = settings or DistributedConfig(), may_exit
-    self.interrupt = interrupt or Interrupt()
+  def __init__(self, settings: DistributedConfig | None = None, interrupt: Interrupt | None = None):
+    self.settings, self.interrupt = settings or DistributedConfig(), interrupt or Interrupt()
     self.directory: pathlib.Path | None = None
     self.seconds = dict.fromkeys(PARTS, 0.0)
     self._part, self._doing, self._since = "start", "the start", time.monotonic()
@@ -88,13 +77,14 @@ class Processes:
     """Returns whether this process writes files and prints for all."""
     return self.process == 0
 
-  def __enter__(self) -> Processes:
-    if self.count > 1 or self._may_exit:
-      threading.Thread(target=self._watch_over, daemon=True, name="watch over the run").start()
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self._closed.set()
+  @contextlib.contextmanager
+  def watched(self) -> Iterator[None]:
+    """Ends this process if its block makes no progress."""
+    threading.Thread(target=self._watch_over, daemon=True, name="watch over the run").start()
+    try:
+      yield
+    finally:
+      self._closed.set()
 
   def phase(self, part: str, what: str) -> None:
     """Ends a part of the run's time, begins another or the same, and says what it waits for."""
@@ -149,7 +139,7 @@ class Processes:
     If this process ends while others still run, this does not return.
     """
     status, line = 0, ""
-    with self:
+    with self.watched():
       try:
         run()
       except BaseException as error:
@@ -182,7 +172,7 @@ class Processes:
     return LOST, f"{lost}; {self._go_on()}"
 
   def _watch_over(self) -> None:
-    """Ends this process without progress."""
+    """Ends this process where it makes no progress."""
     limit, since, waited_s = self.settings.hang_timeout_s, self._since, 0.0
     tick = min(1.0, limit / 4)
     # By ticks: the time in which this process is stopped (Ctrl-Z, a suspended machine) does not count.

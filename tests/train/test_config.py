@@ -17,7 +17,7 @@ from mpjax.train import ConfigError, load_config, make_optimizer, register_data,
 
 # A schedule by itself, and which optimisers there are.
 from mpjax.train.config._config import OptimizerConfig
-from mpjax.train.setup._optimizers import OPTIMIZERS, describe_optimizer, make_schedule
+from mpjax.train.setup._optimizers import OPTIMIZERS, make_schedule
 from tests.train._runs import raises_one_line
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -235,11 +235,6 @@ def test_schedules_warm_up_from_above_zero_and_end_where_they_should():
     rates = {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0} | rates
     found = jax.jit(jax.vmap(rate))(np.array([*rates]))
     np.testing.assert_allclose(found, [*rates.values()], atol=1e-6, err_msg=str(options))
-
-
-def test_a_warm_up_that_a_run_does_not_leave_is_said():
-  config = OptimizerConfig(learning_rate=5e-4, warmup_steps=50)
-  assert "this run of 30 steps does not leave: it ends at 0.0003" in describe_optimizer(config, 30)
 
 
 # Keys of a kind: which values an annotation takes, and that a config reads back as it was written.

@@ -257,8 +257,9 @@ def test_what_does_not_move_ends_the_process(tmp_path, monkeypatch, capsys):
 
   monkeypatch.setattr(os, "_exit", exit_thread)
   (tmp_path / "checkpoints" / "40").mkdir(parents=True)
-  with several.Processes(DistributedConfig(hang_timeout_s=1)) as processes:
-    processes.directory = tmp_path
+  processes = several.Processes(DistributedConfig(hang_timeout_s=1))
+  processes.directory = tmp_path
+  with processes.watched():
     for step in range(20):  # what moves may take longer in all
       processes.phase("step", f"step {step}")
       time.sleep(0.1)

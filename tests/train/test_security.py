@@ -207,7 +207,6 @@ METADATA = {  # what becomes of the config and the data in a file
   "another type": lambda config, data: (config, with_vocabulary(data, "256; x")),
   "no vocabulary": lambda config, data: (config, with_vocabulary(data, None)),
   "a vocabulary larger than any memory": lambda config, data: (config, with_vocabulary(data, 10**15)),
-  "layers for an hour": lambda config, data: (with_model(config, layers=10**6), data),
   "widths larger than any integer": lambda config, data: (with_model(config, dim=10**30, heads=1), data),
 }
 

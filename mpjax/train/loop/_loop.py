@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -17,7 +18,6 @@ from grain import DatasetIterator
 from mpjax._render.plain_text import plain_data
 from mpjax._types import PyTree
 from mpjax.numerics import Watcher
-from mpjax.step import TrainState
 from mpjax.train._errors import (
   CheckpointError,
   ConfigError,
@@ -59,24 +59,20 @@ class _Pending(NamedTuple):
   seen: Any
 
 
+@dataclasses.dataclass
 class TrainingRun:
   """One training run: what its config builds, and the loop. `step` is the number of the last step taken."""
 
-  checkpoints: Checkpoints
-  state: TrainState
-  iterator: DatasetIterator
+  setup: Setup
+  directory: RunDirectory
+  processes: Processes
+  output: Output
+  trackers: Sequence[Tracker]
+  step: int = 0
 
-  def __init__(
-    self,
-    setup: Setup,
-    directory: RunDirectory,
-    processes: Processes,
-    output: Output,
-    trackers: Sequence[Tracker],
-  ):
-    self.setup, self.directory, self.processes, self._output = setup, directory, processes, output
-    self.config, self.policy, self.data = setup.config, setup.policy, setup.data
-    self.step, self._own_trackers, self._watcher = 0, trackers, Watcher(setup.step)
+  def __post_init__(self) -> None:
+    self.config, self.data = self.setup.config, self.setup.data
+    self._watcher = Watcher(self.setup.step)
     self._pending: collections.deque[_Pending] = collections.deque()
     # What takes each record that is to be logged.
     self._sinks: list[Callable[[dict[str, Any]], None]] = []
@@ -100,6 +96,8 @@ class TrainingRun:
             self._profile.after(step, self.state)
             self._at_boundary(signal())
         return self._finish()
+    except TimeoutError:  # of a process that is lost
+      raise
     except OSError as error:
       path = self.directory.path
       failed = f"{error.filename or path} cannot be written: {error.strerror}; {how_to_go_on(path)}"
@@ -107,16 +105,16 @@ class TrainingRun:
 
   def _begin(self, opened: contextlib.ExitStack) -> None:
     """Makes the first state or reads the last checkpoint, and opens what the run writes to."""
-    self.iterator = self.data.train(self.setup.rows)
+    self.iterator: DatasetIterator = self.data.train(self.setup.rows)
     settings, path, processes = self.config.train, self.directory.path, self.processes
-    is_tracked = bool(self._own_trackers or settings.trackers)
+    is_tracked = bool(self.trackers or settings.trackers)
     begins, is_tracked = processes.agree(lambda: self._resume(opened), lambda _: is_tracked)
     self._looks_every = self.config.numerics.every if is_tracked else 0
     self.directory.begin(self.data.info)
     show_header(self.setup, self.state, path, begins, processes.count)
     processes.phase("start", "the trackers")
-    self._progress = Progress(self._output.console, self.setup, self.step)
-    self._trackers = Trackers(self.config, path, self.step, self._own_trackers if processes.first else None)
+    self._progress = Progress(self.output.console, self.setup, self.step)
+    self._trackers = Trackers(self.config, path, self.step, self.trackers if processes.first else None)
     opened.callback(self._trackers.close, None)
     if processes.first:
       self._metrics = MetricsFile(path / "metrics.jsonl", self.step)
@@ -206,7 +204,7 @@ class TrainingRun:
     record = self._records.of(pending.step, pending.metrics)
     if pending.seen is not None:
       self._trackers.figures(pending.step, *self._watcher.figures(self.processes.fetch(pending.seen)))
-    if why := why_stuck(record, self.policy.loss_scaling, self.config.train.max_skips):
+    if why := why_stuck(record, self.setup.policy.loss_scaling, self.config.train.max_skips):
       self._stop(pending, record, why)
     return record
 

@@ -112,12 +112,11 @@ def run(
     load_plugins(plugins)
     return load_config(config, overrides)
 
-  with (
-    Output(console) as output,
-    Interrupt() as interrupt,
-    Processes(read_waits(config, overrides), interrupt, may_exit=False) as processes,
-  ):
-    summary = train_together(load, processes, output, trackers)
+  with Output(console) as output, Interrupt() as interrupt:
+    processes = Processes(read_waits(config, overrides), interrupt)
+    # The only process is the caller's.
+    with processes.watched() if processes.count > 1 else contextlib.nullcontext():
+      summary = train_together(load, processes, output, trackers)
     assert processes.directory is not None
     return RunResult(processes.directory, summary)
 

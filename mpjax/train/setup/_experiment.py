@@ -32,7 +32,6 @@ from mpjax.sharding import (
   ShardingRules,
   axis_sizes,
   batch_shards,
-  lacks_host_memory,
   make_mesh,
   on_device,
   place_rows,
@@ -77,13 +76,11 @@ class Place:
     """Returns the devices of a run, in all its processes.
 
     Raises:
-      ConfigError: if the mesh does not fit the devices or the batch, or they cannot do what `offload` says.
+      ConfigError: if the mesh does not fit the devices or the batch.
     """
     with config_errors("mesh."):
       mesh = make_mesh(config.mesh.sizes, jax.devices())
     require_rows(config, batch_shards(mesh))
-    if config.mesh.offload and (why := lacks_host_memory(mesh)):
-      raise ConfigError(f"mesh.offload={config.mesh.offload}: {why}")
     return Place(mesh, offload=config.mesh.offload)
 
   @staticmethod

@@ -120,12 +120,9 @@ def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
   parts = [str(config.target or config.name), f"learning rate {config.learning_rate:g}"]
   if config.warmup_steps:
     parts.append(f"warm-up to step {config.warmup_steps}")
-  if config.warmup_steps > steps:
-    reached = float(make_schedule(config, steps)(steps - 1))
-    parts.append(f"which this run of {steps} steps does not leave: it ends at {reached:.3g}")
-  elif config.schedule != "constant":
-    name = "stable, then linear" if config.schedule == "wsd" else config.schedule
-    parts.append(f"{name} to {config.learning_rate * config.final_fraction:g} at step {steps}")
+  if config.schedule != "constant":
+    final = config.learning_rate * config.final_fraction
+    parts.append(f"{config.schedule} to {final:g} at step {steps}")
   if config.clip_norm:
     parts.append(f"gradients clipped to norm {config.clip_norm:g}")
   return ", ".join(parts)
