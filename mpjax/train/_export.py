@@ -31,7 +31,7 @@ from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy
 from mpjax.registry import DataInfo, Task, checked
 from mpjax.step import TrainState
-from mpjax.train._errors import ConfigError
+from mpjax.train._errors import ConfigError, described
 from mpjax.train._files import write_atomically
 from mpjax.train.config._config import Config, export_dtype
 from mpjax.train.setup._experiment import Experiment, Place, apply
@@ -194,10 +194,8 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     policy = config.resolve_policy()
     experiment = Experiment(config, info, policy.without_histories(), Place(None))
     task, like = experiment.task, experiment.state_shapes
-  except (ConfigError, TypeError) as error:  # the latter for such as tokens without a vocabulary
-    raise ConfigError(f"{path}: {error}") from error
-  except (KeyError, ValueError, RecursionError) as error:
-    raise ConfigError(f"{path}: damaged metadata ({' '.join(str(error).split())})") from error
+  except (KeyError, ValueError, TypeError, RecursionError) as error:  # of metadata that somebody changed
+    raise ConfigError(f"{path}: its metadata are of no model: {described(error)}") from error
   params, model_state = _fitted(path, tensors, like)
   like = like.replace(opt_state={}, fp8_state={}, rng=None, step=0)
   return ExportedModel(config, policy, params, model_state, task, like)

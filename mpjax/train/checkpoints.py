@@ -41,21 +41,17 @@ _FIELDS_WITHOUT_NAN = ("params", "model_state", "opt_state")
 _FOR_EVER = 200 * 365 * 24 * 3600
 
 
-class Damaged(CheckpointError):
-  """A checkpoint is not what was saved, or holds NaN: an older one may be good."""
-
-
 class Restored(NamedTuple):
   """A checkpoint: its step, the training state, the data iterator's state and the loop's numbers.
 
-  `damaged` has a line about each newer checkpoint that is damaged.
+  `unfit` has a line about each newer checkpoint that cannot be used.
   """
 
   step: int
   state: TrainState
   data: Any
   loop: dict[str, Any]
-  damaged: Sequence[str] = ()
+  unfit: Sequence[str] = ()
 
 
 class Checkpoints:
@@ -152,45 +148,45 @@ class Checkpoints:
     self.wait()
     record: dict[str, Any] = {}
     tree: dict[str, Any] = {}
-    fault = None
+    fault = ""
     try:
       record = _read_record(self._path(step))
       if record["step"] != step:
-        raise Damaged(f"is damaged: it is of step {record['step']}")
+        raise CheckpointError(f"is damaged: it is of step {record['step']}")
       if self._run and record.get("run") and (differ := run_mismatch(record["run"], self._run)):
-        raise Damaged(f"is damaged: it is of another run ({differ}), for which there is train.init_from")
+        other = f"it is of another run ({differ}), for which there is train.init_from"
+        raise CheckpointError(f"is damaged: {other}")
       tree = _read_state(self._path(step), _to_tree(like), record)
     except CheckpointError as error:
-      fault = isinstance(error, Damaged), str(error)
-    for is_damaged, text in filter(None, everyone(fault)):
-      raise (Damaged if is_damaged else CheckpointError)(f"the checkpoint of step {step} {text}")
-    if problem := _difference(record, examine(tree)):
-      raise Damaged(f"the checkpoint of step {step} {problem}")
+      fault = str(error)
+    # All processes have to read it before any of them goes on.
+    if problem := next(filter(None, everyone(fault)), "") or _difference(record, examine(tree)):
+      raise CheckpointError(f"the checkpoint of step {step} {problem}")
     return Restored(step, like.replace(**tree), record["data"], record["loop"])
 
   def restore_latest(self, like: TrainState) -> Restored | None:
     """Returns the newest good checkpoint, as `restore` does; `None` if there are no checkpoints.
 
-    Newer checkpoints that are damaged or hold NaN are no longer counted: their steps are saved again.
+    Newer checkpoints, which are damaged or of another state, are no longer counted: their steps are saved
+    again.
 
     Raises:
-      CheckpointError: if every checkpoint is damaged or holds NaN, or the newest does not match `like`.
-        Nothing was changed.
+      CheckpointError: if there are checkpoints, and none can be used. Nothing was changed.
     """
     self.wait()
-    damaged: dict[int, str] = {}
+    unfit: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
         restored = self.restore(step, like)
-      except Damaged as damage:
-        damaged[step] = str(damage)
+      except CheckpointError as error:
+        unfit[step] = str(error)
         continue
-      for later in damaged:
+      for later in unfit:
         del self._ranks[later]
-      return restored._replace(damaged=list(damaged.values()))
-    if not damaged:
+      return restored._replace(unfit=list(unfit.values()))
+    if not unfit:
       return None
-    none = f"no checkpoint in {self._directory} can be used ({'; '.join(damaged.values())})"
+    none = f"no checkpoint in {self._directory} can be used ({'; '.join(unfit.values())})"
     over = "bring one back from a copy, or choose another out= to start over"
     raise CheckpointError(f"{none}; nothing was changed: {over}")
 
@@ -243,7 +239,7 @@ class Checkpoints:
   def _rank(self, name: str) -> tuple[float, int]:
     try:
       loss, skips = _read_record(self._directory / name)["rank"]
-    except Damaged:  # said if it is to be restored
+    except CheckpointError:  # said if it is to be restored
       return math.inf, 0
     return loss, skips
 
@@ -308,15 +304,15 @@ def _read_record(folder: pathlib.Path) -> dict[str, Any]:
   """Returns the record of a checkpoint, without its checksum.
 
   Raises:
-    Damaged: if it is missing or not what was saved.
+    CheckpointError: if it is missing or not what was saved.
   """
   try:
     record: dict[str, Any] = ocp.JsonCheckpointHandler().restore(folder / "record")
     is_whole = record.pop("checksum") == _digest(record)
   except Exception as error:  # from files or contents of any kind
-    raise Damaged(f"is damaged: record: {_reason(error)}") from error
+    raise CheckpointError(f"is damaged: record: {_reason(error)}") from error
   if not is_whole:
-    raise Damaged("is damaged: record: not what was saved")
+    raise CheckpointError("is damaged: record: not what was saved")
   return record
 
 
@@ -324,20 +320,19 @@ def _read_state(folder: pathlib.Path, like: dict[str, Any], record: Mapping[str,
   """Returns the state of a checkpoint, like abstract arrays. `_difference` has to follow, in all processes.
 
   Raises:
-    Damaged: if it cannot be read.
-    CheckpointError: if it has other leaves, dtypes or shapes.
+    CheckpointError: if it cannot be read, or has other leaves, dtypes or shapes.
   """
   there, here = {path: text.split()[0] for path, text in record["leaves"].items()}, kinds(like)
   if differ := sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path)):
     saved, now = (found.get(differ[0], "not there") for found in (there, here))
     other = f"is of another state: {differ[0]} is {saved} in the checkpoint and {now} in this run"
     with_its_own = "restore it with the model, policy and optimizer that it was saved with"
-    raise CheckpointError(f"{other}; nothing was changed: {with_its_own}")
+    raise CheckpointError(f"{other}: {with_its_own}")
   try:
     # A checkpointer's barriers would wait for a process that found damage and left.
     return ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(like))
   except Exception as error:  # every layer that reads may fail on damage
-    raise Damaged(f"is damaged: state: {_reason(error)}") from error
+    raise CheckpointError(f"is damaged: state: {_reason(error)}") from error
 
 
 def _difference(record: Mapping[str, Any], found: Examined) -> str:

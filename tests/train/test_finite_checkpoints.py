@@ -79,7 +79,7 @@ def test_a_checkpoint_of_nan_that_is_there_is_not_resumed_from(tmp_path, monkeyp
   checkpoints = Checkpoints(folder)
   resumed = checkpoints.restore_latest(make_state(0))
   assert resumed.step == 2
-  assert resumed.damaged[1] == "the checkpoint of step 4 is not finite: params/w holds NaN"
+  assert resumed.unfit[1] == "the checkpoint of step 4 is not finite: params/w holds NaN"
   assert save(checkpoints, 4) == ""
   checkpoints.close()
 

@@ -171,7 +171,9 @@ def test_a_checkpoint_of_another_step_or_run_is_passed_over(alone, tmp_path, cap
     (DataError("a.bin: token 5000 is 900"), "a.bin: token 5000 is 900"),
   ],
 )
-def test_a_run_without_its_data_saves_the_steps_so_far(alone, happens, tmp_path, capsys, error, said):
+def test_a_run_whose_data_is_gone_says_so_and_goes_on_once_it_is_back(
+  alone, happens, tmp_path, capsys, error, said
+):
   out, raised = tmp_path / "run", []
 
   class Torn(Points):
@@ -181,7 +183,7 @@ def test_a_run_without_its_data_saves_the_steps_so_far(alone, happens, tmp_path,
       return super().__getitem__(index)
 
   register_data("torn")(lambda: (Torn(64, 1000), Points(16, 1000)))
-  command = [*alone[0], "train.checkpoint_every=100", "data.kind=torn"]
+  command = [*alone[0], "train.checkpoint_wait=true", "data.kind=torn"]
   happens.append(lambda: raised.append(error))
   told = (
     f"the newest checkpoint is of step 8 in {out}: the same command resumes from it once the data is back"
@@ -190,18 +192,6 @@ def test_a_run_without_its_data_saves_the_steps_so_far(alone, happens, tmp_path,
   raised.clear()
   train(command, out)
   assert curve(out) == curve(alone[1])
-
-
-def test_a_run_goes_on_without_tensorboard(alone, happens, tmp_path, capsys, monkeypatch):
-  from tensorboard.summary.writer.record_writer import RecordWriter
-
-  def broken(self, event):
-    raise OverflowError("timestamp too large")
-
-  happens.append(lambda: monkeypatch.setattr(RecordWriter, "write", broken))
-  train(alone[0], tmp_path / "run")
-  assert capsys.readouterr().out.count("the run goes on without TensorBoard: OverflowError") == 1
-  assert len(records(tmp_path / "run")) == 12
 
 
 @pytest.fixture

@@ -133,8 +133,8 @@ class TrainingRun:
     resumed = self.checkpoints.restore_latest(self.setup.shapes()[0])
     if resumed is None:
       return self._first_state()
-    for damage in resumed.damaged:
-      LOGGER.info(damage)
+    for unfit in resumed.unfit:
+      LOGGER.info(unfit)
     if resumed.loop["fingerprint"] != self.data.info.fingerprint:
       raise ConfigError(
         f"out={self.directory.path}: the data is not what this run began with "
@@ -163,9 +163,7 @@ class TrainingRun:
     phase = self.processes.phase
     phase("data", f"the data of step {step}")
     is_first = step == self._records.start + 1
-    # The other processes would wait for the rows.
-    may_save = self.processes.count == 1 and not is_first
-    rows = self._next_rows(self.iterator, f"the data of step {step}", save=may_save)
+    rows = self._next_rows(self.iterator, f"the data of step {step}")
     phase("compile" if is_first else "step", f"step {step}")
     batch = self.setup.place(rows)
     looks = self._looks_every and step % self._looks_every == 0
@@ -185,15 +183,11 @@ class TrainingRun:
     self._pending.append(_Pending(step, metrics, batch, seen))
     self._tell_but(LAG)
 
-  def _next_rows(self, batches: Iterator[Batch], what: str, *, save: bool = False) -> Batch:
-    """Returns this process's rows of the next batch, none at the end; may save a checkpoint if it fails."""
+  def _next_rows(self, batches: Iterator[Batch], what: str) -> Batch:
+    """Returns this process's rows of the next batch, none at the end."""
     try:
       return next(batches, {})
     except Exception as error:  # a user's data source can raise anything
-      if save:
-        self._tell_but(0)
-        self._save()
-        self.checkpoints.wait()
       then = f"{how_to_go_on(self.directory.path)} once the data is back"
       raise DataError(f"{what} cannot be read: {described(error)}; {then}") from error
 

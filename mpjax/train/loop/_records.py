@@ -64,8 +64,7 @@ class Records:
 
   def is_best(self, eval_loss: float) -> bool:
     """Returns whether an evaluation's loss is the lowest so far, and if so records it."""
-    best = self.last.get("best_eval_loss")
-    if not np.isfinite(eval_loss) or (best is not None and eval_loss >= best):
+    if not eval_loss < self.last.get("best_eval_loss", np.inf):  # nor if it is NaN
       return False
     self.last["best_eval_loss"] = eval_loss
     return True

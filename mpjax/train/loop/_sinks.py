@@ -74,12 +74,15 @@ class Output(logging.Handler):
       else:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
     except (Exception, SystemExit) as error:  # rich exits where nobody reads
-      # Otherwise Python's last flush would fail, too.
-      setattr(sys, "stderr" if is_warning else "stdout", open(os.devnull, "w"))  # noqa: SIM115
-      if not is_warning:
-        self.console = rich.console.Console(quiet=True)
-        reason = one_line(str(error.__context__ or error))
-        LOGGER.warning(f"warning: the run goes on without output, which cannot be written ({reason})")
+      nowhere = open(os.devnull, "w")  # noqa: SIM115 (otherwise Python's last flush would fail, too)
+      if is_warning:
+        sys.stderr = nowhere
+        return
+      if self.console.file is sys.stdout:
+        sys.stdout = nowhere
+      self.console = rich.console.Console(quiet=True)
+      reason = one_line(str(error.__context__ or error))
+      LOGGER.warning(f"warning: the run goes on without output, which cannot be written ({reason})")
 
 
 class Progress:

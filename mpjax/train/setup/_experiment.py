@@ -98,11 +98,8 @@ class Place:
     Raises:
       ConfigError: if the mesh does not fit the target.
     """
-    try:
+    with config_errors(f"target={target.name}: mesh."):
       sizes = axis_sizes(config.mesh.sizes, target.devices)
-    except ValueError as error:
-      larger = "name another number of them, as in target=h200:8 or target=v5e:2x4"
-      raise ConfigError(f"target={target.name}: mesh.{error}; {larger}") from error
     offload, mesh = config.mesh.offload, None
     if math.prod(sizes.values()) > 1 or offload is not None:
       types = (AxisType.Auto,) * len(AXES)
@@ -182,20 +179,16 @@ class Experiment:
       grad_norm=True,
     )
 
-  @property
-  def schedule(self) -> optax.Schedule:
-    """Returns the learning rate as a function of the update's number."""
-    return make_schedule(self.config.optimizer, self.config.train.steps)
-
   @functools.cached_property
   def learning_rate(self) -> Callable[[TrainState], Array]:
     """Jitted: the state before a step -> the learning rate of its update, also of one that is skipped."""
+    schedule = make_schedule(self.config.optimizer, self.config.train.steps)
 
     def rate(state: TrainState) -> Array:
       counts = find_states(state.opt_state, optax.ScaleByScheduleState).values()
       scaler = find_scaler(state.opt_state)
       taken = state.step - (0 if scaler is None else scaler.skipped_steps)
-      return jnp.asarray(self.schedule(next((each.count for each in counts), taken)), jnp.float32)
+      return jnp.asarray(schedule(next((each.count for each in counts), taken)), jnp.float32)
 
     return jax.jit(rate)
 
@@ -339,8 +332,8 @@ def make_setup(config: Config, at: Place | None = None) -> Setup:
     at: where to run, if not where the config says.
 
   Returns:
-    A `Setup` with the attributes `config`, `policy`, `data`, `info`, `task`, `step` and `schedule`, and the
-    methods `first_state()`, `place(batch)` and `explain()`.
+    A `Setup` with the attributes `config`, `policy`, `data`, `info`, `task` and `step`, and the methods
+    `first_state()`, `place(batch)` and `explain()`.
 
   Raises:
     ConfigError: if parts of the config do not fit together.

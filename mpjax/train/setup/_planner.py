@@ -53,7 +53,6 @@ class Planner:
     recompute: str | None = None,
     gather: str | None = None,
     compile: bool | str = "auto",
-    label: str | None = None,
   ) -> Plan:
     """Plans a training step. Each argument that is `None` is taken from the config.
 
@@ -63,7 +62,6 @@ class Planner:
       recompute: as `train.recompute`.
       gather: as `mesh.gather`: one of `gathers`.
       compile: as for `mpjax.plan`.
-      label: the name of the plan in tables.
 
     Raises:
       ConfigError: if the values do not fit together.
@@ -76,9 +74,8 @@ class Planner:
       experiment = self._experiment(config, resolved)
       chosen = {"recompute": config.train.recompute, "gather": config.mesh.gather}
       usual = (DEFAULT_RECOMPUTE, GATHERS[0])
-      label = label or " ".join(
-        [asked.full_label, *(f"{key}={value}" for key, value in chosen.items() if value not in usual)]
-      )
+      unusual = [f"{key}={value}" for key, value in chosen.items() if value not in usual]
+      label = " ".join([asked.full_label, *unusual])
       made = plan(experiment.step, *experiment.shapes(), target=self.target, compile=compile, label=label)
     rows, (item, per_row) = config.data.batch_size, experiment.task.units
     subject = f"{config.model.kind} of {made.parameters:,} parameters, batch of {rows}"
