@@ -257,7 +257,7 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
   fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)
   block = max(BLOCKS.values())
   rows = -(-recipe.min_dim // block) * block  # large enough, and divisible, for every FP8 product
-  config = config.changed({"data.batch_size": rows})
+  config = config.changed({"data.batch_size": rows, "train.accumulate": 1})
   experiment = Experiment(config, info, fp8, Place(None))
   arguments, keywords = experiment.step.loss.arguments(*experiment.shapes())
   found = fp8_weights(experiment.task.loss_fn, fp8)(*arguments, **keywords)

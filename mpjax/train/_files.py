@@ -9,9 +9,9 @@ import pathlib
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
   """Writes a file; a kill or a crash at any moment leaves the old content or the new.
 
-  A kill may also leave the `unfinished` file.
+  A kill may also leave the temporary file, whose name ends in `.tmp`.
   """
-  temporary = unfinished(path)
+  temporary = path.with_name(path.name + ".tmp")
   try:
     temporary.unlink(missing_ok=True)  # it could be a link to another file
     with temporary.open("xb") as file:
@@ -19,14 +19,8 @@ def write_atomically(path: pathlib.Path, content: bytes) -> None:
       file.flush()
       os.fsync(file.fileno())
     os.replace(temporary, path)
-  except OSError:
+  finally:
     temporary.unlink(missing_ok=True)
-    raise
-
-
-def unfinished(path: pathlib.Path) -> pathlib.Path:
-  """Returns the temporary path of a file that is being written."""
-  return path.with_name(path.name + ".tmp")
 
 
 def how_to_go_on(run: pathlib.Path | None, again: str = "the same command") -> str:

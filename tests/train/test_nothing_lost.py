@@ -16,7 +16,8 @@ import rich.console
 from mpjax.train import ConfigError, DataError, load_config, register_data
 
 # The lines of a command, and what a run shows of a step, to disturb it there.
-from mpjax.train.loop._sinks import MetricsFile, Output, Progress
+from mpjax.train.loop import _loop
+from mpjax.train.loop._sinks import Output, open_metrics
 from mpjax.train.setup._saved_run import RunDirectory
 from tests._quick_compile import environment as quick_environment
 from tests.train._runs import Points, curve, raises_one_line, refused, train, write_line
@@ -44,9 +45,8 @@ def test_every_readable_record_up_to_the_checkpoint_is_kept_once(tmp_path):
     (b"", []),
   ]:
     file.write_bytes(content)
-    metrics = MetricsFile(file, resume_step=4)
-    metrics.write({"step": 5})
-    metrics.close()
+    with open_metrics(file, resume_step=4) as metrics:
+      metrics.write('{"step": 5}\n')
     assert [json.loads(text)["step"] for text in file.read_text().splitlines()] == [*kept, 5], content[:99]
 
 
@@ -116,14 +116,14 @@ def alone(tmp_path_factory):
 @pytest.fixture
 def happens(monkeypatch):
   """A list of functions, each of which is called once after step 6."""
-  waiting, shown = [], Progress.write
+  waiting, shown = [], _loop.show_record
 
-  def write(self, record):
-    shown(self, record)
+  def show(setup, record):
+    shown(setup, record)
     if record["step"] == 6 and waiting:
       waiting.pop()()
 
-  monkeypatch.setattr(Progress, "write", write)
+  monkeypatch.setattr(_loop, "show_record", show)
   return waiting
 
 

@@ -7,12 +7,16 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
+import rich.console
+import rich.progress
 from grain import DatasetIterator
 
 from mpjax._render.plain_text import plain_data
@@ -31,15 +35,14 @@ from mpjax.train._export import WIDE, export_text, save_safetensors
 from mpjax.train._files import how_to_go_on
 from mpjax.train.checkpoints import Checkpoints, nan_in
 from mpjax.train.data import Batch
-from mpjax.train.loop._records import Profile, Records, step_report, why_stuck
+from mpjax.train.loop._records import Records, profiled, step_report, why_stuck
 from mpjax.train.loop._sinks import (
   LOGGER,
-  MetricsFile,
-  Output,
-  Progress,
   Tracker,
   Trackers,
+  open_metrics,
   show_header,
+  show_record,
   show_summary,
 )
 from mpjax.train.processes import Processes, signal_of_any
@@ -66,7 +69,7 @@ class TrainingRun:
   setup: Setup
   directory: RunDirectory
   processes: Processes
-  output: Output
+  console: rich.console.Console
   trackers: Sequence[Tracker]
   step: int = 0
 
@@ -75,7 +78,7 @@ class TrainingRun:
     self._watcher = Watcher(self.setup.step)
     self._pending: collections.deque[_Pending] = collections.deque()
     # What takes each record that is to be logged.
-    self._sinks: list[Callable[[dict[str, Any]], None]] = []
+    self._sinks: list[Callable[[dict[str, Any]], object]] = []
 
   def train(self) -> dict[str, Any]:
     """Trains from the last checkpoint to the end and returns the summary.
@@ -88,12 +91,16 @@ class TrainingRun:
         self._begin(opened)
         signal = signal_of_any(self.processes)
         LOGGER.info("compiling the training step")
-        with self._progress.bar:
-          for step in range(self.step + 1, self.config.train.steps + 1):
-            self._profile.before(step)
+        first, last = self.config.train.profile_steps or (0, 0)
+        with contextlib.closing(self._steps()) as steps, contextlib.ExitStack() as profile:
+          for step in steps:
+            if step == max(first, self._records.start + 1) <= last:
+              profile.enter_context(profiled(self._traces))
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
               self._take(step)
-            self._profile.after(step, self.state)
+            if step == last:
+              jax.block_until_ready(self.state)
+              profile.close()
             self._at_boundary(signal())
         return self._finish()
     except TimeoutError:  # of a process that is lost
@@ -102,6 +109,11 @@ class TrainingRun:
       path = self.directory.path
       failed = f"{error.filename or path} cannot be written: {error.strerror}; {how_to_go_on(path)}"
       raise CheckpointError(f"{failed} once there is room and permission to write") from error
+
+  def _steps(self) -> Generator[int]:
+    """Yields the numbers of the steps to take; a terminal has a bar meanwhile."""
+    numbers, quiet = range(self.step + 1, self.config.train.steps + 1), not self.console.is_terminal
+    yield from rich.progress.track(numbers, "train", console=self.console, disable=quiet)
 
   def _begin(self, opened: contextlib.ExitStack) -> None:
     """Makes the first state or reads the last checkpoint, and opens what the run writes to."""
@@ -113,16 +125,13 @@ class TrainingRun:
     self.directory.begin(self.data.info)
     show_header(self.setup, self.state, path, begins, processes.count)
     processes.phase("start", "the trackers")
-    self._progress = Progress(self.output.console, self.setup, self.step)
     self._trackers = Trackers(self.config, path, self.step, self.trackers if processes.first else None)
     opened.callback(self._trackers.close, None)
     if processes.first:
-      self._metrics = MetricsFile(path / "metrics.jsonl", self.step)
-      opened.callback(self._metrics.close)
-      self._sinks = [self._metrics.write, self._trackers.write, self._progress.write]
-    traces = path / "profile" / (f"process_{processes.process}" if processes.count > 1 else "")
-    self._profile = Profile(settings.profile_steps, self.step, traces)
-    opened.callback(self._profile.close)
+      self._metrics = opened.enter_context(open_metrics(path / "metrics.jsonl", self.step))
+      log = lambda record: self._metrics.write(json.dumps(record) + "\n")
+      self._sinks = [log, self._trackers.write, functools.partial(show_record, self.setup)]
+    self._traces = path / "profile" / (f"process_{processes.process}" if processes.count > 1 else "")
 
   def _resume(self, opened: contextlib.ExitStack) -> str:
     """Restores the newest good checkpoint, or makes the first state; says where the state is from."""
@@ -296,7 +305,7 @@ class TrainingRun:
     """Saves a checkpoint, or returns which leaves of the state hold NaN."""
     self.processes.phase("checkpoint", f"the checkpoint of step {self.step}")
     if self.processes.first:
-      self._metrics.sync()
+      os.fsync(self._metrics.fileno())
     last = self._records.last
     loop = {"fingerprint": self.data.info.fingerprint, "last": last}
     skips, data = int(last.get("consecutive_skips", 0)), self.iterator.get_state()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -110,42 +111,20 @@ def peak_memory() -> int | None:
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class Profile:
-  """Traces chosen steps with JAX's profiler, and waits for the last of them. If it fails, the run goes on.
-
-  `steps` are the first and the last; those up to `start`, from which the run resumes, are left out.
-  """
-
-  def __init__(self, steps: tuple[int, ...] | None, start: int, folder: pathlib.Path):
-    first, self._last = steps or (0, 0)
-    self._first, self._folder = max(first, start + 1), folder
-    self._is_on, self._step = False, start
-
-  def before(self, step: int) -> None:
-    """Starts the trace if this step is the first."""
-    if step == self._first <= self._last:
-      with goes_on_without("a profile"):
-        jax.profiler.start_trace(self._folder)
-        self._is_on = True
-
-  def after(self, step: int, state: PyTree) -> None:
-    """Waits for the state after this step and ends the trace, if this step was the last."""
-    self._step = step
-    if self._is_on and step == self._last:
-      jax.block_until_ready(state)
-      self.close()
-
-  def close(self) -> None:
-    """Ends and writes the trace, if there is one."""
-    if not self._is_on:
-      return
-    self._is_on = False
+@contextlib.contextmanager
+def profiled(folder: pathlib.Path) -> Iterator[None]:
+  """Traces the steps of its block with JAX's profiler. If that fails, the run goes on."""
+  has_begun = False
+  with goes_on_without("a profile"):
+    jax.profiler.start_trace(folder)
+    has_begun = True
+  try:
+    yield
+  finally:
     with goes_on_without("a profile"):
-      jax.profiler.stop_trace()
-      LOGGER.info(
-        f"a profile of steps {self._first} to {self._step} is in {self._folder}: open it with xprof --logdir "
-        f"{self._folder}, or its trace.json.gz in Perfetto"
-      )
+      if has_begun:
+        jax.profiler.stop_trace()
+        LOGGER.info(f"a profile is in {folder}: open it with xprof --logdir {folder}, or in Perfetto")
 
 
 def step_report(step: TrainStep, state: TrainState, batch: PyTree) -> str:

@@ -145,7 +145,7 @@ def train_together(
   with contextlib.closing(directory):
     if summary is None:
       with quiet():
-        return TrainingRun(setup, directory, processes, output, trackers).train()
+        return TrainingRun(setup, directory, processes, output.console, trackers).train()
     LOGGER.info("this run has finished already; choose another out= for a new one")
     if config.train.export is not None and not (path / "model.safetensors").exists():
       LOGGER.info(f"its weights are not exported: mpjax export {path} does that")

@@ -14,12 +14,11 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 import jax
 import numpy as np
 import rich.console
-import rich.progress
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -85,30 +84,21 @@ class Output(logging.Handler):
       LOGGER.warning(f"warning: the run goes on without output, which cannot be written ({reason})")
 
 
-class Progress:
-  """Shows logged steps, a line each, and on a terminal a bar; the run resumes from step `start`."""
-
-  def __init__(self, console: rich.console.Console, setup: Setup, start: int):
-    self._steps, self._units = setup.config.train.steps, setup.task.units[0]
-    self._has_scale = setup.policy.loss_scaling is not None
-    self.bar = rich.progress.Progress(console=console, disable=not console.is_terminal)
-    self._task = self.bar.add_task("train", total=self._steps, completed=start)
-
-  def write(self, record: Mapping[str, Any]) -> None:
-    """Shows the record of a step."""
-    step = f"step {record['step']}/{self._steps}"
-    scores = [(name[5:], value) for name, value in record.items() if name.startswith("eval_")]
-    if scores:
-      LOGGER.info(f"{step}  eval: {'  '.join(f'{name} {_number(value)}' for name, value in scores)}")
-    parts = [step, f"loss {_number(record['loss'])}"]
-    if self._has_scale:
-      parts.append(f"scale {power_of_two_text(record['loss_scale'])}")
-    if self._has_scale or record["skipped_steps"]:
-      parts.append(f"skipped {record['skipped_steps']}")
-    if (speed := record[f"{self._units}_per_s"]) is not None:
-      parts.append(f"{speed:,.0f} {self._units}/s")
-    LOGGER.info("  ".join(parts))
-    self.bar.update(self._task, completed=record["step"])
+def show_record(setup: Setup, record: Mapping[str, Any]) -> None:
+  """Shows the record of a step."""
+  units, has_scale = setup.task.units[0], setup.policy.loss_scaling is not None
+  step = f"step {record['step']}/{setup.config.train.steps}"
+  scores = [(name[5:], value) for name, value in record.items() if name.startswith("eval_")]
+  if scores:
+    LOGGER.info(f"{step}  eval: {'  '.join(f'{name} {_number(value)}' for name, value in scores)}")
+  parts = [step, f"loss {_number(record['loss'])}"]
+  if has_scale:
+    parts.append(f"scale {power_of_two_text(record['loss_scale'])}")
+  if has_scale or record["skipped_steps"]:
+    parts.append(f"skipped {record['skipped_steps']}")
+  if (speed := record[f"{units}_per_s"]) is not None:
+    parts.append(f"{speed:,.0f} {units}/s")
+  LOGGER.info("  ".join(parts))
 
 
 def show_header(
@@ -171,33 +161,19 @@ def _number(value: float | str) -> str:
   return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-class MetricsFile:
-  """`metrics.jsonl`: one JSON object per line, in the order of steps.
+def open_metrics(path: pathlib.Path, resume_step: int) -> TextIO:
+  """Opens `metrics.jsonl`, which takes one JSON object per line, in the order of steps, and holds none back.
 
   Drops records of steps after `resume_step`, which the resumed run writes again, and lines that are not
   records, such as one that a kill cut off. It keeps the first record of a step.
   """
-
-  def __init__(self, path: pathlib.Path, resume_step: int):
-    kept: dict[int | None, bytes] = {}
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-      kept.setdefault(_step(line), line + b"\n")
-    if wrong := kept.pop(None, None):
-      LOGGER.info(f"{path.name}: dropped what is not a record: {wrong[:60]!r}")
-    write_atomically(path, b"".join(line for step, line in kept.items() if step and step <= resume_step))
-    self._file = path.open("a", buffering=1, encoding="utf-8")
-
-  def write(self, record: dict[str, Any]) -> None:
-    """Appends a record, and passes the line to the operating system."""
-    self._file.write(json.dumps(record) + "\n")
-
-  def sync(self) -> None:
-    """Waits until all records are on the disk."""
-    os.fsync(self._file.fileno())
-
-  def close(self) -> None:
-    """Closes the file."""
-    self._file.close()
+  kept: dict[int | None, bytes] = {}
+  for line in path.read_bytes().splitlines() if path.exists() else []:
+    kept.setdefault(_step(line), line + b"\n")
+  if wrong := kept.pop(None, None):
+    LOGGER.info(f"{path.name}: dropped what is not a record: {wrong[:60]!r}")
+  write_atomically(path, b"".join(line for step, line in kept.items() if step and step <= resume_step))
+  return path.open("a", buffering=1, encoding="utf-8")
 
 
 def _step(line: bytes) -> int | None:

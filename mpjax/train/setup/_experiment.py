@@ -76,20 +76,19 @@ class Place:
     """Returns the devices of a run, in all its processes.
 
     Raises:
-      ConfigError: if the mesh does not fit the devices or the batch.
+      ConfigError: if the mesh does not fit the devices.
     """
     with config_errors("mesh."):
-      mesh = make_mesh(config.mesh.sizes, jax.devices())
-    require_rows(config, batch_shards(mesh))
-    return Place(mesh, offload=config.mesh.offload)
+      return Place(make_mesh(config.mesh.sizes, jax.devices()), offload=config.mesh.offload)
 
   @staticmethod
   def of_tools(config: Config) -> Place:
     """Returns the devices of a run, or one if its mesh does not fit here, with all state on devices."""
-    try:
-      return Place.of_run(config.changed({"mesh.offload": None}))
-    except ConfigError:
-      return Place.one()
+    with contextlib.suppress(ConfigError):
+      place = Place.of_run(config.changed({"mesh.offload": None}))
+      _require_rows(config, place.mesh)
+      return place
+    return Place.one()
 
   @staticmethod
   def of_target(config: Config, target: Target) -> tuple[Place, dict[str, int]]:
@@ -113,9 +112,10 @@ class Place:
     return Place(make_mesh(dict.fromkeys(AXES, 1), jax.devices()))
 
 
-def require_rows(config: Config, shards: int) -> None:
-  """Raises `ConfigError` unless micro-batches divide a batch, and `shards` devices a micro-batch."""
+def _require_rows(config: Config, mesh: Mesh | None) -> None:
+  """Raises `ConfigError` unless micro-batches divide a batch, and a mesh's devices a micro-batch."""
   rows, parts = config.data.batch_size, config.train.accumulate
+  shards = 1 if mesh is None else batch_shards(mesh)
   if rows % (parts * shards):
     times = f"train.accumulate={parts} times {shards} devices (mesh.data x mesh.fsdp)"
     raise ConfigError(f"data.batch_size={rows}: expected a multiple of {parts * shards}, which is {times}")
@@ -160,6 +160,7 @@ class Experiment:
       ConfigError: if parts of the config do not fit together.
     """
     config, train, mesh = self.config, self.config.train, self.at.mesh
+    _require_rows(config, mesh)
     optimizer = make_optimizer(config.optimizer, train.steps)
     if train.average is not None:
       optimizer = average_weights(optimizer, train.average)

@@ -9,12 +9,12 @@ import math
 from mpjax._mistakes import config_errors
 from mpjax._types import PolicyLike
 from mpjax.planner import Plan, Target, plan, policy_on_target
-from mpjax.policy import Policy, get_policy
+from mpjax.policy import get_policy
 from mpjax.registry import DataInfo
 from mpjax.sharding import BATCH_AXES
 from mpjax.step import GATHERS, Layout
 from mpjax.train.config._config import DEFAULT_RECOMPUTE, Config
-from mpjax.train.setup._experiment import Experiment, Place, require_rows
+from mpjax.train.setup._experiment import Experiment, Place
 from mpjax.train.setup._saved_run import facts_of
 
 
@@ -71,7 +71,7 @@ class Planner:
     with config_errors():
       asked = get_policy(config.policy if policy is None else policy, backend=self.target.kind)
       resolved, fp8 = policy_on_target(asked, self.target)
-      experiment = self._experiment(config, resolved)
+      experiment = Experiment(config, self._info, resolved, self._place)
       chosen = {"recompute": config.train.recompute, "gather": config.mesh.gather}
       usual = (DEFAULT_RECOMPUTE, GATHERS[0])
       unusual = [f"{key}={value}" for key, value in chosen.items() if value not in usual]
@@ -93,8 +93,4 @@ class Planner:
     Raises:
       ConfigError: if the batch cannot be divided over the devices.
     """
-    return self._experiment(self.config, get_policy("fp32")).step.layout
-
-  def _experiment(self, config: Config, policy: Policy) -> Experiment:
-    require_rows(config, math.prod(self.sizes[axis] for axis in BATCH_AXES))
-    return Experiment(config, self._info, policy, self._place)
+    return Experiment(self.config, self._info, get_policy("fp32"), self._place).step.layout

@@ -20,7 +20,7 @@ from mpjax.registry import DataInfo
 from mpjax.step import TrainState, can_adopt, merged, state_of, with_masters
 from mpjax.train._errors import CheckpointError, ConfigError
 from mpjax.train._export import WIDE, load_weights, save_safetensors
-from mpjax.train._files import unfinished, write_atomically
+from mpjax.train._files import write_atomically
 from mpjax.train.checkpoints import Checkpoints, Restored, quiet
 from mpjax.train.config._config import Config, export_dtype
 from mpjax.train.config._config_file import has_grown, load_config, read_tree, run_mismatch
@@ -90,7 +90,7 @@ def _require_same(path: pathlib.Path, config: Config) -> bool:
   """
   file = path / "config.yaml"
   # What a start leaves that failed before it wrote the config.
-  begun = {".lock", "checkpoints", unfinished(file).name}
+  begun = {".lock", "checkpoints", "config.yaml.tmp"}
   if not path.is_dir() or not (file.exists() or {entry.name for entry in path.iterdir()} <= begun):
     raise ConfigError(
       f"out={path}: exists and is not a run directory; nothing was changed, choose another out="
@@ -116,15 +116,15 @@ def _require_same(path: pathlib.Path, config: Config) -> bool:
 
 def _lock(path: pathlib.Path) -> IO[str]:
   file = path.open("w")
-  try:
+  # Windows has no flock: the user must not start two runs in one directory.
+  with contextlib.suppress(ImportError):
     import fcntl
-  except ImportError:  # Windows has no flock: the user must not start two runs in one directory
-    return file
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except OSError:
-    file.close()
-    raise ConfigError(f"out={path.parent}: another process is running in this directory") from None
+
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      file.close()
+      raise ConfigError(f"out={path.parent}: another process is running in this directory") from None
   return file
 
 
