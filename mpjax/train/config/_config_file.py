@@ -173,12 +173,17 @@ _Loader.add_implicit_resolver(
 )
 
 
+_DEEPEST = 100
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError)
 
 
 def _parsed(text: str | bytes) -> Any:
   """Returns the value of a YAML text; without references, by which a file could grow."""
+  depth = 0
   for event in yaml.parse(text, _Loader):
+    depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+    if depth > _DEEPEST:  # time grows with its square
+      raise RecursionError
     if isinstance(event, yaml.AliasEvent):
       raise _fault(event, "a reference (*name): write the value out")
     if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
