@@ -32,7 +32,7 @@ from mpjax.casting._fp8_products import SideInputs
 from mpjax.casting._gradient_sums import MANY, derivative_apart, look_up, store_gradient_p, use, widened
 from mpjax.casting._half_precision import Regions, tracing
 from mpjax.casting._islands import is_statistic
-from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_held, castable, in_mesh_of
+from mpjax.casting._kinds import FLOAT32, Held, Kind, Wide, as_dtype, as_held, castable, in_mesh_of
 from mpjax.fp8 import keep_in_fp8
 from mpjax.jaxpr import (
   CallKind,
@@ -122,7 +122,8 @@ class Emitter:
     products = {node.fp8.number for node in nodes if node.fp8 is not None}
     numbers = self.tap.numbers if self.tap else {}
     taps = [numbers[node, i] for node in nodes for i in range(len(node.outs)) if (node, i) in numbers]
-    return self.side.select(products, taps)
+    scales, probes = self.side
+    return SideInputs({i: scales[i] for i in scales.keys() & products}, {i: probes[i] for i in taps})
 
   def body(self, call: Call, i: int = 0, side: SideInputs | None = None) -> Function:
     """Returns the i-th body of a call as a function of its inputs, closed over its constants and `side`."""
@@ -257,7 +258,7 @@ class _Environment:
     copies = self._arrays[atom]
     if not castable(atom.aval):
       own = next(iter(copies.values()))
-      return own if dtype is None or dtype == dtype_of(atom) else _narrow(own, dtype, False)
+      return own if dtype is None or dtype == dtype_of(atom) else as_dtype(own, dtype)
     if dtype not in copies or (apart and dtype != self.held[atom].dtype):
       held = self.held[atom]
       source = copies[held.dtype] if held.dtype in copies else next(iter(copies.values()))
@@ -321,12 +322,12 @@ def _before_cast(values: _Environment, atom: Atom, node: Node) -> Array:
 
 
 def _narrow(x: Array, dtype: np.dtype, saturates: bool) -> Array:
-  with in_mesh_of(jax.typeof(x)):
-    if saturates and dtype.itemsize < 4:
-      # A mask of -1e9 works as well at -65504, and -inf minus -inf is NaN.
-      largest = float(jnp.finfo(dtype).max)
+  if saturates and dtype.itemsize < 4:
+    # A mask of -1e9 works as well at -65504, and -inf minus -inf is NaN.
+    largest = float(jnp.finfo(dtype).max)
+    with in_mesh_of(jax.typeof(x)):
       x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
-    return jax.lax.convert_element_type(x, dtype)
+  return as_dtype(x, dtype)
 
 
 def _common_scopes(island: Island) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -190,13 +190,6 @@ class SideInputs(NamedTuple):
 
   scales: dict[int, Array]
   tap_probes: dict[int, PyTree]
-
-  def select(self, products: Collection[int], taps: Sequence[int]) -> SideInputs:
-    """Returns the inputs for some FP8 products and tapped values."""
-    return SideInputs(
-      {number: x for number, x in self.scales.items() if number in products},
-      {number: self.tap_probes[number] for number in taps},
-    )
 
 
 def support(recipe: Recipe) -> tuple[str, bool | None]:

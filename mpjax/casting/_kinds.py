@@ -140,10 +140,15 @@ def width(value: ArrayLike, half: np.dtype) -> Wide:
 
 def as_held(x: Array, held: Held) -> Array:
   """Casts an array to the dtype that a value is held in."""
-  if held.kind is Kind.FIXED or x.dtype == held.dtype:
+  return x if held.kind is Kind.FIXED else as_dtype(x, held.dtype)
+
+
+def as_dtype(x: Array, dtype: np.dtype) -> Array:
+  """Casts an array, in its own mesh."""
+  if x.dtype == dtype:
     return x
   with in_mesh_of(jax.typeof(x)):
-    return jax.lax.convert_element_type(x, held.dtype)
+    return jax.lax.convert_element_type(x, dtype)
 
 
 def in_mesh_of(aval: AbstractValue) -> contextlib.AbstractContextManager[object]:

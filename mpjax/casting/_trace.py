@@ -17,7 +17,7 @@ from mpjax.casting._casting_rules import CastingRules, make_rules
 from mpjax.casting._decide import Body
 from mpjax.casting._emit import execute
 from mpjax.casting._half_precision import trace
-from mpjax.casting._kinds import Held, initial, own_types
+from mpjax.casting._kinds import Held, as_dtype, initial, own_types
 from mpjax.casting._linen_modules import InOwnDtypes
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._program import Program
@@ -119,8 +119,8 @@ class Traced:
     with jax.named_scope(OUTPUT):
       for i, x, dtype in zip(self._arrays, results, own, strict=False):
         keeps = self._kept[i] or dtype not in _OUTPUTS or (x.shape, dtype) in self._own
-        out[i] = _as(x, dtype if keeps or self.policy is None else self.policy.output_dtype)
-      changes = [_as(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
+        out[i] = as_dtype(x, dtype if keeps or self.policy is None else self.policy.output_dtype)
+      changes = [as_dtype(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
     self._modules.update(jax.tree.unflatten(self._changes, changes))
     return jax.tree.unflatten(self._structure, out)
 
@@ -142,7 +142,7 @@ def to_output(tree: PyTree, policy: Policy, arguments: PyTree) -> PyTree:
 
   def cast(x: Array) -> Array:
     keeps = is_average(x) or getattr(x, "dtype", None) not in _OUTPUTS or (x.shape, x.dtype) in own
-    return x if keeps else _as(x, policy.output_dtype)
+    return x if keeps else as_dtype(x, policy.output_dtype)
 
   with jax.named_scope(OUTPUT):
     return jax.tree.map(cast, tree, is_leaf=is_average)
@@ -156,10 +156,6 @@ def _in_own_dtypes(tree: PyTree) -> list[bool]:
   keeps = lambda x: is_average(x) or isinstance(x, InOwnDtypes)
   leaves = jax.tree.leaves(tree, is_leaf=keeps)
   return [keeps(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
-
-
-def _as(x: Array, dtype: np.dtype) -> Array:
-  return x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype)
 
 
 def _check_output(path: KeyPath, leaf: object) -> None:
