@@ -134,7 +134,6 @@ class LayerwiseLossScale:
     *,
     kernel: Callable[[PyTree], Array] | None = None,
     fan_in: int | None = None,
-    scale: jax.Array | None = None,
   ) -> Scaled:
     """Applies `fun(params, h)`; rescales the gradient on its way back, and unscales that of `params`.
 
@@ -150,9 +149,6 @@ class LayerwiseLossScale:
         or more dimensions, if there is one.
       fan_in: the number of products summed in each element of the gradient that is passed on; `None`: for a
         kernel of shape [..., in, out], its size divided by `in`.
-      scale: f32[]; if positive, the layer's scale, measured earlier; if zero, the scale is measured. In both
-        cases the gradient with respect to `scale` is the scale in use (their sum, where gradients are summed
-        over micro-batches, members or shards), so that a training loop can measure once every few steps.
 
     Raises:
       TypeError: if `h` does not come from `start`, or `fun` does not return one floating array.
@@ -176,10 +172,8 @@ class LayerwiseLossScale:
     kernel = kernel or _only_kernel(params)
     if kernel is not None and fan_in is None and jnp.ndim(kernel(params)) < 2:
       raise ValueError("the fan-in of a kernel of less than two dimensions is unknown: pass fan_in=...")
-    scale = None if scale is None else jnp.asarray(scale, jnp.float32)
-    params, scale = _compat.vary_like((params, scale), value)
     cast = lambda p, x: fun(cast_floating(p, x.dtype), x)
-    return self._call(cast, params, [(value, token)], kernel, fan_in, scale)
+    return self._call(cast, _compat.vary_like(params, value), [(value, token)], kernel, fan_in)
 
   def apply(self, fun: Callable[..., jax.Array], *hs: Scaled) -> Scaled:
     """Applies `fun` to one or more activations: activation functions, sums, attention, dropout.
@@ -214,7 +208,6 @@ class LayerwiseLossScale:
     spent: Sequence[tuple[Array, Array]],
     kernel: Callable[[PyTree], Array] | None = None,
     fan_in: int | None = None,
-    scale: Array | None = None,
   ) -> Scaled:
     """Returns `fun(params, *values)`, with the backward pass of the paper, of values and their tokens."""
     values, tokens = zip(*spent, strict=True)
@@ -232,18 +225,18 @@ class LayerwiseLossScale:
       )
 
     @jax.custom_vjp
-    def call(learnt: PyTree, values: tuple[Array, ...], token: Array, scale: Array | None) -> Any:
+    def call(learnt: PyTree, values: tuple[Array, ...], token: Array) -> Any:
       out = run(learnt, values)
       return out, _tie(token, out)
 
-    def forward(learnt: PyTree, values: tuple[Array, ...], token: Array, scale: Array | None) -> Any:
+    def forward(learnt: PyTree, values: tuple[Array, ...], token: Array) -> Any:
       out, pullback = jax.vjp(run, learnt, values)
       # At least 64: a norm can bring a small activation to that size.
       tops = [jnp.abs(value).max(initial=64).astype(jnp.float32) for value in values]
-      return (out, _tie(token, out)), (pullback, learnt, functools.reduce(jnp.maximum, tops), scale)
+      return (out, _tie(token, out)), (pullback, learnt, functools.reduce(jnp.maximum, tops))
 
     def backward(residuals: Any, cotangents: tuple[Array, Array]) -> Any:
-      pullback, learnt, largest, scale = residuals
+      pullback, learnt, largest = residuals
       g, passed = cotangents[0], _scale_of(cotangents[1])
       half = max((g.dtype, *dtypes), key=lambda dtype: jnp.finfo(dtype).minexp)
       if _has_wide_range(g.dtype) and not _has_wide_range(half):
@@ -251,16 +244,15 @@ class LayerwiseLossScale:
         g, passed = _times(g, first), passed * first
       used = jnp.ones_like(passed)
       if kernel is not None:
-        measure = functools.partial(self.measure, g.astype(half), kernel(learnt[1]), passed, fan_in)
-        used = measure() if scale is None else jax.lax.cond(scale > 0, lambda: scale, measure)
+        used = self.measure(g.astype(half), kernel(learnt[1]), passed, fan_in)
       room = _room_for_sums(g, largest, learnt)
       of_learnt = _divide(pullback(_times(g, room))[0], passed * room)
       of_learnt = jax.tree.map(_nan_if_shared, learnt, of_learnt)
       of_token = jnp.stack([passed * used, jnp.ones_like(used)])
-      return of_learnt, pullback(_times(g, used))[1], of_token, None if scale is None else used
+      return of_learnt, pullback(_times(g, used))[1], of_token
 
     call.defvjp(forward, backward)
-    return Scaled(*call(learnt, values, functools.reduce(operator.add, tokens), scale))
+    return Scaled(*call(learnt, values, functools.reduce(operator.add, tokens)))
 
   def enter(self, g: jax.Array, passed: jax.Array) -> jax.Array:
     """Returns the scale, f32[], of a gradient that enters half precision; 1 if it is zero or not finite.
