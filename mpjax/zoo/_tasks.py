@@ -53,13 +53,11 @@ def gpt(
   from mpjax.zoo.models import GPT, chosen_attention, gpt_sharding
 
   vocab_size, seq_len = info.vocab_size, info.seq_len
-  row = getattr(info, "row", {})
-  if masked := "mask" in row:
-    (dtype, shape), tokens = row["mask"], row["tokens"][1]
-    if (dtype, shape) != ("bool", tokens):
-      raise ValueError(
-        f"rows hold a mask of {dtype}{list(shape)}: expected bool{list(tokens)}, or another name"
-      )
+  given = info.row.get("tokens", ("", ()))[1]
+  shape = given if len(given) == 1 and 2 <= given[0] <= seq_len else (seq_len + 1,)
+  _require(info, "tokens", "int", shape)
+  if masked := "mask" in info.row:
+    _require(info, "mask", "bool", shape)
   if loss_rows is None:
     loss_rows = 1024 if vocab_size > 1 << 14 else 0
   chosen = chosen_attention(attention, info, heads=heads, head_dim=dim // heads, length=seq_len)
@@ -150,9 +148,18 @@ def resnet(info: ModelInfo, *, stages: tuple[Positive, ...] = (2, 2, 2), width: 
   return _classifier(module, info, resnet_sharding, by_row=False)
 
 
+def _require(info: ModelInfo, name: str, kind: str, shape: tuple[int, ...]) -> None:
+  """Raises `ValueError` unless rows hold an array of this name and shape, and of a dtype of this kind."""
+  dtype, given = info.row.get(name, ("nothing", ()))
+  if name not in info.row or kind not in dtype or given != shape:
+    raise ValueError(f"rows hold {name} of {dtype}{list(given)}: expected {kind}{list(shape)}")
+
+
 def _classifier(module: Any, info: ModelInfo, sharding: ShardingRule, *, by_row: bool) -> Task:
   """Makes the task of a linen module; `by_row`: it takes a key for each row."""
-  image_shape = tuple(info.image_shape)
+  image_shape = (*info.image_shape, 1)[:3]
+  _require(info, "images", "", image_shape)
+  _require(info, "labels", "int", ())
 
   def init(key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
     variables = dict(module.init(key, jnp.zeros((1, *image_shape)), train=False))

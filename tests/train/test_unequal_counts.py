@@ -13,7 +13,7 @@ from flax import nnx
 import mpjax
 
 # The task of `model.kind: gpt` for rows that are made here.
-from mpjax.zoo._tasks import gpt
+from mpjax.zoo._tasks import gpt, resnet
 from tests.train._tiny_gpt import records
 from tests.zoo._datasets import load
 
@@ -165,10 +165,19 @@ def test_the_loss_of_padded_rows_is_the_mean_over_their_tokens_alone():
     assert float(bits.total) / int(bits.count) == pytest.approx(float(value) / np.log(2), rel=1e-5)
 
 
-def test_a_mask_that_says_something_else_is_refused():
-  for mask in (("int32", (9,)), ("bool", (8,))):
-    info = types.SimpleNamespace(
-      vocab_size=9, seq_len=8, recompute="none", row={"tokens": ("int32", (9,)), "mask": mask}
-    )
-    with pytest.raises(ValueError, match=r"mask of \w+\[\d\]: expected bool\[9\]"):
-      gpt(info, **SIZES)
+def test_rows_that_a_model_does_not_take_are_refused():
+  tokens, images = {"tokens": ("int32", (9,))}, {"images": ("uint8", (8, 8, 1))}
+  for make, row, said in [
+    (gpt, {}, "tokens of nothing"),
+    (gpt, {"tokens": ("float32", (9,))}, r"tokens of float32\[9\]: expected int\[9\]"),
+    (gpt, {"tokens": ("int32", (10,))}, r"tokens of int32\[10\]: expected int\[9\]"),
+    (gpt, {"tokens": ("int32", (3, 3))}, r"tokens of int32\[3, 3\]: expected int\[9\]"),
+    (gpt, tokens | {"mask": ("int32", (9,))}, r"mask of int32\[9\]: expected bool\[9\]"),
+    (gpt, tokens | {"mask": ("bool", (8,))}, r"mask of bool\[8\]: expected bool\[9\]"),
+    (resnet, {"images": ("uint8", (8, 8))}, r"images of uint8\[8, 8\]: expected \[8, 8, 1\]"),
+    (resnet, images | {"labels": ("int32", (1,))}, r"labels of int32\[1\]: expected int\[\]"),
+  ]:
+    facts = {"vocab_size": 9, "seq_len": 8, "num_classes": 3, "image_shape": (8, 8)}
+    info = types.SimpleNamespace(**facts, recompute="none", row=row)
+    with pytest.raises(ValueError, match=said):
+      make(info)

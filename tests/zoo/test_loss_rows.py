@@ -20,7 +20,8 @@ SIZES = {"dim": 16, "layers": 1, "heads": 2, "attention": "xla"}
 
 def loss_and_gradients(vocab_size, policy="fp32", **options):
   """Returns a function of parameters, to a loss and its gradients, beside the loss of an evaluation."""
-  info = types.SimpleNamespace(vocab_size=vocab_size, seq_len=16, recompute="none", bytes_per_token=None)
+  facts = {"vocab_size": vocab_size, "seq_len": 16, "bytes_per_token": None}
+  info = types.SimpleNamespace(**facts, recompute="none", row={"tokens": ("int32", (17,))})
   made = gpt(info, **SIZES, **options)
   graphdef, params = nnx.split(made.init(jax.random.key(0)))
   loss = lambda params: made.loss_fn(nnx.merge(graphdef, params), {"tokens": TOKENS}, None)
