@@ -214,6 +214,16 @@ def test_a_directory_has_one_run_at_a_time(begun):
 def test_a_start_that_was_over_before_it_had_a_config_leaves_a_directory_to_start_in(begun, tmp_path):
   (tmp_path / "run" / "config.yaml").rename(tmp_path / "run" / "config.yaml.tmp")  # as a kill leaves it
   RunDirectory(begun).close()
+  (tmp_path / "run" / "checkpoints" / "8").mkdir(parents=True)  # of whatever, without a config
+  raises_one_line(ConfigError, ["not a run directory"], RunDirectory, begun)
+
+
+def test_a_run_of_another_config_is_refused_once_it_has_a_record(begun, tmp_path):
+  other, metrics = load_config(begun, ["seed=3"]), tmp_path / "run" / "metrics.jsonl"
+  metrics.touch()
+  RunDirectory(other).close()
+  metrics.write_text('{"step": 1}\n')
+  raises_one_line(ConfigError, ["seed: 0 there, 3 here"], RunDirectory, other)
 
 
 def test_a_run_directory_with_a_link_in_it_is_refused(begun, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import pathlib
 from typing import IO, Any
@@ -91,11 +90,12 @@ def _require_same(path: pathlib.Path, config: Config) -> bool:
   file = path / "config.yaml"
   # What a start leaves that failed before it wrote the config.
   begun = {".lock", "checkpoints", "config.yaml.tmp"}
-  if not path.is_dir() or not (file.exists() or {entry.name for entry in path.iterdir()} <= begun):
+  entries = [*path.iterdir(), *path.glob("checkpoints/*")] if path.is_dir() else []
+  if not path.is_dir() or not (file.exists() or {str(each.relative_to(path)) for each in entries} <= begun):
     raise ConfigError(
       f"out={path}: exists and is not a run directory; nothing was changed, choose another out="
     )
-  for entry in itertools.chain(path.iterdir(), path.glob("checkpoints/*"), path.glob("tensorboard/*")):
+  for entry in (*entries, *path.glob("tensorboard/*")):
     if entry.is_symlink():  # a run could be made to overwrite any file of the user
       raise ConfigError(
         f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes only in its own directory: "
@@ -105,8 +105,9 @@ def _require_same(path: pathlib.Path, config: Config) -> bool:
     return False
   theirs = read_tree(file)
   differ = run_mismatch(theirs, config.tree)
-  # A run without a checkpoint would begin again under its own config, too.
-  if differ and ((path / "summary.json").exists() or any(path.glob("checkpoints/*"))):
+  # After a start that failed there is at most an empty file of metrics.
+  kept = (*path.glob("checkpoints/*"), *path.glob("summary.json"), *path.glob("metrics.jsonl"))
+  if differ and any(entry.stat().st_size for entry in kept):
     raise ConfigError(
       f"out={path} holds a run of another config ({differ}): nothing was changed; choose another out=, "
       f"with train.init_from={path} to start from its parameters, or delete the directory to start over"
