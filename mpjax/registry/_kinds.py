@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import logging
 import re
 import types
 import typing
@@ -202,8 +203,12 @@ class Kinds:
 
     def decorate(fun: _F) -> _F:
       made = Registered(fun, *_keys(fun, title, self.positional, self.common))
-      if not made.is_own and name in self.by_name and self.by_name[name].is_own:
+      before = self.by_name.get(name, made)
+      if before.is_own and not made.is_own:
         raise ValueError(f"{title}: mpjax itself uses this name; choose another")
+      if before.fun.__module__ != fun.__module__:
+        replaced = f"{title}: {fun.__module__} replaces what {before.fun.__module__} registered"
+        logging.getLogger("mpjax.train").warning(f"warning: {replaced}")
       self.by_name[name] = made
       return fun
 

@@ -109,6 +109,15 @@ def test_a_plugin_that_cannot_be_used_is_one_line(tmp_path, capsys):
     refused(["explain", "gpt_stdlib", "--plugin", name], [f"--plugin {name}"], capsys)
 
 
+def test_a_plugin_that_replaces_a_kind_of_another_says_so(tmp_path, caplog):
+  for name in ("a", "b"):
+    (tmp_path / f"{name}.py").write_text(REGISTERED + "data('twice')\ndef twice(): ...")
+    load_plugins([str(tmp_path / f"{name}.py")] * 2)
+  assert [record.message for record in caplog.records] == [
+    "warning: register_data('twice'): mpjax_plugin_b replaces what mpjax_plugin_a registered"
+  ]
+
+
 CONFIG = {
   "policy": "bf16",
   "model": {"kind": "own_plain"},
