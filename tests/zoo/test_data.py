@@ -173,7 +173,7 @@ UNFIT = [
   (BOTH | {"eval_images": IMAGES, "eval_labels": LABELS - 1}, ["eval_labels: labels are -1 to 1"]),
   (
     BOTH | {"labels": np.where(LABELS == 1, 50_000_000, LABELS)},
-    ["labels are 0 to 50000000", "below 16777216"],
+    ["labels are 0 to 50000000", "below 1024 (data.num_classes)"],
   ),
   ({"images": IMAGES[:0], "labels": LABELS[:0]}, ["data.kind=npz", "zero-size"]),
 ]

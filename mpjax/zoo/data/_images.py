@@ -16,8 +16,7 @@ from mpjax.registry import Positive, register_data
 from mpjax.zoo.data._text import Loaded, Share
 
 # With more classes, no classifier's last layer would fit on a device.
-_MOST = 1 << 24
-Classes = Annotated[Positive, pydantic.Field(le=_MOST)]
+Classes = Annotated[Positive, pydantic.Field(le=1 << 24)]
 # Images that are read before a run, of those that are read on demand.
 _SAMPLED = 1024
 
@@ -106,19 +105,20 @@ def images_to_rows(
   permutation holds out the share `valid_fraction` of a single split. All are standardised by the mean and
   deviation of those to train on, or of 1024 of them if they are read on demand.
 
-  Labels are below `num_classes`, which by default is the largest of them plus one.
+  Labels are below `num_classes`, which by default is the largest of them plus one. A single wrong label does
+  not decide it: without `num_classes` they are below 1024 or the number of labels.
 
   Raises:
     DataError: if images and labels do not fit together.
   """
-  most = num_classes or _MOST
+  most = num_classes or max(1024, sum(len(labels) for _, labels in splits.values()))
   for where, (images, labels) in splits.items():
     if labels.shape != (len(images),) or labels.dtype.kind not in "ui":
       found = f"labels are {labels.dtype}{list(labels.shape)}"
       raise DataError(f"{where}: {found}: expected an integer for each of {len(images)} images")
     if labels.min() < 0 or labels.max() >= most:
       found = f"labels are {labels.min()} to {labels.max()}"
-      raise DataError(f"{where}: {found}: expected classes from 0 on, below {most}")
+      raise DataError(f"{where}: {found}: expected classes from 0 on, below {most} (data.num_classes)")
   pairs, positions = list(splits.values()), [np.arange(len(labels)) for _, labels in splits.values()]
   if len(pairs) == 1:
     order = np.random.default_rng(0).permutation(positions[0])
