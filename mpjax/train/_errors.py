@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import threading
 from collections.abc import Iterator
@@ -66,6 +67,8 @@ def outcome_of(error: BaseException) -> tuple[int, str] | None:
   """Returns the exit status and the line of an error that a command expects, or `None` for another."""
   if isinstance(error, KeyboardInterrupt):
     return 130, "interrupted"
+  if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of a name that the user gave
+    return ConfigError.exit_status, f"error: {one_line(str(error))}"
   if not isinstance(error, (*MENDABLE, *TOGETHER)):
     return None
   is_signal = error.exit_status > 128

@@ -156,10 +156,11 @@ def _layout(row: Batch) -> dict[str, tuple[str, tuple[int, ...]]]:
   return {name: (value.dtype.name, value.shape[1:]) for name, value in stacked.items()}
 
 
-def _facts(facts: Any, title: str) -> dict[str, Any]:
+def _facts(facts: object, title: str) -> dict[str, Any]:
   """Returns a data function's facts as plain data, for an export."""
   try:
-    plain: dict[str, Any] = json.loads(json.dumps(dict(facts), default=lambda array: array.tolist()))
+    named = dict(facts) if isinstance(facts, Mapping) else vars(facts)
+    plain: dict[str, Any] = json.loads(json.dumps(named, default=lambda array: array.tolist()))
   except (TypeError, ValueError, AttributeError) as error:
     raise DataError(
       f"{title}: info={facts!r}: expected numbers, text, lists and mappings by name, such as "
