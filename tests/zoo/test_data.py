@@ -175,7 +175,10 @@ UNFIT = [
     BOTH | {"labels": np.where(LABELS == 1, 50_000_000, LABELS)},
     ["labels are 0 to 50000000", "below 1024 (data.num_classes)"],
   ),
-  ({"images": IMAGES[:0], "labels": LABELS[:0]}, ["data.kind=npz", "zero-size"]),
+  ({"images": IMAGES[:0], "labels": LABELS[:0]}, ["0 images to train on", "expected some"]),
+  ({"images": IMAGES[:1], "labels": LABELS[:1]}, ["0 images to train on, 1 held out"]),
+  (BOTH | {"images": IMAGES[:, :0]}, ["images are", "[0, 6]"]),
+  (BOTH | {"images": IMAGES * 1e300}, ["images are float32[6, 6]", "finite"]),
 ]
 
 

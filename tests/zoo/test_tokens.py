@@ -74,6 +74,8 @@ BAD = {  # name -> (content, options, words of the error)
   "missing": (None, {}, ["no such file"]),
   "empty": (b"", {}, ["cannot be read", "empty"]),
   "cut off": (b"\0" * 201, {}, ["cannot be read with data.dtype=uint16", "multiple"]),
+  "all skipped": (b"\0" * 200, {"skip_bytes": 300}, ["cannot be read", "data.skip_bytes=300"]),
+  "one row": (b"\0" * 20, {}, ["1 rows", "none to train on"]),
   "too short": (b"\0" * 12, {}, ["data.seq_len=8", "6 tokens"]),
   "an array file": (b"\x93NUMPY" + b"\0" * 200, {}, ["NumPy", "tofile"]),
   "a token too large": (b"\xff\xff" * 200, {}, ["token 0 is 65535", "data.vocab_size=1000", "data.dtype"]),
@@ -87,7 +89,7 @@ def test_a_bad_file_is_one_line(tmp_path):
       file.write_bytes(content)
     raises_one_line(DataError, words, tokens_of, str(file), **options)
   (tmp_path / "folder").mkdir()
-  for path in ("", str(tmp_path / "folder"), f"{tmp_path}/*.none"):
+  for path in ("", [], str(tmp_path / "folder"), f"{tmp_path}/*.none"):
     raises_one_line(DataError, ["data.path", "no such file, or no files there"], tokens_of, path)
 
 

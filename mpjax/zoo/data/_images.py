@@ -58,7 +58,8 @@ def load_npz(*, path: str, num_classes: Classes | None = None, valid_fraction: S
     if lacking := [name for name in names if name not in arrays]:
       raise DataError(f"{path}: no array {lacking[0]!r}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
     images, labels = (np.atleast_1d(arrays[name]) for name in names)
-    images = images.astype(np.float32) if images.dtype.kind == "f" else images
+    with np.errstate(over="ignore"):  # what float32 cannot hold is found as infinite
+      images = images.astype(np.float32) if images.dtype.kind == "f" else images
     splits[f"{path}: {' and '.join(names)}"] = images, labels
   return images_to_rows(splits, path, num_classes, valid_fraction)
 
@@ -116,7 +117,7 @@ def images_to_rows(
     if labels.shape != (len(images),) or labels.dtype.kind not in "ui":
       found = f"labels are {labels.dtype}{list(labels.shape)}"
       raise DataError(f"{where}: {found}: expected an integer for each of {len(images)} images")
-    if labels.min() < 0 or labels.max() >= most:
+    if labels.size and (labels.min() < 0 or labels.max() >= most):
       found = f"labels are {labels.min()} to {labels.max()}"
       raise DataError(f"{where}: {found}: expected classes from 0 on, below {most} (data.num_classes)")
   pairs, positions = list(splits.values()), [np.arange(len(labels)) for _, labels in splits.values()]
@@ -125,10 +126,13 @@ def images_to_rows(
     held_out = max(1, round(len(order) * valid_fraction))
     pairs, positions = 2 * pairs, [np.sort(order[held_out:]), np.sort(order[:held_out])]
   parts = [Images(*pair, at) for pair, at in zip(pairs, positions, strict=True)]
+  if not all(map(len, parts)):
+    raise DataError(f"{title}: {len(parts[0])} images to train on, {len(parts[1])} held out: expected some")
   seen = [part.sample() for part in parts]
   kinds = [f"{images.dtype}{list(images.shape[1:])}" for images in seen]
   for images, kind in zip(seen, kinds, strict=True):
-    if images.ndim not in (3, 4) or images.dtype.kind not in "uif" or not np.isfinite(images).all():
+    has_numbers = images.size and images.dtype.kind in "uif" and np.isfinite(images).all()
+    if images.ndim not in (3, 4) or not has_numbers:
       raise DataError(f"{title}: images are {kind}: expected finite numbers [height, width] or with channels")
   if kinds[0] != kinds[1]:
     # Most likely 0 to 255 in one and 0 to 1 in the other, with one mean and deviation for both.

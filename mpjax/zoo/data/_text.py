@@ -87,6 +87,8 @@ def load_tokens(
   if len(splits) == 1:
     [rows] = splits
     count = len(rows) - max(1, round(len(rows) * valid_fraction))
+    if not count:
+      raise DataError(f"data.path={path!r}: {len(rows)} rows of data.seq_len={seq_len}: none to train on")
     splits = [rows.part(0, count), rows.part(count, len(rows))]
   digest = hashlib.blake2b(repr((seq_len, vocab_size)).encode(), digest_size=8)
   for split in splits:
@@ -140,7 +142,7 @@ def _files_of(
     DataError: if nothing is found at a path.
   """
   found = []
-  for each in _listed(path):
+  for each in _listed(path) or [""]:
     is_named = pathlib.Path(each).is_file()
     found.append([(name, file) for name, file in find_files(each) if is_named or keep(file)])
     if not found[-1] or not each:  # an empty string would be the working directory
@@ -300,6 +302,6 @@ def _map(file: pathlib.Path, dtype: np.dtype, skip_bytes: int) -> np.ndarray:
     raise DataError(f"{file} is an array of NumPy: expected raw numbers, as array.tofile(path) writes them")
   try:
     return np.memmap(file, dtype, mode="r", offset=skip_bytes)
-  except ValueError as error:  # it is empty or cut off
+  except (ValueError, OverflowError) as error:  # it is empty or cut off, or all is skipped
     said = f"data.dtype={dtype.name} and data.skip_bytes={skip_bytes}"
     raise DataError(f"{file} cannot be read with {said}: {error}") from error
