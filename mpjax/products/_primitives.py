@@ -69,7 +69,8 @@ def define(
   """
 
   def transposed(ct: Any, *operands: Any, **parameters: Any) -> list[Any]:
-    place = next(i for i, x in enumerate(operands) if isinstance(x, ad.UndefinedPrimal))
+    # An operand's original, if it has one, comes after it: its cotangent is not rounded.
+    place = max(i for i, x in enumerate(operands) if isinstance(x, ad.UndefinedPrimal))
     out = [None] * len(operands)
     if not isinstance(ct, ad.Zero):
       out[place] = transpose(ct, place, *operands, **parameters)

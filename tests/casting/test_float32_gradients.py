@@ -35,6 +35,8 @@ def sharded(w):
 
 with_rule = jax.custom_vjp(lambda w: ROWS @ w)
 with_rule.defvjp(lambda w: (ROWS @ w, ROWS), lambda x, ct: (x.T @ ct,))
+with_tangent_rule = jax.custom_jvp(lambda w: ROWS @ w)
+with_tangent_rule.defjvp(lambda primals, tangents: (ROWS @ primals[0], ROWS @ tangents[0]))
 scanned_rows = lambda w: lax.scan(lambda total, x: (total + jnp.sum(x @ w), None), 0.0, ROWS[None])[0]
 scanned_layers = lambda w: lax.scan(lambda h, layer: (h @ layer, None), ROWS, w)[0]
 saving_dots = {"policy": jax.checkpoint_policies.dots_saveable}
@@ -62,6 +64,7 @@ FORMS = {  # a function of a parameter of ones, and its shape; every gradient is
   "cond": (lambda w: lax.cond(jnp.sum(w) > 0, lambda w: ROWS @ w, lambda w: 2 * ROWS @ w, w), DENSE),
   "shard_map": (sharded, DENSE),
   "custom_vjp": (with_rule, DENSE),
+  "custom_jvp": (with_tangent_rule, DENSE),
 }  # fmt: skip
 
 
