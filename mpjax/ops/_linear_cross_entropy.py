@@ -80,10 +80,10 @@ def linear_cross_entropy(
     TypeError: for an array of another kind.
     ValueError: for shapes that do not match, and numbers out of range.
   """
-  if rows < 1 or not 0 <= label_smoothing < 1 or z_loss < 0:
+  if rows < 1 or not 0 <= label_smoothing < 1 or not 0 <= z_loss < math.inf:
     raise ValueError(
       f"rows={rows}, label_smoothing={label_smoothing}, z_loss={z_loss}: expected at least 1 row, a "
-      "smoothing from 0 to below 1, and a weight that is not negative"
+      "smoothing from 0 to below 1, and a finite weight that is not negative"
     )
   _check_arrays(x=x, kernel=kernel, labels=labels, bias=bias, where=where)
   own = x.dtype

@@ -212,6 +212,7 @@ WRONG = [
   ({"rows": 0}, ValueError, "rows=0, .*: expected at least 1 row, .*"),
   ({"label_smoothing": 1.0}, ValueError, ".*label_smoothing=1.0, .*"),
   ({"z_loss": -1e-4}, ValueError, ".*z_loss=-0.0001: .*"),
+  ({"z_loss": math.nan}, ValueError, ".*z_loss=nan: .*"),
 ]
 
 
