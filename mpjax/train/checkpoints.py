@@ -33,7 +33,7 @@ from mpjax.train.config._config_file import run_mismatch
 from mpjax.train.processes import everyone
 
 # The operating system's errors for files that cannot be written or read.
-_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 # Fields that must hold no NaN. Counters and keys are integers, and FP8 histories forget NaN.
 _FIELDS_WITHOUT_NAN = ("params", "model_state", "opt_state")
@@ -360,7 +360,7 @@ def _nan(examined: Examined) -> str:
 def _reason(error: BaseException) -> str:
   """Returns one line on what went wrong: the operating system's words if it caused the error."""
   told = "".join(traceback.format_exception(error))  # with its causes
-  if known := [text for text in map(os.strerror, _STORAGE_ERRORS) if text in told]:
+  if known := [text for text in map(os.strerror, STORAGE_ERRORS) if text in told]:
     return known[0]
   return one_line(f"{type(error).__name__}: {str(error).partition(' [tensorstore_spec')[0]}")
 

@@ -18,6 +18,7 @@ from mpjax.cli import main
 # What is registered is to be forgotten.
 from mpjax.registry import TARGETS
 from mpjax.train import ConfigError, load_config, load_plugins, load_safetensors, make_setup
+from mpjax.train.setup._experiment import Setup
 from tests.train import _runs
 from tests.train._runs import PLUGIN, curve, raises_one_line, refused, train_until_killed, write_config
 
@@ -41,6 +42,16 @@ def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path):
   train_until_killed([config, *OF_FILE], tmp_path / "run", 7)
   assert main(["train", config, *OF_FILE, f"out={tmp_path / 'run'}"]) == 0
   assert curve(tmp_path / "run") == curve(whole)
+
+
+def test_an_error_of_a_models_own_files_is_none_of_the_runs(tmp_path, monkeypatch):
+  def lost(setup):
+    raise ConnectionError("the feature store")
+
+  load_plugins([PLUGIN])
+  monkeypatch.setattr(Setup, "first_state", lost)
+  with pytest.raises(ConnectionError, match="feature store"):
+    mpjax.train.run(write_config(tmp_path, "linen"), [f"out={tmp_path / 'run'}"])
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx", "plain"])

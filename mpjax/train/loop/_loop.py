@@ -33,7 +33,7 @@ from mpjax.train._errors import (
 )
 from mpjax.train._export import WIDE, export_text, save_safetensors
 from mpjax.train._files import how_to_go_on
-from mpjax.train.checkpoints import Checkpoints, nan_in
+from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, nan_in
 from mpjax.train.data import Batch
 from mpjax.train.loop._records import Records, profiled, step_report, why_stuck
 from mpjax.train.loop._sinks import (
@@ -103,10 +103,12 @@ class TrainingRun:
               profile.close()
             self._at_boundary(signal())
         return self._finish()
-    except TimeoutError:  # of a process that is lost
-      raise
     except OSError as error:
       path = self.directory.path
+      # Checkpoints have absolute paths. Other errors are of the user's code, or of a lost process.
+      inside = str(error.filename).startswith((str(path), str(path.absolute())))
+      if path.exists() and not inside and error.errno not in STORAGE_ERRORS:
+        raise
       failed = f"{error.filename or path} cannot be written: {error.strerror}; {how_to_go_on(path)}"
       raise CheckpointError(f"{failed} once there is room and permission to write") from error
 
