@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mpjax._gone import instead
 from mpjax._mistakes import ConfigError
 
-_CONFIG = "a YAML file, or the name of an example that comes with mpjax (default: gpt_stdlib)"
+_CONFIG = "a YAML file, a run directory, or an example that comes with mpjax (default: gpt_stdlib)"
 _OVERRIDES = "dotted keys that override the file"
 _SEVERAL = f"{_OVERRIDES}; policy=a,b,c for several policies"
 
@@ -50,7 +50,6 @@ class Command(NamedTuple):
     example: some of its arguments.
     extras: the extras of the package that it needs.
     first: its first argument: `config`, which has a default; `directory`; or nothing.
-    first_help: what that may be.
     overrides: what the `key=value` arguments after it are.
     keys: the help of each of its own keys.
     flags: the help of each of its flags, but for `--plugin`. A flag's value may be left out (`--hunt [FILE]`)
@@ -62,7 +61,6 @@ class Command(NamedTuple):
   example: str = ""
   extras: str = "train"
   first: str = "config"
-  first_help: str = _CONFIG
   overrides: str = _OVERRIDES
   keys: Mapping[str, str] = MappingProxyType({})
   flags: Mapping[str, str] = MappingProxyType({})
@@ -108,7 +106,6 @@ COMMANDS = {
     "Magnitudes, losses in each format, errors against float32 by module, and a better policy.",
     "runs/x policy=fp16 batches=4",
     "train,numerics",
-    first_help=f"a run directory, {_CONFIG}",
     keys={**_TRAINED, "keep": "keep=0.999: the share of gradients that a loss scale should keep"},
     flags={
       "--html FILE": "file of the page; by default in the run directory, or in runs/numerics",
@@ -125,7 +122,6 @@ COMMANDS = {
     "Compares the cost on the target and the error of the gradients; tries policies by module if no preset "
     "is good enough.",
     "gpt_stdlib target=h200 --out tuned.yaml",
-    first_help=f"a run directory, {_CONFIG}",
     overrides=f"{_OVERRIDES}; policy=a,b,c: choose only among these",
     keys=_TARGET | _TRAINED,
     flags={
@@ -141,7 +137,6 @@ COMMANDS = {
     "write the parameters of a run as safetensors",
     example="runs/x dtype=bf16",
     first="directory",
-    first_help="a run directory",
     overrides="by default the compute dtype, the best step and the average",
     keys={
       "dtype": "dtype=bf16",
@@ -200,8 +195,10 @@ def parse(name: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
 def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
   """Adds the arguments of a command to a parser."""
   if command.first:
-    nargs, default = ("?", "gpt_stdlib") if command.first == "config" else (None, None)
-    parser.add_argument(command.first, nargs=nargs, default=default, help=command.first_help)
+    if command.first == "config":
+      parser.add_argument("config", nargs="?", default="gpt_stdlib", help=_CONFIG)
+    else:
+      parser.add_argument("directory", help="a run directory")
     text = "; ".join([command.overrides, *command.keys.values()])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=text)
   groups: dict[str, Any] = {}

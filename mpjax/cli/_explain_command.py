@@ -11,13 +11,12 @@ from mpjax.train.setup._saved_run import facts_of
 
 def run(options: argparse.Namespace) -> None:
   """Runs the command: an answer for each policy, one after the other."""
-  setups: list[Experiment] = []
-  for config in load_configs(options):
-    info = facts_of(config, options.config)
-    setup = Experiment(config, info, config.resolve_policy(), Place.of_tools(config))
+  setups = [
+    Experiment(config, facts_of(config, options.config), config.resolve_policy(), Place.of_tools(config))
+    for config in load_configs(options)
+  ]
+  for setup in setups:
     setup.check()
-    if all(setup.policy != other.policy for other in setups):
-      setups.append(setup)
   screen = Screen()
   for setup in setups:
     if setup is not setups[0]:

@@ -6,12 +6,13 @@ import argparse
 import pathlib
 
 import jax
+import numpy as np
 import yaml
 
 from mpjax import formats
 from mpjax._mistakes import config_errors
-from mpjax.cli._shared import Screen, load_configs
-from mpjax.cli._subject import load_batch, locate, open_subject, run_or_config
+from mpjax._types import PyTree
+from mpjax.cli._shared import Checkpoint, Screen, load_configs, open_subject, run_or_config
 from mpjax.numerics import find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
 from mpjax.train import Config, ConfigError
@@ -24,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
     print(formats.format_table())
     return
   own, screen = options.own, Screen()
-  path, checkpoint = run_or_config(options)
+  path, checkpoint, steps = run_or_config(options)
   config, *more = load_configs(options)
   if more:
     raise ConfigError("policy: expected one policy")
@@ -32,7 +33,6 @@ def run(options: argparse.Namespace) -> None:
     _hunt(config, checkpoint, screen, options)
     return
   page = pathlib.Path(options.html or _page(path, config, checkpoint))
-  steps = own.get("steps", 0 if checkpoint else 10)
   doing = f"compiling the training step, and training {steps} steps"
   with screen.progress() as advance:
     advance(doing if steps else "building the model and reading its state")
@@ -70,23 +70,47 @@ def run(options: argparse.Namespace) -> None:
     screen.write_config("--apply", options.apply, text, read_tree(path, options.overrides))
 
 
-def _page(path: pathlib.Path, config: Config, checkpoint: str | None) -> pathlib.Path:
+def _page(path: pathlib.Path, config: Config, checkpoint: Checkpoint | None) -> pathlib.Path:
   """Returns the file of the page; it is in the run directory if the parameters are a run's."""
   policy = config.resolve_policy()
   label = policy.label if policy.label.isidentifier() else "custom"
   if checkpoint is None:
     return pathlib.Path("runs/numerics") / f"{path.stem}-{label}.html"
-  run, _ = locate(checkpoint)
-  is_own = run.config.resolve_policy() == policy
-  return run.directory / ("numerics.html" if is_own else f"numerics-{label}.html")
+  is_own = checkpoint.run.config.resolve_policy() == policy
+  return checkpoint.run.directory / ("numerics.html" if is_own else f"numerics-{label}.html")
 
 
-def _hunt(config: Config, checkpoint: str | None, screen: Screen, options: argparse.Namespace) -> None:
+def _hunt(config: Config, checkpoint: Checkpoint | None, screen: Screen, options: argparse.Namespace) -> None:
   if checkpoint is None:
     raise ConfigError("--hunt: expected a checkpoint, too, as in checkpoint=runs/x")
   setup, state, [like] = open_subject(config, checkpoint)
-  file, batch = load_batch(options.hunt, checkpoint, like)
+  file, batch = _load_batch(options.hunt, checkpoint.run.directory, like)
   screen.say(f"batch {file}, checkpoint of step {int(state.step)}, policy {setup.policy.label}")
   with screen.console.status("computing the step operation by operation"):
     report = find_nonfinite(setup.step, state, setup.place(batch))
   screen.show(report, options)
+
+
+def _load_batch(file: str, run: pathlib.Path, like: PyTree) -> tuple[str, dict[str, np.ndarray]]:
+  """Returns the name of an npz file, by default that of the newest batch that stopped a run, and its arrays.
+
+  Raises:
+    ConfigError: if there is none, or it cannot be read as a batch like `like`.
+  """
+  if not file:
+    files = list(run.glob("nonfinite_batch_*.npz"))
+    if not files:
+      raise ConfigError(
+        f"{run} holds no nonfinite_batch_*.npz, which a run writes when it stops with non-finite gradients: "
+        "name a batch, as in --hunt batch.npz"
+      )
+    file = str(max(files, key=lambda file: (len(file.name), file.name)))  # by the number of its step
+  try:
+    with np.load(file, allow_pickle=False) as archive:
+      batch = {name: archive[name] for name in archive.files}
+  except Exception as error:  # a damaged archive can raise anything
+    raise ConfigError(f"--hunt {file}: cannot be read as a batch ({error})") from error
+  rows = lambda tree: {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in tree.items()}
+  if rows(batch) != rows(like):
+    raise ConfigError(f"--hunt {file}: holds rows of {rows(batch)}, expected rows of {rows(like)}")
+  return file, batch

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mpjax._mistakes import config_errors
-from mpjax.cli._shared import Screen, split_policies
-from mpjax.cli._subject import open_subject, run_or_config
+from mpjax.cli._shared import Screen, open_subject, run_or_config, split_policies
 from mpjax.planner import get_target
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train.config._config_file import read_tree
@@ -21,8 +20,7 @@ def run(options: argparse.Namespace) -> None:
     raise ConfigError(
       f"{fixed[0]}: tune chooses the policy; name those to choose from as policy=bf16,fp16,fp32"
     )
-  path, checkpoint = run_or_config(options)
-  steps = own.get("steps", 0 if checkpoint else 10)
+  path, checkpoint, steps = run_or_config(options)
   with config_errors():  # before anything is computed
     parse_tolerance(options.tolerance)
     target = get_target(own.get("target"))
