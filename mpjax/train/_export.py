@@ -187,7 +187,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     ConfigError: if the file is missing, is not such an export, or lacks a tensor of the model.
   """
   path = pathlib.Path(path)
-  metadata, tensors = _read(path)
+  metadata, tensors = read_export(path)
   try:
     config = checked(Config, json.loads(metadata["config"]))
     info = pydantic.TypeAdapter(DataInfo).validate_json(metadata["data"])
@@ -196,22 +196,17 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     task, like = experiment.task, experiment.state_shapes
   except (KeyError, ValueError, TypeError, RecursionError) as error:  # of metadata that somebody changed
     raise ConfigError(f"{path}: its metadata are of no model: {described(error)}") from error
-  params, model_state = _fitted(path, tensors, like)
+  params, model_state = fitted(path, tensors, like)
   like = like.replace(opt_state={}, fp8_state={}, rng=None, step=0)
   return ExportedModel(config, policy, params, model_state, task, like)
 
 
-def load_weights(path: pathlib.Path, like: TrainState) -> tuple[PyTree, PyTree]:
-  """Reads the parameters and the model state of an export, in its dtypes, for a model of `like`'s shapes.
+def read_export(path: pathlib.Path) -> tuple[dict[str, str], dict[str, Array]]:
+  """Returns the metadata of an export, and its tensors by name; FP8 ones times their scales, in float32.
 
   Raises:
-    ConfigError: if the file cannot be read, is not such an export, or is of another model.
+    ConfigError: if the file cannot be read, or is not such an export.
   """
-  return _fitted(path, _read(path)[1], like)
-
-
-def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, Array]]:
-  """Returns the metadata of an export, and its tensors by name; FP8 ones times their scales, in float32."""
   try:
     with safetensors.safe_open(path, framework="flax") as file:
       metadata = file.metadata() or {}
@@ -235,8 +230,12 @@ def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, Array]]:
   return metadata, tensors
 
 
-def _fitted(path: pathlib.Path, tensors: dict[str, Array], like: TrainState) -> tuple[PyTree, PyTree]:
-  """Returns the tensors of a file as the parameters and the model state of a model of `like`'s shapes."""
+def fitted(path: pathlib.Path, tensors: dict[str, Array], like: TrainState) -> tuple[PyTree, PyTree]:
+  """Returns the tensors of a file as the parameters and the model state of a model of `like`'s shapes.
+
+  Raises:
+    ConfigError: if they are of another model.
+  """
   trees = {"params": like.arrays, "model_state": like.model_state}
   expected = dict(named_leaves(trees))
   for name in sorted(tensors.keys() | expected.keys()):
@@ -246,8 +245,8 @@ def _fitted(path: pathlib.Path, tensors: dict[str, Array], like: TrainState) -> 
         f"{path}: tensor {name!r}: expected {here}, found {found}: an export fits the same model section and "
         "data"
       )
-  fitted = jax.tree.unflatten(jax.tree.structure(trees), [tensors[name] for name in expected])
-  return fitted["params"], fitted["model_state"]
+  made = jax.tree.unflatten(jax.tree.structure(trees), [tensors[name] for name in expected])
+  return made["params"], made["model_state"]
 
 
 def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:

@@ -153,7 +153,15 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-  """Reads plain values: `1e-3` is a number, and a date is text."""
+  """Reads plain values: `1e-3` is a number, and a date is text; no references, by which a file could grow."""
+
+  def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    event = self.peek_event()
+    if isinstance(event, yaml.AliasEvent):
+      raise _fault(event, "a reference (*name): write the value out")
+    if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
+      raise _fault(event, f"{event.value}{instead('${}', 'config')}")
+    return super().compose_node(parent, index)
 
   def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     names = [key.value for key, _ in node.value]
@@ -173,21 +181,11 @@ _Loader.add_implicit_resolver(
 )
 
 
-_DEEPEST = 100
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError)
 
 
 def _parsed(text: str | bytes) -> Any:
-  """Returns the value of a YAML text; without references, by which a file could grow."""
-  depth = 0
-  for event in yaml.parse(text, _Loader):
-    depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-    if depth > _DEEPEST:  # time grows with its square
-      raise RecursionError
-    if isinstance(event, yaml.AliasEvent):
-      raise _fault(event, "a reference (*name): write the value out")
-    if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
-      raise _fault(event, f"{event.value}{instead('${}', 'config')}")
+  """Returns the value of a YAML text."""
   return _plain(yaml.load(text, _Loader))
 
 

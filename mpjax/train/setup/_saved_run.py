@@ -18,7 +18,7 @@ from mpjax.optim import keeps_other_weights
 from mpjax.registry import DataInfo
 from mpjax.step import TrainState, can_adopt, merged, state_of, with_masters
 from mpjax.train._errors import CheckpointError, ConfigError
-from mpjax.train._export import WIDE, load_weights, save_safetensors
+from mpjax.train._export import WIDE, fitted, read_export, save_safetensors
 from mpjax.train._files import write_atomically
 from mpjax.train.checkpoints import Checkpoints, Restored, quiet
 from mpjax.train.config._config import Config, export_dtype
@@ -244,7 +244,8 @@ def start_from(setup: Experiment, state: TrainState) -> tuple[TrainState, str]:
       raise ConfigError("expected a run directory, or a file that mpjax export wrote")
     if setup.config.train.init_optimizer:
       raise ConfigError("it has only parameters; train.init_optimizer=true needs a run directory")
-    return _with_weights(setup, state, *load_weights(path, state)), f"parameters of {path}"
+    weights = fitted(path, read_export(path)[1], state)
+    return _with_weights(setup, state, *weights), f"parameters of {path}"
   except (CheckpointError, ConfigError) as error:
     raise ConfigError(f"train.init_from={path}: {error}") from error
 
