@@ -23,25 +23,16 @@ from tests.train import _runs
 from tests.train._runs import PLUGIN, curve, raises_one_line, refused, train_until_killed, write_config
 
 OF_FILE = ["--plugin", PLUGIN]
-# Parameters and a state; a module.
-KINDS = ("linen", "nnx")
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def finished(request, tmp_path_factory):
-  """Config and directory of a finished run that no test may change."""
-  folder = tmp_path_factory.mktemp(request.param)
-  config = write_config(folder, request.param)
-  assert main(["train", config, *OF_FILE, f"out={folder / 'run'}"]) == 0
-  return config, folder / "run"
-
-
-def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path):
-  config, whole = finished
-  train_until_killed([config, *OF_FILE], tmp_path / "run", 7)
-  assert main(["train", config, *OF_FILE, f"out={tmp_path / 'run'}"]) == 0
-  assert curve(tmp_path / "run") == curve(whole)
+@pytest.mark.parametrize("kind", ["linen", "nnx"])  # parameters and a state; a module
+def test_a_killed_run_resumes_bit_for_bit(kind, tmp_path):
+  arguments = [write_config(tmp_path, kind), *OF_FILE]
+  _runs.train(arguments, tmp_path / "whole")
+  train_until_killed(arguments, tmp_path / "run", 7)
+  _runs.train(arguments, tmp_path / "run")
+  assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
 def test_an_error_of_a_models_own_files_is_none_of_the_runs(tmp_path, monkeypatch):

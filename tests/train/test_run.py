@@ -114,15 +114,16 @@ def test_a_killed_and_interrupted_run_resumes_bit_for_bit(tmp_path, monkeypatch,
   train(arguments, tmp_path / "whole")
   command = ["train", *arguments, f"out={out}"]
   train_until_killed(arguments, out, 3)
-  with monkeypatch.context() as patch:
-    interrupt(patch, 7, lambda: signal.raise_signal(signal.SIGTERM))
-    assert main(command) == 128 + signal.SIGTERM
-  shown = capsys.readouterr().err
-  assert shown == f"SIGTERM: checkpoint of step 7 saved in {out}; the same command resumes from it\n"
-  assert records(out)[-1]["step"] == 7
-  assert not (out / "summary.json").exists()
+  for signum, name, taken, step in ((signal.SIGTERM, "SIGTERM", 7, 7), (signal.SIGINT, "Ctrl-C", 3, 10)):
+    with monkeypatch.context() as patch:
+      interrupt(patch, taken, lambda signum=signum: signal.raise_signal(signum))
+      assert main(command) == 128 + signum
+    shown = capsys.readouterr().err
+    assert shown == f"{name}: checkpoint of step {step} saved in {out}; the same command resumes from it\n"
+    assert records(out)[-1]["step"] == step
+    assert not (out / "summary.json").exists()
   assert main(command) == 0
-  assert "resumed after step 7" in capsys.readouterr().out
+  assert "resumed after step 10" in capsys.readouterr().out
   expected = curve(tmp_path / "whole")
   assert curve(out) == expected
   assert 0 < expected[-1][3] < 19  # steps were skipped
@@ -130,17 +131,6 @@ def test_a_killed_and_interrupted_run_resumes_bit_for_bit(tmp_path, monkeypatch,
   for key in ("eval_loss", "final_loss", "skipped_steps", "best_eval_loss"):
     assert summaries[0][key] == summaries[1][key]
   _runs.assert_same_bits(_runs.state_of(out), _runs.state_of(tmp_path / "whole"))
-
-
-def test_ctrl_c_saves_a_checkpoint_too(tmp_path, monkeypatch, capsys):
-  command = ["train", *write_line(tmp_path), f"out={tmp_path / 'run'}"]
-  interrupt(monkeypatch, 6, lambda: signal.raise_signal(signal.SIGINT))
-  assert main(command) == 130
-  assert "Ctrl-C: checkpoint of step 6 saved" in capsys.readouterr().err
-  assert main([*command, "train.log_every=3"]) == 0
-  assert "resumed after step 6" in capsys.readouterr().out
-  written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-  assert written["train"]["log_every"] == 3  # as resumed
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
