@@ -143,7 +143,8 @@ def test_a_section_that_is_missing_may_be_one_that_is_misspelt():
 
 def test_overrides_are_a_list(minimal):
   for overrides in ("policy=bf16", {"policy": "bf16"}):
-    raises_one_line(ConfigError, ["expected key=value"], load_config, minimal, overrides)
+    words = ["expected a list of texts, as in ['policy=bf16'"]
+    raises_one_line(ConfigError, words, load_config, minimal, overrides)
 
 
 def test_unreadable_or_incomplete_files(tmp_path):

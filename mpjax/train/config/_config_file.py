@@ -74,6 +74,10 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
   Raises:
     ConfigError: one line that names the file or key, the value and what was expected.
   """
+  if isinstance(overrides, (str, Mapping)):
+    raise ConfigError(
+      f"overrides={overrides!r}: expected a list of texts, as in ['policy=bf16', 'train.steps=200']"
+    )
   title = None
   if isinstance(source, (str, pathlib.Path)):
     source = find_config(source)
