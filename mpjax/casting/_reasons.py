@@ -104,15 +104,4 @@ EXACT = frozenset(
     Code.OF_EXACT,
   }
 )
-NOT_FP8 = frozenset(
-  {
-    Code.NO_UNITS,
-    Code.UNFIT,
-    Code.IN_RULE,
-    Code.IN_BACKWARD,
-    Code.ATTENTION,
-    Code.FIRST_LAYER,
-    Code.LAST_LAYER,
-    Code.LAST_LAYERS,
-  }
-)
+NOT_FP8 = frozenset(code for code in Code if code.value.startswith("not FP8: "))
