@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.core import AbstractValue
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from mpjax import _compat
 from mpjax._types import Array, JaxprEqn
 from mpjax.jaxpr import register_as, shape_of
-from mpjax.products import lower_as
+from mpjax.products import lower_as, return_first
 
 MANY = 16  # uses; as many terms in bfloat16 are off by about 0.01
 
@@ -64,10 +63,6 @@ def look_up(equation: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
   return list(map(use, rows, wide))
 
 
-def _first(x: AbstractValue, wide: AbstractValue, *, originals: tuple[int, ...]) -> AbstractValue:
-  return x
-
-
 def _jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, originals: tuple[int, ...]
 ) -> tuple[Array, Array | ad.Zero]:
@@ -90,16 +85,10 @@ def _batch(
   return use(x, wide), axis
 
 
-_use_p.def_impl(_first)
-_use_p.def_abstract_eval(_first)
+return_first(_use_p)
 ad.primitive_jvps[_use_p] = _jvp
 ad.primitive_transposes[_use_p] = _transpose
 batching.primitive_batchers[_use_p] = _batch
-lower_as(_use_p, _first)
-
-
-def _itself(x: AbstractValue) -> AbstractValue:
-  return x
 
 
 def _stored(ct: Array | ad.Zero, _: object) -> list[Array | ad.Zero]:
@@ -112,11 +101,9 @@ store_gradient_p = Primitive("store_gradient")
 apart_p = Primitive("apart")
 for _primitive, _transposed in ((store_gradient_p, _stored), (apart_p, lambda ct, _: [ct])):
   register_as(_primitive, jax.lax.copy_p)
-  _primitive.def_impl(_itself)
-  _primitive.def_abstract_eval(_itself)
+  return_first(_primitive)
   ad.deflinear2(_primitive, _transposed)
   batching.defvectorized(_primitive)
-  lower_as(_primitive, _itself)
 for _platform in ("cuda", "rocm"):
   lower_as(apart_p, jax.lax.optimization_barrier, _platform)
 

@@ -12,5 +12,5 @@ from mpjax.products._fp8_dot_general import InFp8, multiply_codes, multiply_dot,
 from mpjax.products._fp8_ragged_dot import multiply_ragged, recipe_of_experts, why_not_fp8
 from mpjax.products._functions import fp8_dot_general, scaled_dot
 from mpjax.products._half_products import bind_product, half_product, has_own_gradients
-from mpjax.products._primitives import as_product, is_fp8, lower_as, plain_primitive
+from mpjax.products._primitives import as_product, is_fp8, lower_as, plain_primitive, return_first
 from mpjax.products._spec import Spec

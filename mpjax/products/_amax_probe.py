@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from mpjax import _compat
 from mpjax._types import Array
 from mpjax.fp8 import amax_of
 from mpjax.jaxpr import PrimitiveFacts, register
-from mpjax.products._primitives import lower_as
+from mpjax.products._primitives import return_first
 
 LHS, RHS, GRADIENT, NOTHING = range(4)
 
@@ -97,14 +96,8 @@ def _batch(operands: Sequence[Array], axes: Sequence[int | None], *, slot: int) 
   return observe_p.bind(*operands, slot=slot), 0
 
 
-def _first(x: Any, *_: Any, **__: int) -> Any:
-  return x
-
-
 register(observe_p, PrimitiveFacts("opaque", "mpjax's own: it passes its operand on", recompute=False))
-observe_p.def_impl(_first)
-observe_p.def_abstract_eval(_first)
-lower_as(observe_p, _first)
+return_first(observe_p)
 batching.primitive_batchers[observe_p] = _batch
 ad.primitive_jvps[observe_p] = _jvp
 ad.primitive_transposes[observe_p] = _transpose

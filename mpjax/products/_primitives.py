@@ -59,6 +59,17 @@ def lower_as(primitive: Primitive, compute: Callable[..., Any], platform: str | 
   mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False), platform=platform)
 
 
+def return_first(primitive: Primitive) -> None:
+  """Makes a primitive return its first operand, whatever its parameters."""
+
+  def first(x: Any, *_: Any, **__: Any) -> Any:
+    return x
+
+  primitive.def_impl(first)
+  primitive.def_abstract_eval(first)
+  lower_as(primitive, first)
+
+
 def define(
   primitive: Primitive, type_of: Any, compute: Any, jvp: Any, transpose: Callable[..., Any], batch: Any
 ) -> None:
