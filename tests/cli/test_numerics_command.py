@@ -9,7 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mpjax.cli import main
 from mpjax.train import load_config
+from tests.train._runs import write_line
 from tests.train._tiny_gpt import write_tiny_gpt
+from tests.train.conftest import _kinds  # noqa: F401 - a fixture
 
 SCALED_TOO_FAR = "policy={base: fp16, loss_scaling: {kind: static, init_scale: 16777216}}"
 
@@ -18,6 +20,13 @@ SCALED_TOO_FAR = "policy={base: fp16, loss_scaling: {kind: static, init_scale: 1
 def config(tmp_path_factory):
   """The path of a small config; an inspection compiles the model many times over."""
   [path] = write_tiny_gpt(tmp_path_factory.mktemp("numerics"), layers=1)
+  return path
+
+
+@pytest.fixture(scope="module")
+def line(_kinds, tmp_path_factory):  # noqa: F811
+  """The path of a config of few operations, each of which a hunt compiles."""
+  [path] = write_line(tmp_path_factory.mktemp("line"))
   return path
 
 
@@ -90,18 +99,18 @@ def test_a_run_asked_about_another_policy_gets_a_page_and_is_left_alone(run, tra
 
 
 @pytest.mark.slow
-def test_the_advised_config_trains_where_the_other_could_not(run, config, tmp_path, capsys):
-  report, out = run(SCALED_TOO_FAR, "steps=1", "batches=1", "--apply", "advised.yaml")
+def test_the_advised_config_trains_where_the_other_could_not(run, line, tmp_path, capsys):
+  report, out = run(SCALED_TOO_FAR, "steps=1", "batches=1", "--apply", "advised.yaml", config=line)
   assert any(f["severity"] == "problem" for f in report["findings"])
   assert "advised.yaml" in out
   advised = tmp_path / "advised.yaml"
   assert load_config(advised).resolve_policy().loss_scaling.kind == "dynamic"
-  assert main(["numerics", str(config), "steps=0", "batches=1", "--apply", "advised.yaml"]) == 2
+  assert main(["numerics", line, "steps=0", "batches=1", "--apply", "advised.yaml"]) == 2
   assert capsys.readouterr().err == (
     "error: --apply advised.yaml: exists; it is not overwritten, choose another name\n"
   )
   skipped = {}
-  for name, arguments in (("asked", [config, SCALED_TOO_FAR]), ("advised", [str(advised)])):
+  for name, arguments in (("asked", [line, SCALED_TOO_FAR]), ("advised", [str(advised)])):
     assert main(["train", *arguments, "train.steps=6", f"out={tmp_path / name}"]) == 0
     skipped[name] = json.loads((tmp_path / name / "summary.json").read_text())["skipped_steps"]
   assert skipped == {"asked": 6, "advised": 0}
@@ -125,10 +134,10 @@ def test_looking_at_a_run_changes_nothing_and_leaves_histograms(trained, plain):
 
 
 @pytest.mark.slow
-def test_a_run_that_stops_names_the_operation_and_is_hunted_again(config, tmp_path, capsys):
+def test_a_run_that_stops_names_the_operation_and_is_hunted_again(line, tmp_path, capsys):
   out = tmp_path / "stuck"
   policy = "policy={base: fp16, loss_scaling: {init_scale: 16777216, min_scale: 8388608}}"
-  assert main(["train", config, policy, "train.max_skips=3", "train.steps=50", f"out={out}"]) == 3
+  assert main(["train", line, policy, "train.max_skips=3", "train.steps=50", f"out={out}"]) == 3
   error = capsys.readouterr().err
   assert "overflowed in float16, backward pass" in error
   assert main(["numerics", str(out), "--hunt"]) == 0
