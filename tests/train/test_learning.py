@@ -19,15 +19,15 @@ def summary_of(config, out, *options):
 
 def test_half_precision_ends_where_float32_does(tmp_path):
   overflowing = "{base: fp16, loss_scaling: {init_scale: 16777216, backoff_factor: 0.25}}"
-  shape = ["model.dim=64", "model.layers=1", "data.seq_len=64", "data.batch_size=8"]
+  shape = ["model.dim=64", "model.layers=1", "data.seq_len=64", "data.batch_size=8", "data.eval_batches=10"]
   found = {
     policy: summary_of(
       "gpt_stdlib.yaml",
       tmp_path / str(number),
       *shape,
       f"policy={policy}",
-      "train.steps=300",
-      "train.eval_every=300",
+      "train.steps=150",
+      "train.eval_every=150",
     )
     for number, policy in enumerate(("fp32", "bf16", overflowing))
   }
