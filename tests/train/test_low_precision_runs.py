@@ -15,7 +15,6 @@ from mpjax.train import load_config, load_safetensors, make_setup
 from mpjax.train.checkpoints import Checkpoints
 from tests.train import _runs
 from tests.train._runs import curve, train, train_until_killed
-from tests.train._tiny_gpt import write_tiny_gpt
 
 LENGTH = 4
 POLICIES = {
@@ -36,13 +35,13 @@ def flat(tmp_path_factory):
   """Arguments of a run of two layers on images as they lie in memory."""
 
   def model(info):
-    init = lambda key: {"up": jax.random.normal(key, (64, 32)) / 8, "head": np.zeros((32, 16), np.float32)}
+    init = lambda key: {"up": jax.random.normal(key, (64, 64)) / 8, "head": np.zeros((64, 16), np.float32)}
+    logits = lambda params, x: jax.nn.relu(x.reshape(-1, 64) @ params["up"]) @ params["head"]
 
     def loss_fn(params, batch):
-      out = jax.nn.relu(batch["images"].reshape(16, 64) @ params["up"]) @ params["head"]
-      return ((out - jax.nn.one_hot(batch["labels"], 16)) ** 2).mean()
+      return ((logits(params, batch["images"]) - jax.nn.one_hot(batch["labels"], 16)) ** 2).mean()
 
-    return mpjax.train.Task(init, loss_fn)
+    return mpjax.train.Task(init, loss_fn, logits=logits)
 
   mpjax.train.register_model("flat")(model)
   return _runs.write_line(tmp_path_factory.mktemp("flat"), **FLAT)
@@ -97,11 +96,11 @@ ON_EIGHT = "mesh={data: 2, fsdp: 4}"
 
 
 @pytest.fixture(scope="module", params=FEW_BYTES)
-def runs(request, tmp_path_factory):
+def runs(request, flat, tmp_path_factory):
   """Directories of a run of 4 steps, and of one that was resumed in its middle; the arguments of both."""
   folder = tmp_path_factory.mktemp("runs")
   options = ["train.eval_every=4", "train.checkpoint_every=2", "optimizer.schedule_steps=6"]
-  arguments = [*write_tiny_gpt(folder, layers=1), *options, f"policy={request.param}"]
+  arguments = [*flat, *options, f"policy={request.param}"]
   for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
     train(arguments, folder / name, f"train.steps={steps}")
   return folder / "whole", folder / "parts", arguments
@@ -140,4 +139,4 @@ def test_an_export_in_float32_is_of_the_master_weights(runs, tmp_path):
     model = load_safetensors(file)
     for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(expected), strict=True):
       np.testing.assert_array_equal(np.asarray(a), np.asarray(b).astype(jnp.dtype(dtype)))
-    assert np.isfinite(np.asarray(model.logits(np.zeros((1, 16), np.int32)))).all()
+    assert np.isfinite(np.asarray(model.logits(np.zeros((1, 8, 8), np.float32)))).all()
