@@ -29,7 +29,8 @@ _LEAST_SHARE = 1e-3  # of the time, of a part that is named
 _MOST_SHARE = 0.97  # the most of a GPU's memory for a process; the driver and the runtime keep the rest
 _ROOMY = 0.5  # a larger batch is suggested below this share of the memory
 _MISSES = 0.01  # products below the full rate are mentioned above this share of the FLOPs
-_RANKS = {"failed": 0, "out of memory": 0, "install": 2}  # of notes, by kind
+# Places of notes by kind, 1 for the others: failures first, missing packages last.
+_RANKS = {"failed": 0, "out of memory": 0, "install": 2}
 _DIVIDE = "a mesh with fsdp divides them"
 _WAYS_OUT = {
   "activations": "jax.checkpoint around a block (train.recompute=blocks) keeps fewer of them, a smaller "
@@ -171,7 +172,8 @@ def answer_of(plans: Sequence[Plan], first: Sequence[str] = (), *, rates: bool =
     first: sentences before it.
     rates: whether to add items a second and utilisation.
   """
-  notes = [f"note: {text}" for text in _each_once(plans, lambda p: sorted(p.notes, key=_rank))]
+  ranked = lambda plan: sorted(plan.notes, key=lambda note: _RANKS.get(note.kind, 1))
+  notes = [f"note: {text}" for text in _each_once(plans, ranked)]
   if len(plans) == 1:
     advice = [f"advice: {line}" for line in _advice(plans[0])][:2]
     return answer_lines([*first, *_figures(plans[0], rates)], notes, advice, rest="notes left out: {}")
@@ -338,11 +340,6 @@ def _figures(plan: Plan, rates: bool) -> Iterator[str]:
     of = f"{percent_text(plan.utilisation)} of {with_prefix(plan.peak_flops, 'FLOP/s')}"
     known = f"{plan.throughput:,.0f} {plan.item}/s; model FLOPs utilisation (MFU) {of}"
     yield f"rate: {known if plan.throughput else 'not known, because the time is not known'}"
-
-
-def _rank(note: Note) -> int:
-  """Returns the place of a note: failures first, missing packages last."""
-  return _RANKS.get(note.kind, 1)
 
 
 def _advice(plan: Plan) -> Iterator[str]:
